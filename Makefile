@@ -1,0 +1,61 @@
+# `make quickstart` and `make test` do all the set-up, in .venv.
+# make TORCH='torch==2.13.0' chooses the torch that is installed.
+
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+VENV   ?= .venv
+PY     := $(VENV)/bin/python
+STAMP  := $(VENV)/.installed
+
+SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/cpu/*.cpp csrc/cpu/*.h csrc/cuda/*)
+
+.PHONY: install quickstart test test-all lint format cuda-compile sanitize table bench clean
+
+$(STAMP): pyproject.toml setup.py $(SOURCES)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or later is needed")'
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet 'setuptools>=77' wheel ninja numpy
+	$(PY) -m pip install --quiet '$(TORCH)'
+	$(PY) -m pip install --quiet --no-build-isolation -e '.[test,lint]'
+	touch $(STAMP)
+
+install: $(STAMP)
+
+quickstart: install
+	$(PY) examples/quickstart.py
+
+test: install
+	$(PY) -m pytest -q -m "not slow"
+
+# What is slow besides: long property tests, the examples, CUDA compilation, sanitizers.
+test-all: install
+	$(PY) -m pytest -q -m slow
+	$(MAKE) cuda-compile
+	$(MAKE) sanitize
+
+lint: install
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+format: install
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+# Proves on a machine without a GPU that the CUDA sources compile.
+cuda-compile: install
+	PYTHON=$(PY) bash scripts/cuda_compile.sh
+
+# The C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer.
+sanitize: install
+	PYTHON=$(PY) bash scripts/sanitize.sh
+
+table: install
+	$(PY) scripts/support_table.py --write
+
+bench: install
+	$(PY) benchmarks/bench_dispatch.py
+	$(PY) benchmarks/bench_cpu.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info torch_moe_ops/*.so

@@ -1,0 +1,147 @@
+"""Time of one MoE layer on the C++ CPU backend: median over rotating routings, weights coming from DRAM.
+
+    python benchmarks/bench_cpu.py                       # Qwen3-30B-A3B layer, W4A4 and W4A16, M = 1 .. 256
+    python benchmarks/bench_cpu.py --tokens 1 64 --schemes none --json benchmarks/results/cpu.jsonl
+
+Weights are random codes with plausible scales: the time does not depend on their values. `GB/s` counts the
+packed bytes of the experts that the routing touches, `GFLOP/s` two operations per weight and routed row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import torch_moe_ops._C  # noqa: F401  (registers the private ops)
+from torch_moe_ops.backends import _cpu_layout as layout
+
+ROUTINGS = 16
+
+
+def random_layer(scheme: str, experts: int, hidden: int, inter: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Packed weights with random bits where any bit pattern is a number, small random numbers elsewhere."""
+    tensors: dict[str, Tensor] = {}
+    for name, (shape, kind) in layout.packed_shapes(scheme, experts, hidden, inter, True, dtype).items():
+        if name.endswith("_scale"):
+            tensors[name] = torch.full(shape, 1.0, dtype=torch.float32).to(kind)
+        elif kind == torch.uint8:
+            tensors[name] = torch.randint(0, 256, shape, dtype=torch.uint8)
+        else:
+            tensors[name] = torch.randn(shape, dtype=torch.float32).to(kind)
+    return tensors
+
+
+def routings(tokens: int, experts: int, top_k: int) -> list[tuple[Tensor, Tensor]]:
+    made = []
+    for seed in range(ROUTINGS):
+        generator = torch.Generator().manual_seed(seed)
+        logits = torch.randn(tokens, experts, generator=generator)
+        weights, ids = logits.softmax(-1).topk(top_k)
+        made.append((ids.int(), weights.contiguous()))
+    return made
+
+
+def caller(
+    w: dict[str, Tensor], scheme: str, act_format: str, hidden: Tensor, out: Tensor
+) -> Callable[[Tensor, Tensor], None]:
+    experts = w["w13"].shape[0]
+    alphas = torch.full((experts,), 0.01)
+    gscale = torch.tensor(100.0) if act_format == "nvfp4" else None
+
+    def call(ids: Tensor, weights: Tensor) -> None:
+        torch.ops.moeq_C.experts(
+            out, hidden, None, ids, weights,
+            w["w13"], w.get("w13_scale"), None, alphas, None,
+            w["w2"], w.get("w2_scale"), None, alphas, None,
+            gscale, gscale, scheme, act_format, "silu", 1.0, 0.0, float("inf"), 0, False,
+        )  # fmt: skip
+
+    return call
+
+
+def measure(call: Callable[[Tensor, Tensor], None], routes: list[tuple[Tensor, Tensor]], seconds: float) -> list[float]:
+    """Milliseconds of each call, the routing changing from call to call."""
+    for ids, weights in routes[:2]:
+        call(ids, weights)
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times) < ROUTINGS:
+        ids, weights = routes[len(times) % ROUTINGS]
+        start = time.perf_counter()
+        call(ids, weights)
+        times.append((time.perf_counter() - start) * 1e3)
+    return times
+
+
+def run(args: argparse.Namespace, scheme: str, act_format: str) -> list[dict[str, Any]]:
+    w = random_layer(scheme, args.experts, args.hidden, args.intermediate, torch.bfloat16)
+    bytes_per_expert = sum(t[0].numel() * t.element_size() for t in w.values())
+    rows = []
+    for tokens in args.tokens:
+        hidden = torch.randn(tokens, args.hidden).bfloat16()
+        out = torch.empty_like(hidden)
+        routes = routings(tokens, args.experts, args.top_k)
+        times = measure(caller(w, scheme, act_format, hidden, out), routes, args.seconds)
+        median = statistics.median(times)
+        touched = statistics.mean(len(ids.unique()) for ids, _ in routes)
+        flop = 2.0 * 3 * args.hidden * args.intermediate * tokens * args.top_k
+        rows.append(
+            {
+                "scheme": scheme,
+                "act_format": act_format,
+                "tokens": tokens,
+                "median_ms": round(median, 4),
+                "best_ms": round(min(times), 4),
+                "gb_per_s": round(touched * bytes_per_expert / median / 1e6, 1),
+                "gflop_per_s": round(flop / median / 1e6, 1),
+                "calls": len(times),
+            }
+        )
+        print("  ".join(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 256])
+    parser.add_argument("--schemes", nargs="+", default=["nvfp4:nvfp4", "nvfp4:none"], help="scheme:act_format")
+    parser.add_argument("--experts", type=int, default=128)
+    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--intermediate", type=int, default=768)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--isa", default="", help="force an instruction set")
+    parser.add_argument("--seconds", type=float, default=2.0, help="per measurement")
+    parser.add_argument("--json", type=Path, help="append one line per measurement to this file")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    if args.isa:
+        torch.ops.moeq_C.use_cpu_isa(args.isa)
+    machine = {
+        "machine": platform.processor() or platform.machine(),
+        "isa": torch.ops.moeq_C.cpu_isa(),
+        "threads": args.threads,
+        "torch": torch.__version__,
+        "shape": [args.experts, args.top_k, args.hidden, args.intermediate],
+    }
+    print(machine)
+    for pair in args.schemes:
+        scheme, _, act_format = pair.partition(":")
+        for row in run(args, scheme, act_format or "none"):
+            if args.json:
+                args.json.parent.mkdir(parents=True, exist_ok=True)
+                with args.json.open("a") as file:
+                    file.write(json.dumps({**machine, **row}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

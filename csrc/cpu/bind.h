@@ -1,0 +1,37 @@
+// Tensors of the op become the plain arguments of the kernels.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <string>
+
+#include "args.h"
+
+namespace moeq::cpu {
+
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// One weight as the op receives it.
+struct WeightTensors {
+  const Tensor& codes;
+  const OptionalTensor& scale;
+  const OptionalTensor& zero_point;
+  const OptionalTensor& alphas;
+  const OptionalTensor& bias;
+};
+
+DType dtype_of(const Tensor& tensor, const char* name);
+
+// Fills the sizes, pointers and strides of `weight`: `units` of K, rows in `halves` halves.
+// Fails where a shape would let a kernel read outside of a tensor.
+Weight bind_weight(const char* name, const WeightTensors& tensors, Scheme scheme, int64_t units, int64_t halves);
+
+// `gscale`: absent (dynamic), [] or [num_experts].
+ActQuant bind_act(const char* name, ActFormat format, DType dtype, const OptionalTensor& gscale, int64_t num_experts);
+
+// Null where the tensor is absent; fails unless it has `numel` elements (any number where negative).
+const float* bind_floats(const char* name, const OptionalTensor& tensor, int64_t numel);
+
+}  // namespace moeq::cpu

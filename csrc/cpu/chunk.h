@@ -1,0 +1,91 @@
+// One chunk of tokens on its way through the experts. Five passes, each parallel over independent tasks:
+//   1. input rows -> operands             (per token, or per slot where experts have input scales of their own)
+//   2. GEMM 1, alphas, bias, activation   -> float32 intermediate, per (expert, panels)
+//   3. intermediate rows -> operands      (a row scale may need the whole row: hence a pass of its own)
+//   4. GEMM 2, alpha, bias                -> float32 y per slot, per (expert, panels)
+//   5. out[t] = sum over j of weight * y, ascending j
+#pragma once
+
+#include <vector>
+
+#include "isa.h"
+#include "parallel.h"
+#include "routing.h"
+#include "workspace.h"
+
+namespace moeq::cpu {
+
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t padded16(int64_t n) { return divide_up(n, 16) * 16; }
+
+// Operand rows of one GEMM.
+struct Operands {
+  uint8_t* data = nullptr;
+  float* row_scale = nullptr;     // the factor that a row's accumulators are owed
+  float* group_scales = nullptr;  // [rows, groups], where the format has groups
+  int64_t row_bytes = 0;
+  int64_t groups = 0;
+
+  const void* row(int64_t i) const { return data + i * row_bytes; }
+  const float* groups_of(int64_t i) const { return group_scales == nullptr ? nullptr : group_scales + i * groups; }
+};
+
+// Panels [begin, end) of one expert, for all of its slots.
+struct PanelTask {
+  const Segment* segment;
+  int64_t begin;
+  int64_t end;
+};
+
+class Chunk {
+ public:
+  Chunk(const ExpertsArgs& args, const IsaTable& isa, const Dot& dot, const Parallel& parallel, int64_t first,
+        int64_t count);
+
+  void run(Workspace& workspace);
+
+ private:
+  void allocate(Workspace& workspace);
+  Operands take_operands(Workspace& workspace, int64_t rows, int64_t size, int64_t groups) const;
+
+  // chunk_rows.cpp
+  void make_inputs() const;
+  void make_input(int64_t row) const;
+  void make_intermediates() const;
+  void combine() const;
+  void combine_token(int64_t token, const float** rows, float* weights) const;
+  void quantize(const ActQuant& quant, const Operands& operands, int64_t row, int64_t expert, const float* values,
+                int64_t size) const;
+  int64_t task_rows(int64_t rows, int64_t size) const;
+  int64_t expert_of(int64_t slot) const;
+
+  // chunk_gemm.cpp
+  void first_gemm() const;
+  void first_gemm_panels(const PanelTask& task) const;
+  void second_gemm() const;
+  void second_gemm_panels(const PanelTask& task) const;
+  std::vector<PanelTask> split(int64_t panels) const;
+  DotCall dot_call(const Weight& weight, int64_t expert, int64_t panel, float* out) const;
+
+  int64_t input_row(int64_t slot) const { return per_slot_ ? slot : routing_.tokens[static_cast<size_t>(slot)]; }
+  int64_t input_rows() const { return per_slot_ ? slots_ : count_; }
+
+  const ExpertsArgs& args_;
+  const IsaTable& isa_;
+  const Dot& dot_;
+  const Parallel& parallel_;
+  const int64_t first_;
+  const int64_t count_;
+  const Routing routing_;
+  const int64_t slots_;
+  const int64_t inter_;   // padded to whole panels
+  const int64_t hidden_;  // padded to whole panels
+  const bool per_slot_;   // input operands belong to slots, not to tokens
+  Operands input_;
+  Operands intermediate_;
+  float* values_ = nullptr;  // [input rows, hidden_], input in float32
+  float* h_ = nullptr;       // [slots, inter_]
+  float* y_ = nullptr;       // [slots, hidden_]
+};
+
+}  // namespace moeq::cpu

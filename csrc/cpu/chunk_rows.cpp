@@ -1,0 +1,96 @@
+// Passes over rows: operands from input and intermediate, and the weighted sum at the end.
+#include <algorithm>
+
+#include "chunk.h"
+
+namespace moeq::cpu {
+
+// Rows that make one task: handing a task to a thread must cost less than the work in it.
+int64_t Chunk::task_rows(int64_t rows, int64_t size) const {
+  const int64_t enough = std::max<int64_t>(1, 16384 / size);
+  return std::max(enough, divide_up(rows, 8 * parallel_.threads));
+}
+
+int64_t Chunk::expert_of(int64_t slot) const {
+  auto ends_after = [](int64_t value, const Segment& segment) { return value < segment.end; };
+  return std::upper_bound(routing_.segments.begin(), routing_.segments.end(), slot, ends_after)->expert;
+}
+
+void Chunk::quantize(const ActQuant& quant, const Operands& operands, int64_t row, int64_t expert,
+                     const float* values, int64_t size) const {
+  RowCall call{};
+  call.values = values;
+  call.size = size;
+  call.padded_size = padded16(size);
+  call.quant = &quant;
+  if (quant.gscale != nullptr) call.gscale = quant.gscale[quant.gscale_count > 1 ? expert : 0];
+  call.bf16_operand = dot_.bf16_operand;
+  call.operand = operands.data + row * operands.row_bytes;
+  call.group_scales = operands.group_scales == nullptr ? nullptr : operands.group_scales + row * operands.groups;
+  call.row_scale = operands.row_scale + row;
+  isa_.quantize_row(call);
+}
+
+void Chunk::make_input(int64_t row) const {
+  const int64_t token = first_ + (per_slot_ ? routing_.tokens[static_cast<size_t>(row)] : row);
+  const int64_t size = args_.hidden_size;
+  if (args_.hidden_scale != nullptr) {
+    isa_.load_packed_row(args_.hidden + token * (size / 2), args_.hidden_scale + token * (size / 16), args_.a1.format,
+                         size, dot_.bf16_operand, input_.data + row * input_.row_bytes, input_.row_scale + row);
+    return;
+  }
+  const int64_t element = args_.hidden_dtype == DType::kFloat32 ? 4 : 2;
+  const float* weight = args_.weight_on_input ? args_.topk_weights + token : nullptr;
+  float* values = values_ + row * hidden_;
+  isa_.load_row(args_.hidden + token * size * element, args_.hidden_dtype, size, weight, values);
+  quantize(args_.a1, input_, row, per_slot_ ? expert_of(row) : 0, values, size);
+}
+
+void Chunk::make_inputs() const {
+  const int64_t rows = input_rows();
+  const int64_t step = task_rows(rows, hidden_);
+  for_each_task(parallel_, divide_up(rows, step), [&](int64_t task) {
+    for (int64_t row = task * step; row < std::min(rows, (task + 1) * step); ++row) make_input(row);
+  });
+}
+
+void Chunk::make_intermediates() const {
+  const int64_t step = task_rows(slots_, inter_);
+  for_each_task(parallel_, divide_up(slots_, step), [&](int64_t task) {
+    for (int64_t slot = task * step; slot < std::min(slots_, (task + 1) * step); ++slot) {
+      quantize(args_.a2, intermediate_, slot, expert_of(slot), h_ + slot * inter_, inter_);
+    }
+  });
+}
+
+// rows, weights: room for top_k entries.
+void Chunk::combine_token(int64_t token, const float** rows, float* weights) const {
+  CombineCall call{};
+  for (int64_t j = 0; j < args_.top_k; ++j) {
+    const int32_t position = routing_.positions[static_cast<size_t>(token * args_.top_k + j)];
+    if (position < 0) continue;
+    rows[call.slots] = y_ + position * hidden_;
+    weights[call.slots] = args_.weight_on_input ? 1.0f : args_.topk_weights[(first_ + token) * args_.top_k + j];
+    ++call.slots;
+  }
+  call.rows = rows;
+  call.weights = weights;
+  call.size = args_.hidden_size;
+  call.dtype = args_.out_dtype;
+  const int64_t element = args_.out_dtype == DType::kFloat32 ? 4 : 2;
+  call.out = static_cast<uint8_t*>(args_.out) + (first_ + token) * args_.hidden_size * element;
+  isa_.combine(call);
+}
+
+void Chunk::combine() const {
+  const int64_t step = task_rows(count_, hidden_);
+  for_each_task(parallel_, divide_up(count_, step), [&](int64_t task) {
+    std::vector<const float*> rows(static_cast<size_t>(args_.top_k));
+    std::vector<float> weights(static_cast<size_t>(args_.top_k));
+    for (int64_t token = task * step; token < std::min(count_, (task + 1) * step); ++token) {
+      combine_token(token, rows.data(), weights.data());
+    }
+  });
+}
+
+}  // namespace moeq::cpu

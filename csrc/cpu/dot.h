@@ -1,0 +1,121 @@
+// One panel of weights times up to kTile rows: the inner loop of every scheme.
+//
+// A row's result never depends on how many rows share the call: each row sees the same operations
+// in the same order, so a token's output does not depend on its neighbours.
+#pragma once
+
+#include "isa.h"
+
+namespace moeq::cpu::MOEQ_ISA {
+
+// Calls f with 0..N-1 as compile-time constants (shift counts must be immediates).
+template <int I>
+struct Index {
+  static constexpr int value = I;
+};
+template <int N, int I = 0, class F>
+MOEQ_INLINE void unroll(const F& f) {
+  if constexpr (I < N) {
+    f(Index<I>{});
+    unroll<N, I + 1>(f);
+  }
+}
+
+// Operand rows in float32.
+struct OperandF32 {
+  using Element = float;
+  template <int Rows, class Codes>
+  static MOEQ_INLINE void accumulate(F32 (&part)[Rows], const Codes& codes, const float* const (&x)[Rows], int64_t k) {
+    unroll<8>([&](auto pair) __attribute__((always_inline)) {
+      constexpr int p = decltype(pair)::value;
+      const F32 even = codes.template even<p>();
+      const F32 odd = codes.template odd<p>();
+#pragma GCC unroll 8
+      for (int row = 0; row < Rows; ++row) part[row] = fma(even, broadcast(x[row] + k + 2 * p), part[row]);
+#pragma GCC unroll 8
+      for (int row = 0; row < Rows; ++row) part[row] = fma(odd, broadcast(x[row] + k + 2 * p + 1), part[row]);
+    });
+  }
+};
+
+#ifdef MOEQ_BF16
+// Operand rows in bf16, two elements of K per instruction.
+struct OperandBf16 {
+  using Element = uint16_t;
+  template <int Rows, class Codes>
+  static MOEQ_INLINE void accumulate(F32 (&part)[Rows], const Codes& codes, const uint16_t* const (&x)[Rows],
+                                     int64_t k) {
+    unroll<8>([&](auto pair) __attribute__((always_inline)) {
+      constexpr int p = decltype(pair)::value;
+      const Words w = codes.template pair<p>();
+#pragma GCC unroll 8
+      for (int row = 0; row < Rows; ++row) part[row] = dot_pairs(part[row], w, x[row] + k + 2 * p);
+    });
+  }
+};
+#endif
+
+// Units whose products are summed up before they meet the scale: short chains, and integer operands
+// (int8 times int8) stay exact in float32 over 128 elements.
+constexpr int64_t kMaxChain = 8;
+
+// W: Codes (decoder), Scale, kGroupUnits (units per block scale, 0: the call says).
+template <class W, class Operand, int Rows>
+inline void dot_rows(const DotCall& call) {
+  using Element = typename Operand::Element;
+  const Element* x[Rows];
+  F32 acc[Rows];
+#pragma GCC unroll 8
+  for (int row = 0; row < Rows; ++row) {
+    x[row] = static_cast<const Element*>(call.rows[row]);
+    acc[row] = zero();
+  }
+  const int64_t group_units = W::kGroupUnits > 0 ? W::kGroupUnits : call.group_units;
+  int64_t group = 0;
+  int64_t group_end = group_units;
+  for (int64_t begin = 0; begin < call.units;) {
+    F32 part[Rows];
+#pragma GCC unroll 8
+    for (int row = 0; row < Rows; ++row) part[row] = zero();
+    int64_t end = group_end;
+    if (W::kGroupUnits == 0 || W::kGroupUnits > kMaxChain) end = end < begin + kMaxChain ? end : begin + kMaxChain;
+    if (W::kGroupUnits != 1) end = end < call.units ? end : call.units;
+    for (int64_t unit = begin; unit < end; ++unit) {
+      const uint8_t* ahead = call.codes + unit * W::Codes::kUnitBytes + W::kPrefetchBytes;
+#pragma GCC unroll 16
+      for (int line = 0; line < W::Codes::kUnitBytes; line += 64) prefetch(ahead + line);
+      Operand::accumulate(part, typename W::Codes(call, unit, group), x, unit * kUnit);
+    }
+    W::Scale::apply(acc, part, call, group);
+    begin = end;
+    if (begin >= group_end) {
+      ++group;
+      group_end += group_units;
+    }
+  }
+  W::Scale::finish(acc, call);
+#pragma GCC unroll 8
+  for (int row = 0; row < Rows; ++row) store(call.out + row * kPanelRows, acc[row]);
+}
+
+template <class W, class Operand>
+void dot(const DotCall& call) {
+  static_assert(kTile <= kMaxTile, "the call has room for kMaxTile rows");
+  switch (call.count) {
+    case 1: return dot_rows<W, Operand, 1>(call);
+    case 2: return dot_rows<W, Operand, 2>(call);
+    default: break;
+  }
+  if constexpr (kTile > 2) {
+    switch (call.count) {
+      case 3: return dot_rows<W, Operand, 3>(call);
+      case 4: return dot_rows<W, Operand, 4>(call);
+      case 5: return dot_rows<W, Operand, 5>(call);
+      case 6: return dot_rows<W, Operand, 6>(call);
+      case 7: return dot_rows<W, Operand, 7>(call);
+      default: return dot_rows<W, Operand, 8>(call);
+    }
+  }
+}
+
+}  // namespace moeq::cpu::MOEQ_ISA

@@ -1,0 +1,64 @@
+#include "experts.h"
+
+#include <algorithm>
+
+#include "chunk.h"
+
+namespace moeq::cpu {
+
+Chunk::Chunk(const ExpertsArgs& args, const IsaTable& isa, const Dot& dot, const Parallel& parallel, int64_t first,
+             int64_t count)
+    : args_(args), isa_(isa), dot_(dot), parallel_(parallel), first_(first), count_(count),
+      routing_(group_by_expert(args, first, count)),
+      slots_(static_cast<int64_t>(routing_.tokens.size())),
+      inter_(args.w2.units * kUnit),
+      hidden_(padded16(args.hidden_size)),
+      per_slot_(args.a1.gscale != nullptr && args.a1.gscale_count > 1 && args.hidden_scale == nullptr) {}
+
+void Chunk::run(Workspace& workspace) {
+  allocate(workspace);
+  if (slots_ > 0) {
+    make_inputs();
+    first_gemm();
+    make_intermediates();
+    second_gemm();
+  }
+  combine();
+}
+
+Operands Chunk::take_operands(Workspace& workspace, int64_t rows, int64_t size, int64_t groups) const {
+  Operands operands;
+  operands.row_bytes = size * (dot_.bf16_operand ? 2 : 4);
+  operands.groups = groups;
+  operands.data = workspace.take<uint8_t>(rows * operands.row_bytes);
+  operands.row_scale = workspace.take<float>(rows);
+  float* scales = workspace.take<float>(rows * groups);
+  if (groups > 0) operands.group_scales = scales;
+  return operands;
+}
+
+void Chunk::allocate(Workspace& workspace) {
+  const int64_t groups1 = args_.a1.group > 0 ? divide_up(hidden_, args_.a1.group) : 0;
+  const int64_t groups2 = args_.a2.group > 0 ? divide_up(inter_, args_.a2.group) : 0;
+  // Twice the same walk: once to measure, once to hand out.
+  for (bool measure : {true, false}) {
+    workspace.start(measure);
+    values_ = workspace.take<float>(input_rows() * hidden_);
+    input_ = take_operands(workspace, input_rows(), hidden_, groups1);
+    h_ = workspace.take<float>(slots_ * inter_);
+    intermediate_ = take_operands(workspace, slots_, inter_, groups2);
+    y_ = workspace.take<float>(slots_ * hidden_);
+  }
+}
+
+void run_experts(const ExpertsArgs& args, const IsaTable& isa, const Dot& dot, const Parallel& parallel) {
+  constexpr int64_t kChunkTokens = 1024;  // bounds the workspace; weights are read once per chunk
+  static thread_local Workspace workspace;
+  for (int64_t first = 0; first < args.num_tokens; first += kChunkTokens) {
+    const int64_t count = std::min(kChunkTokens, args.num_tokens - first);
+    Chunk(args, isa, dot, parallel, first, count).run(workspace);
+  }
+  workspace.trim();
+}
+
+}  // namespace moeq::cpu

@@ -1,0 +1,113 @@
+// The functions that every instruction set provides, and the table that holds them.
+#pragma once
+
+#include "args.h"
+
+namespace moeq::cpu {
+
+constexpr int kMaxTile = 8;  // rows that one dot call takes at most
+
+// acc[row][0..15] = sum over K of weight(panel row, k) * operand(row, k), block scales applied.
+struct DotCall {
+  const uint8_t* codes;       // one panel
+  const uint8_t* scale;       // block scales of the panel, as stored
+  const uint8_t* zero_point;
+  int64_t units;
+  int64_t group_units;
+  int count;                      // rows, 1..kMaxTile
+  const void* rows[kMaxTile];     // operands, bf16 or f32 as the table entry says
+  const float* row_scales[kMaxTile];  // one per 128 of K, fp8 blocks only
+  float* out;                     // [count, 16]
+};
+using DotFn = void (*)(const DotCall&);
+
+struct Dot {
+  DotFn fn = nullptr;
+  bool bf16_operand = false;
+};
+
+// What decides which dot product runs.
+struct DotKey {
+  Scheme scheme;
+  DType weight_dtype;
+  DType scale_dtype;
+  bool has_scale;
+  bool zero_points;
+  bool one_group;  // one scale per row of weights
+  ActFormat act_format;
+  DType act_dtype;
+};
+
+// A row becomes an operand. `row_scale` receives the factor that the accumulator is owed.
+struct RowCall {
+  const float* values;   // [size]
+  int64_t size;
+  int64_t padded_size;   // multiple of 16; the rest of the operand is zeroed
+  const ActQuant* quant;
+  float gscale;          // ignored where quant->gscale is null
+  bool bf16_operand;
+  void* operand;
+  float* group_scales;   // [ceil(size / quant->group)], where the format has groups
+  float* row_scale;
+};
+
+// Accumulators of one gate panel and one up panel become 16 intermediate values a row.
+struct GluCall {
+  const float* gate;  // [count, 16]; the only input where the activation is not gated
+  const float* up;
+  int count;
+  float gate_alpha;
+  float up_alpha;
+  const float* row_scales[kMaxTile];
+  const float* gate_channel;  // [16] per-channel weight scales, or null
+  const float* up_channel;
+  const float* gate_bias;     // [16], or null
+  const float* up_bias;
+  Activation activation;
+  float alpha;
+  float beta;
+  float limit;
+  float* rows[kMaxTile];      // outputs, 16 each
+};
+
+// y = alpha * row_scale * acc (+ bias), 16 values a row.
+struct ScaleCall {
+  const float* acc;
+  int count;
+  float alpha;
+  const float* row_scales[kMaxTile];
+  const float* channel;
+  const float* bias;
+  float* rows[kMaxTile];
+};
+
+// out[0..size) = sum over the slots, in their order, of weight * row; one rounding to `dtype`.
+struct CombineCall {
+  const float* const* rows;
+  const float* weights;
+  int64_t slots;
+  int64_t size;
+  DType dtype;
+  void* out;
+};
+
+struct IsaTable {
+  const char* name;
+  int tile;  // rows per dot call that suit the register file
+  Dot (*find_dot)(const DotKey& key);
+  // float(x) * weight rounded to dtype, or the plain values where weight is null
+  void (*load_row)(const uint8_t* row, DType dtype, int64_t size, const float* weight, float* values);
+  // `call.values` is not read: codes and scales are those of one row
+  void (*load_packed_row)(const RowCall& call, const uint8_t* codes, const uint8_t* scales);
+  void (*quantize_row)(const RowCall&);
+  void (*glu)(const GluCall&);
+  void (*scale)(const ScaleCall&);
+  void (*combine)(const CombineCall&);
+};
+
+const IsaTable& portable_table();
+const IsaTable& avx2_table();
+const IsaTable& avx512_table();
+const IsaTable& avx512bf16_table();
+
+}  // namespace moeq::cpu

@@ -1,0 +1,90 @@
+// The schemes: which decoder, which scale, how many units share a scale. A scheme adds an alias and a line.
+#pragma once
+
+#include "decode_codes4.h"
+#include "decode_codes8.h"
+#include "decode_plain.h"
+#include "dot.h"
+#include "scales.h"
+
+namespace moeq::cpu::MOEQ_ISA {
+
+template <class Decoder, class BlockScale, int GroupUnits, int PrefetchBytes = 2048>
+struct Weights {
+  using Codes = Decoder;
+  using Scale = BlockScale;
+  static constexpr int kGroupUnits = GroupUnits;  // 0: the call says
+  static constexpr int kPrefetchBytes = PrefetchBytes;
+};
+
+using Nvfp4Weights = Weights<Codes4<E2m1>, E4m3Scale, 1>;
+using Mxfp4Weights = Weights<Codes4<E2m1>, E8m0Scale, 2>;
+using Mxint4Weights = Weights<Codes4<Signed4>, FloatScale<DType::kBFloat16>, 2>;
+using Mxfp8Weights = Weights<Codes8<E4m3Bytes>, E8m0Scale, 2>;  // mxfp6 too: every fp6 value is an e4m3 value
+using Fp8Weights = Weights<Codes8<E4m3Bytes>, FloatScale<DType::kFloat32>, 0>;
+using Fp8UnscaledWeights = Weights<Codes8<E4m3Bytes>, NoScale, 8>;
+using Fp8BlockWeights = Weights<Codes8<E4m3Bytes>, TileScale, 8>;
+template <DType kType>
+using Int4Weights = Weights<Codes4<Offset8>, FloatScale<kType>, 0>;
+template <DType kType>
+using Int4ZeroWeights = Weights<Codes4Zero, FloatScale<kType>, 0>;
+template <DType kType>
+using Int8Weights = Weights<Codes8<Int8Bytes>, FloatScale<kType>, 0>;
+template <DType kType>
+using Int8ExactWeights = Weights<Codes8<Int8Bytes>, IntegerSum<kType>, 8>;
+template <DType kType>
+using Int8ZeroWeights = Weights<Int8Zero, FloatScale<kType>, 0>;
+using Bf16Weights = Weights<PlainBf16, NoScale, 2>;
+using F16Weights = Weights<PlainF16, NoScale, 2>;
+using F32Weights = Weights<PlainF32, NoScale, 2>;
+
+// Operands are bf16 where the instruction set multiplies bf16 and nothing is lost by it: quantized
+// activations always fit, unquantized ones if they were bf16.
+template <class W>
+Dot choose(const DotKey& key) {
+#ifdef MOEQ_BF16
+  if (key.act_format != ActFormat::kNone || key.act_dtype == DType::kBFloat16) return {dot<W, OperandBf16>, true};
+#endif
+  (void)key;
+  return {dot<W, OperandF32>, false};
+}
+
+template <DType kType>
+Dot choose_int8(const DotKey& key) {
+  if (key.zero_points) return {dot<Int8ZeroWeights<kType>, OperandF32>, false};
+  if (key.one_group && key.act_format == ActFormat::kInt8) return choose<Int8ExactWeights<kType>>(key);
+  return choose<Int8Weights<kType>>(key);
+}
+
+// Schemes whose scales come in any float dtype.
+template <DType kType>
+Dot choose_integers(const DotKey& key) {
+  if (key.scheme == Scheme::kInt8) return choose_int8<kType>(key);
+  return key.zero_points ? choose<Int4ZeroWeights<kType>>(key) : choose<Int4Weights<kType>>(key);
+}
+
+inline Dot find_plain(const DotKey& key) {
+  if (key.weight_dtype == DType::kBFloat16) return choose<Bf16Weights>(key);
+  if (key.weight_dtype == DType::kFloat16) return {dot<F16Weights, OperandF32>, false};
+  return {dot<F32Weights, OperandF32>, false};
+}
+
+inline Dot find_dot(const DotKey& key) {
+  switch (key.scheme) {
+    case Scheme::kNone: return find_plain(key);
+    case Scheme::kNvfp4: return choose<Nvfp4Weights>(key);
+    case Scheme::kMxfp4: return choose<Mxfp4Weights>(key);
+    case Scheme::kMxint4: return choose<Mxint4Weights>(key);
+    case Scheme::kMxfp6:
+    case Scheme::kMxfp8: return choose<Mxfp8Weights>(key);
+    case Scheme::kFp8: return key.has_scale ? choose<Fp8Weights>(key) : choose<Fp8UnscaledWeights>(key);
+    case Scheme::kFp8Block: return choose<Fp8BlockWeights>(key);
+    case Scheme::kInt4:
+    case Scheme::kInt8: break;
+  }
+  if (key.scale_dtype == DType::kBFloat16) return choose_integers<DType::kBFloat16>(key);
+  if (key.scale_dtype == DType::kFloat16) return choose_integers<DType::kFloat16>(key);
+  return choose_integers<DType::kFloat32>(key);
+}
+
+}  // namespace moeq::cpu::MOEQ_ISA

@@ -1,0 +1,64 @@
+// Scratch memory of one call. A thread keeps a modest block between calls, because fresh pages cost
+// more than the work of a small call; large blocks go back at once.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <new>
+
+namespace moeq::cpu {
+
+class Workspace {
+ public:
+  static constexpr size_t kAlignment = 64;
+  static constexpr size_t kKeptBytes = size_t{32} << 20;
+
+  Workspace() = default;
+  Workspace(const Workspace&) = delete;
+  Workspace& operator=(const Workspace&) = delete;
+  ~Workspace() { std::free(block_); }
+
+  // Begins a walk over the buffers. While measuring, take() only adds sizes up; then room for the sum
+  // is made, and the same calls hand it out.
+  void start(bool measure) {
+    if (!measure && used_ > size_) grow(used_);
+    used_ = 0;
+    measuring_ = measure;
+  }
+
+  template <class T>
+  T* take(int64_t count) {
+    T* result = measuring_ ? nullptr : reinterpret_cast<T*>(block_ + used_);
+    used_ += padded(static_cast<size_t>(count) * sizeof(T));
+    return result;
+  }
+
+  // Gives a large block back.
+  void trim() {
+    if (size_ > kKeptBytes) release();
+  }
+
+ private:
+  static size_t padded(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+  void release() {
+    std::free(block_);
+    block_ = nullptr;
+    size_ = 0;
+  }
+
+  void grow(size_t bytes) {
+    release();
+    block_ = static_cast<uint8_t*>(std::aligned_alloc(kAlignment, bytes));
+    if (block_ == nullptr) throw std::bad_alloc();
+    size_ = bytes;
+  }
+
+  uint8_t* block_ = nullptr;
+  size_t size_ = 0;
+  size_t used_ = 0;
+  bool measuring_ = false;
+};
+
+}  // namespace moeq::cpu

@@ -1,0 +1,17 @@
+// The extension torch_moe_ops._C_cuda: schemas of its ops, and the symbol that lets Python import it.
+//
+// Every schema of this extension is defined here. A fragment, because the CPU extension shares the namespace and
+// either may be absent.
+#include <Python.h>
+#include <torch/csrc/stable/library.h>
+
+STABLE_TORCH_LIBRARY_FRAGMENT(moeq_C, m) {
+  m.def("quantize_nvfp4_cuda(Tensor x, Tensor gscale) -> (Tensor, Tensor)");
+  m.def("dynamic_gscale_nvfp4_cuda(Tensor x) -> Tensor");
+}
+
+// Importing is for its side effect only: loading the library runs the registrations.
+extern "C" PyObject* PyInit__C_cuda() {
+  static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C_cuda", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+  return PyModule_Create(&module);
+}

@@ -1,0 +1,77 @@
+#!/usr/bin/env bash
+# Proves that every CUDA source compiles, on a machine without a GPU and with a CPU-only torch: objects, no linking.
+#
+# usage: scripts/cuda_compile.sh [source.cu ...]       (default: all of csrc/cuda)
+#   PYTHON       interpreter that has torch             (default: python3)
+#   NVCC         compiler                               (default: nvcc in PATH, else in CUDA_HOME/bin)
+#   MOEQ_ARCHS   targets, e.g. "80 90a"                 (default: those of 80 90a 100a 120 that nvcc knows)
+#   MOEQ_OBJECTS folder for the objects                 (default: a temporary one)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+python=${PYTHON:-python3}
+candidates=(nvcc "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc")
+if [ -n "${NVCC:-}" ]; then
+  candidates=("$NVCC")   # what was asked for, or nothing
+fi
+nvcc=$(command -v "${candidates[@]}" | head -n 1 || true)
+if [ -z "$nvcc" ]; then
+  echo "cuda-compile: no CUDA compiler, tried: ${candidates[*]}; install CUDA 12.8 or later, or set NVCC" >&2
+  exit 2
+fi
+
+objects=${MOEQ_OBJECTS:-}
+if [ -z "$objects" ]; then
+  objects=$(mktemp -d)
+  trap 'rm -rf "$objects"' EXIT
+fi
+mkdir -p "$objects"
+
+known=$("$nvcc" --list-gpu-code)
+targets=()
+for arch in ${MOEQ_ARCHS:-80 90a 100a 120}; do
+  # nvcc lists plain architectures only; a suffixed one exists where its number does.
+  if grep -qx "sm_${arch%[a-z]}" <<<"$known"; then
+    targets+=(-gencode "arch=compute_$arch,code=sm_$arch")
+  else
+    echo "cuda-compile: $("$nvcc" --version | grep -o 'release [0-9.]*') does not know sm_$arch: skipped"
+  fi
+done
+if [ ${#targets[@]} -eq 0 ]; then
+  echo "cuda-compile: none of the architectures '${MOEQ_ARCHS:-80 90a 100a 120}' is known to $nvcc" >&2
+  exit 2
+fi
+
+# Assigned before it is split, so that a failing interpreter (no torch) ends the script here.
+paths=$("$python" -c '
+import sysconfig
+from torch.utils.cpp_extension import include_paths
+for path in [*include_paths(), sysconfig.get_path("include")]:
+    print("-I" + path)')
+mapfile -t includes <<<"$paths"
+
+# The flags of setup.py and those that torch's BuildExtension adds, and a report of registers and spills from ptxas.
+flags=(-O3 -std=c++17 --fmad=false -DTORCH_TARGET_VERSION=0x020b000000000000 -DPy_LIMITED_API=0x030a0000 -DUSE_CUDA
+  -D__CUDA_NO_HALF_OPERATORS__ -D__CUDA_NO_HALF_CONVERSIONS__ -D__CUDA_NO_BFLOAT16_CONVERSIONS__
+  -D__CUDA_NO_HALF2_OPERATORS__ --expt-relaxed-constexpr
+  -Xcompiler -fPIC -Xptxas -v "${targets[@]}" "${includes[@]}")
+
+sources=("$@")
+if [ ${#sources[@]} -eq 0 ]; then
+  mapfile -t sources < <(find csrc/cuda -name '*.cu' | sort)
+fi
+
+failed=0
+for source in "${sources[@]}"; do
+  start=$SECONDS
+  log=$objects/$(basename "$source").log
+  if "$nvcc" "${flags[@]}" -c "$source" -o "$objects/$(basename "$source" .cu).o" >"$log" 2>&1; then
+    echo "ok   $source ($((SECONDS - start)) s)"
+    "$python" scripts/ptxas_report.py "$log"
+  else
+    echo "FAIL $source"
+    cat "$log"
+    failed=1
+  fi
+done
+exit $failed

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Builds the CPU extension with AddressSanitizer and UndefinedBehaviorSanitizer in a copy of the
+# tree, and runs the tests of the C++ kernels with it.
+set -euo pipefail
+root=$(cd "$(dirname "$0")/.." && pwd)
+cd "$root"
+python=$(command -v "${PYTHON:-python3}")
+case $python in /*) ;; *) python=$root/$python ;; esac
+copy=$(mktemp -d)
+trap 'rm -rf "$copy"' EXIT
+cp -r setup.py pyproject.toml README.md LICENSE torch_moe_ops csrc tests "$copy"
+rm -f "$copy"/torch_moe_ops/*.so
+cd "$copy"
+MOEQ_SANITIZE=1 MOEQ_CUDA=0 "$python" setup.py -q build_ext --inplace
+# The interpreter is not instrumented: the runtimes are preloaded, and its own leaks are not ours.
+preload=$(g++ -print-file-name=libasan.so):$(g++ -print-file-name=libubsan.so)
+LD_PRELOAD=$preload ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+  PYTHONPATH=$copy MOEQ_REDUCED=1 "$python" -m pytest -q -p no:cacheprovider tests/test_cpu_kernels.py tests/test_cpu_backend.py
+echo "sanitize: clean"

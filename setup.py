@@ -1,0 +1,123 @@
+"""Builds the extensions; everything else about the package is in pyproject.toml.
+
+Environment: MOEQ_CUDA=1|0 builds or forbids the CUDA extension (default: where a GPU is visible),
+MOEQ_SANITIZE=1 adds AddressSanitizer and UndefinedBehaviorSanitizer, MOEQ_PORTABLE=1 leaves the
+x86 instruction sets out. Without torch or a C++ compiler the package installs as pure Python.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from pathlib import Path
+from typing import Any
+
+from setuptools import setup
+
+ROOT = Path(__file__).resolve().parent
+ABI_FLAGS = ["-DTORCH_TARGET_VERSION=0x020b000000000000"]
+X86_FLAGS = {
+    "avx2": ["-mavx2", "-mfma", "-mf16c"],
+    "avx512": ["-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq",
+               "-Wno-maybe-uninitialized", "-Wno-uninitialized"],  # false alarms in GCC 12's own headers
+}
+X86_FLAGS["avx512bf16"] = [*X86_FLAGS["avx512"], "-mavx512bf16", "-mavx512vbmi"]
+
+
+def host_flags() -> list[str]:
+    # No contraction: the quantizers are defined operation by operation.
+    flags = ["-O3", "-g0", "-std=c++17", "-ffp-contract=off", "-fwrapv", "-fvisibility=hidden", "-Wall", "-Wno-psabi"]
+    if os.environ.get("MOEQ_SANITIZE") == "1":
+        flags += ["-g1", "-O1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    return [*flags, *ABI_FLAGS]
+
+
+def link_flags() -> list[str]:
+    return ["-fsanitize=address,undefined"] if os.environ.get("MOEQ_SANITIZE") == "1" else ["-Wl,-s"]
+
+
+def is_x86() -> bool:
+    return platform.machine() in ("x86_64", "AMD64") and os.environ.get("MOEQ_PORTABLE") != "1"
+
+
+def sources(folder: str, pattern: str) -> list[str]:
+    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / folder).glob(pattern))
+
+
+def wants_cuda(torch: Any) -> bool:
+    """MOEQ_CUDA decides; without it, a GPU that torch sees and sources to compile."""
+    choice = os.environ.get("MOEQ_CUDA", "")
+    if choice not in ("", "0", "1"):
+        raise SystemExit(f"MOEQ_CUDA must be 0 or 1, got {choice!r}")
+    return choice == "1" or (choice == "" and torch.cuda.is_available() and bool(sources("cuda", "*.cu")))
+
+
+def cpu_extension(cpp: Any) -> Any:
+    files = ["csrc/ops.cpp", *(f for f in sources("cpu", "*.cpp") if "isa_" not in f), "csrc/cpu/isa_portable.cpp"]
+    return cpp.CppExtension(
+        "torch_moe_ops._C",
+        files,
+        extra_compile_args={"cxx": [*host_flags(), *(["-DMOEQ_X86"] if is_x86() else [])]},
+        extra_link_args=link_flags(),
+        py_limited_api=True,
+    )
+
+
+def cuda_extension(cpp: Any) -> Any:
+    arches = ["-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90a,code=sm_90a"]
+    return cpp.CUDAExtension(
+        "torch_moe_ops._C_cuda",
+        [*sources("cuda", "*.cpp"), *sources("cuda", "*.cu")],
+        extra_compile_args={
+            "cxx": [*host_flags(), "-DUSE_CUDA"],
+            "nvcc": ["-O3", "-std=c++17", "--fmad=false", *arches, *ABI_FLAGS, "-DUSE_CUDA"],
+        },
+        py_limited_api=True,
+    )
+
+
+def build_command(cpp: Any) -> Any:
+    class Build(cpp.BuildExtension):  # type: ignore[misc]
+        """Compiles each instruction set's file with its own flags."""
+
+        def build_extension(self, ext: Any) -> None:
+            if ext.name.endswith("._C") and is_x86():
+                ext.extra_objects = [o for isa, flags in X86_FLAGS.items() for o in self.compile_isa(ext, isa, flags)]
+            super().build_extension(ext)
+
+        def compile_isa(self, ext: Any, isa: str, flags: list[str]) -> list[str]:
+            objects: list[str] = self.compiler.compile(
+                [f"csrc/cpu/isa_{isa}.cpp"],
+                output_dir=str(Path(self.build_temp) / isa),  # ninja keeps one file of rules a folder
+                include_dirs=ext.include_dirs,
+                extra_postargs={"cxx": [*ext.extra_compile_args["cxx"], *flags]},
+                depends=ext.depends,
+            )
+            return objects
+
+    return Build.with_options(use_ninja=shutil.which("ninja") is not None)
+
+
+def build_arguments() -> dict[str, Any]:
+    """Arguments of setup(), or none where nothing can be compiled (with the reason printed)."""
+    try:
+        import torch
+        from torch.utils import cpp_extension as cpp
+    except ImportError as error:
+        print(f"torch_moe_ops: installing without compiled kernels: {error}")
+        return {}
+    if shutil.which(os.environ.get("CXX", "c++").split()[0]) is None:
+        print("torch_moe_ops: installing without compiled kernels: no C++ compiler found (CXX)")
+        return {}
+    extensions = [cpu_extension(cpp)]
+    if wants_cuda(torch):
+        extensions.append(cuda_extension(cpp))
+    return {
+        "ext_modules": extensions,
+        "cmdclass": {"build_ext": build_command(cpp)},
+        "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
+    }
+
+
+setup(**build_arguments())

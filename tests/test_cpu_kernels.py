@@ -1,0 +1,361 @@
+"""The C++ kernels against a step-by-step emulation of the contract, on every instruction set of this machine."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import cpu_emulation as emulation
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("torch_moe_ops._C", reason="the C++ extension was not compiled")
+from torch_moe_ops.backends import _cpu_layout as layout  # noqa: E402
+
+ISAS = ("avx512bf16", "avx512", "avx2", "portable")
+SILU = (1.0, 0.0, math.inf)
+ACTIVATIONS = {
+    "silu": (1.0, 0.0, 0.5),
+    "gelu": SILU,
+    "gelu_tanh": SILU,
+    "relu2": SILU,
+    "swigluoai": (1.702, 1.0, 0.7),
+    "swiglustep": (1.0, 0.0, 0.3),
+    "situ": (4.0, 25.0, math.inf),
+    "silu_no_mul": SILU,
+    "gelu_no_mul": SILU,
+    "relu2_no_mul": SILU,
+    "identity_no_mul": SILU,
+}
+
+
+def supported(isa: str) -> bool:
+    before = torch.ops.moeq_C.cpu_isa()
+    try:
+        torch.ops.moeq_C.use_cpu_isa(isa)
+    except RuntimeError:
+        return False
+    torch.ops.moeq_C.use_cpu_isa(before)
+    return True
+
+
+@pytest.fixture(autouse=True)
+def restore_isa() -> Iterator[None]:
+    before = torch.ops.moeq_C.cpu_isa()
+    yield
+    torch.ops.moeq_C.use_cpu_isa(before)
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> str:
+    if not supported(request.param):
+        pytest.skip(f"this machine has no {request.param}")
+    torch.ops.moeq_C.use_cpu_isa(request.param)
+    return str(request.param)
+
+
+class Problem:
+    """Random weights of one scheme, packed for the kernel and decoded for the emulation."""
+
+    def __init__(self, scheme: str, experts: int, hidden: int, inter: int, seed: int = 0, **fields: object) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.scheme, self.hidden, self.inter, self.experts = scheme, hidden, inter, experts
+        dtype = fields.pop("weight_dtype", torch.bfloat16)
+        self.gated = not str(fields.get("activation", "silu")).endswith("_no_mul")
+        self.packed: dict[str, Tensor] = {}
+        w13 = self.weight("w13", 2 * inter if self.gated else inter, hidden, self.gated, dtype)
+        w2 = self.weight("w2", hidden, inter, False, dtype)
+        self.layer = emulation.Layer(w13, w2, **fields)  # type: ignore[arg-type]
+
+    def rand(self, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self.generator)
+
+    def randn(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator)
+
+    def weight(self, name: str, rows: int, k: int, gated: bool, dtype: object) -> Tensor:
+        if self.scheme == "none":
+            w = (self.randn(self.experts, rows, k) / math.sqrt(k)).to(dtype)  # type: ignore[call-overload]
+            self.packed[name] = layout.pack_weight("none", w, gated)
+            return w
+        codes = torch.randint(0, 256, (self.experts, rows, k // 2), generator=self.generator, dtype=torch.uint8)
+        scale = (self.rand(self.experts, rows, k // 16) * 2).exp2().to(torch.float8_e4m3fn)
+        scale[:, 0] = 2.0**-9  # a subnormal row
+        scale[:, -1] = 0.0
+        self.packed[name] = layout.pack_weight("nvfp4", codes, gated)
+        self.packed[f"{name}_scale"] = layout.pack_scale("nvfp4", scale, gated)
+        return emulation.decode_e2m1(codes) * scale.float().repeat_interleave(16, -1)
+
+    def alphas(self, *columns: int) -> Tensor:
+        return (0.5 + self.rand(self.experts, *columns)) / (4 * math.sqrt(self.hidden))
+
+    def tokens(self, count: int, top_k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        x = self.randn(count, self.hidden).to(dtype)
+        ids = torch.randint(0, self.experts, (count, top_k), generator=self.generator, dtype=torch.int32)
+        return x, ids + self.layer.offset, self.rand(count, top_k)
+
+    def run(
+        self, x: Tensor, ids: Tensor, weights: Tensor, out_dtype: torch.dtype = torch.float32, scale: Tensor | None = None
+    ) -> Tensor:
+        p, l = self.packed, self.layer
+        out = torch.full((x.shape[0], self.hidden), 7.0, dtype=out_dtype)
+        torch.ops.moeq_C.experts(
+            out, x, scale, ids, weights,
+            p["w13"], p.get("w13_scale"), None, l.g1_alphas, l.w13_bias,
+            p["w2"], p.get("w2_scale"), None, l.g2_alphas, l.w2_bias,
+            l.a1_gscale, l.a2_gscale, self.scheme, l.act_format, l.activation, *l.constants, l.offset,
+            l.weight_on_input,
+        )  # fmt: skip
+        return out
+
+
+def distance(got: Tensor, want: Tensor) -> float:
+    """Relative L2."""
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def nvfp4(hidden: int, inter: int, seed: int = 0, experts: int = 5, **fields: object) -> Problem:
+    problem = Problem("nvfp4", experts, hidden, inter, seed, **fields)
+    problem.layer.g1_alphas = problem.alphas()
+    problem.layer.g2_alphas = problem.alphas()
+    return problem
+
+
+def gscales(problem: Problem, kind: str) -> None:
+    layer = problem.layer
+    if kind == "static":
+        layer.a1_gscale, layer.a2_gscale = torch.tensor(700.0), torch.tensor(900.0)
+    elif kind == "expert":
+        layer.a1_gscale = 500.0 + 400.0 * problem.rand(problem.experts)
+        layer.a2_gscale = 500.0 + 900.0 * problem.rand(problem.experts)
+    if layer.a1_gscale is not None and layer.g1_alphas is not None and layer.g2_alphas is not None:
+        layer.g1_alphas, layer.g2_alphas = layer.g1_alphas / 700.0, layer.g2_alphas / 700.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", ["static", "expert", "dynamic"])
+@pytest.mark.parametrize("sizes", [(16, 16), (64, 176), (704, 48)])
+def test_nvfp4_w4a4(isa: str, dtype: torch.dtype, kind: str, sizes: tuple[int, int]) -> None:
+    problem = nvfp4(*sizes, act_format="nvfp4")
+    gscales(problem, kind)
+    x, ids, weights = problem.tokens(33, 3, dtype)
+    want = emulation.moe(problem.layer, x, ids, weights)
+    # One code that falls on the other side of a tie costs 1e-3 of a row; without one it is 1e-7.
+    assert distance(problem.run(x, ids, weights), want) < 5e-4
+    assert distance(problem.run(x, ids, weights, dtype), want) < 4e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("tokens", [1, 2, 7, 33])
+@pytest.mark.parametrize("sizes", [(16, 16), (64, 176), (704, 48)])
+def test_nvfp4_w4a16(isa: str, dtype: torch.dtype, tokens: int, sizes: tuple[int, int]) -> None:
+    problem = nvfp4(*sizes)
+    x, ids, weights = problem.tokens(tokens, 3, dtype)
+    want = emulation.moe(problem.layer, x, ids, weights)
+    bound = 2e-6 if dtype == torch.float32 else 2e-4  # the intermediate may round to a neighbour
+    assert distance(problem.run(x, ids, weights), want) < bound
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("sizes", [(1, 1), (7, 1), (1, 7), (33, 50), (128, 17)])
+def test_unquantized_any_size(isa: str, dtype: torch.dtype, sizes: tuple[int, int]) -> None:
+    problem = Problem("none", 4, *sizes, weight_dtype=dtype)
+    problem.layer.w13_bias = problem.randn(4, 2 * sizes[1])
+    problem.layer.w2_bias = problem.randn(4, sizes[0])
+    x, ids, weights = problem.tokens(9, 2, dtype)
+    want = emulation.moe(problem.layer, x, ids, weights)
+    bound = 2e-6 if dtype == torch.float32 else 1e-3
+    assert distance(problem.run(x, ids, weights), want) < bound
+    assert distance(problem.run(x, ids, weights, dtype), want) < (2e-6 if dtype == torch.float32 else 4e-3)
+
+
+@pytest.mark.parametrize("act_format", ["none", "nvfp4"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_biases_and_alphas_per_half(isa: str, activation: str, act_format: str) -> None:
+    problem = nvfp4(48, 80, act_format=act_format, activation=activation, constants=ACTIVATIONS[activation])
+    layer, halves = problem.layer, 2 if problem.gated else 1
+    layer.g1_alphas = problem.alphas(2) * torch.tensor([3.0, 0.5]) if problem.gated else problem.alphas(1)
+    layer.w13_bias = problem.randn(5, halves * 80) * 0.3
+    layer.w2_bias = problem.randn(5, 48) * 0.3
+    x, ids, weights = problem.tokens(12, 2, torch.float32)
+    want = emulation.moe(layer, x, ids, weights)
+    assert distance(problem.run(x, ids, weights), want) < (3e-6 if act_format == "none" else 1e-3)
+
+
+@pytest.mark.parametrize("sizes", [(2880, 720), (2304, 464), (176, 2880)])
+def test_awkward_model_sizes(sizes: tuple[int, int]) -> None:
+    problem = nvfp4(*sizes, experts=3, act_format="nvfp4")
+    gscales(problem, "expert")
+    x, ids, weights = problem.tokens(5, 2, torch.bfloat16)
+    assert distance(problem.run(x, ids, weights), emulation.moe(problem.layer, x, ids, weights)) < 5e-4
+
+
+def test_codes_on_exact_ties(isa: str) -> None:
+    """Every block scale is a power of two, so that each tie of the code table is met exactly."""
+    problem = nvfp4(64, 16, act_format="nvfp4", activation="identity_no_mul")
+    problem.layer.a1_gscale = problem.layer.a2_gscale = torch.tensor(1.0)
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    row = torch.cat((ties, -ties, torch.tensor([-0.0, 6.0])))
+    x = torch.stack([torch.cat([row * 2.0**p for p in (0, 3, -3, -5)])] * 2)
+    ids, weights = torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, 1)
+    want = emulation.moe(problem.layer, x, ids, weights)
+    assert distance(problem.run(x, ids, weights), want) < 1e-6
+
+
+def test_block_scale_underflow_and_zero_rows(isa: str) -> None:
+    problem = nvfp4(64, 32, act_format="nvfp4")
+    gscales(problem, "static")
+    x = problem.randn(4, 64)
+    x[0] = 0
+    x[1, :16] = 6.0 * 2.0**-10 / 700.0 * 0.999  # scale at half of the smallest subnormal: lost by contract
+    x[2, 16:32] *= 1e6  # saturates scale and codes
+    ids, weights = torch.zeros(4, 1, dtype=torch.int32), torch.ones(4, 1)
+    got, want = problem.run(x, ids, weights), emulation.moe(problem.layer, x, ids, weights)
+    for row in range(1, 4):
+        assert distance(got[row], want[row]) < 1e-5, row
+    assert torch.equal(got[0], torch.zeros(64))
+
+
+def test_packed_hidden_states_are_taken_as_they_are(isa: str) -> None:
+    problem = nvfp4(64, 48, act_format="nvfp4")
+    gscales(problem, "static")
+    codes = torch.randint(0, 256, (6, 32), generator=problem.generator, dtype=torch.uint8)
+    scale = (problem.rand(6, 4) * 8).to(torch.float8_e4m3fn)
+    _, ids, weights = problem.tokens(6, 2, torch.float32)
+    values = emulation.decode_e2m1(codes) * scale.float().repeat_interleave(16, -1)
+    # Values that a quantizer with gscale 1 leaves alone only if every block holds a 6: so compare by weights.
+    plain = Problem("none", 5, 64, 48, weight_dtype=torch.float32)
+    del plain
+    want = torch.zeros(6, 64)
+    layer = problem.layer
+    assert layer.g1_alphas is not None and layer.g2_alphas is not None and layer.a2_gscale is not None
+    for t in range(6):
+        for j in range(2):
+            e = int(ids[t, j])
+            acc = (layer.w13[e].double() @ values[t].double()).float() * layer.g1_alphas[e]
+            h = torch.nn.functional.silu(acc[:48]) * acc[48:]
+            q, _ = emulation.nvfp4_rows(h[None], layer.a2_gscale)
+            want[t] += weights[t, j] * (layer.w2[e].double() @ q[0].double()).float() * layer.g2_alphas[e]
+    assert distance(problem.run(codes, ids, weights, torch.float32, scale), want) < 1e-3
+
+
+@pytest.mark.parametrize("act_format", ["none", "nvfp4"])
+def test_foreign_and_duplicate_ids(isa: str, act_format: str) -> None:
+    problem = nvfp4(64, 48, act_format=act_format, offset=10)
+    x, ids, weights = problem.tokens(7, 4, torch.float32)
+    ids[0] = torch.tensor([-1, 9, 15, 2**31 - 1])
+    ids[1] = torch.tensor([12, 12, -(2**31), 12])
+    ids[2, 0] = -1
+    got, want = problem.run(x, ids, weights), emulation.moe(problem.layer, x, ids, weights)
+    assert torch.equal(got[0], torch.zeros(64))
+    assert distance(got[1:], want[1:]) < 1e-3
+
+
+@pytest.mark.parametrize("act_format", ["none", "nvfp4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_router_weight_on_input(isa: str, act_format: str, dtype: torch.dtype) -> None:
+    problem = nvfp4(64, 48, act_format=act_format, weight_on_input=True)
+    x, ids, weights = problem.tokens(9, 1, dtype)
+    assert distance(problem.run(x, ids, weights), emulation.moe(problem.layer, x, ids, weights)) < 1e-3
+
+
+def test_no_tokens(isa: str) -> None:
+    problem = nvfp4(64, 48)
+    x, ids, weights = problem.tokens(0, 2, torch.bfloat16)
+    assert problem.run(x, ids, weights).shape == (0, 64)
+
+
+@pytest.mark.parametrize("act_format", ["none", "nvfp4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_bitwise_independent_of_batch_and_threads(isa: str, act_format: str, dtype: torch.dtype) -> None:
+    problem = nvfp4(96, 80, experts=3, act_format=act_format)
+    x, ids, weights = problem.tokens(41, 2, dtype)
+    whole = problem.run(x, ids, weights)
+    for t in (0, 5, 40):
+        assert torch.equal(problem.run(x[t : t + 1], ids[t : t + 1], weights[t : t + 1])[0], whole[t])
+    order = torch.randperm(41, generator=problem.generator)
+    assert torch.equal(problem.run(x[order], ids[order], weights[order]), whole[order])
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(problem.run(x, ids, weights), whole)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_chunks_of_tokens_do_not_show(isa: str) -> None:
+    """More tokens than one chunk of the driver holds."""
+    problem = nvfp4(16, 16, act_format="nvfp4")
+    x, ids, weights = problem.tokens(1500, 2, torch.bfloat16)
+    whole = problem.run(x, ids, weights)
+    parts = [problem.run(x[i : i + 500], ids[i : i + 500], weights[i : i + 500]) for i in (0, 500, 1000)]
+    assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("act_format", ["none", "nvfp4"])
+def test_a_nan_row_stays_alone(isa: str, act_format: str) -> None:
+    problem = nvfp4(64, 48, act_format=act_format)
+    x, ids, weights = problem.tokens(9, 2, torch.float32)
+    clean = problem.run(x, ids, weights)
+    x[4, 3], x[6] = math.nan, math.inf
+    got = problem.run(x, ids, weights)
+    rows = [r for r in range(9) if r not in (4, 6)]
+    assert torch.equal(got[rows], clean[rows])
+    assert got[4].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_output_rounds_once_to_nearest_even(isa: str, dtype: torch.dtype) -> None:
+    problem = nvfp4(64, 48)
+    x, ids, weights = problem.tokens(17, 2, torch.float32)
+    weights[3] *= 1e-7  # half subnormals
+    weights[5] *= 1e9  # beyond half
+    assert torch.equal(problem.run(x, ids, weights, dtype), problem.run(x, ids, weights).to(dtype))
+
+
+def test_layout_round_trip_and_shapes() -> None:
+    for scheme, dtype, pack in (
+        ("nvfp4", torch.uint8, 2),
+        ("none", torch.bfloat16, 1),
+        ("none", torch.float16, 1),
+        ("none", torch.float32, 1),
+    ):
+        hidden, inter = (48, 80) if pack == 2 else (37, 19)
+        generator = torch.Generator().manual_seed(1)
+        for gated in (True, False):
+            n = 2 * inter if gated else inter
+            raw = torch.randint(0, 256, (3, n, hidden // pack * dtype.itemsize), generator=generator, dtype=torch.uint8)
+            raw = raw.view(dtype)
+            packed = layout.pack_weight(scheme, raw, gated)
+            assert (tuple(packed.shape), packed.dtype) == layout.packed_shapes(
+                scheme, 3, hidden, inter, gated, dtype
+            )["w13"]
+            back = layout.unpack_weight(scheme, packed, n, hidden, gated)
+            assert torch.equal(back.view(torch.uint8), raw.view(torch.uint8))
+            w2 = layout.packed_shapes(scheme, 3, hidden, inter, gated, dtype)["w2"][0]
+            assert layout.intermediate_size_of(scheme, w2) == -(-inter // 16) * 16
+
+
+def test_isa_from_the_environment() -> None:
+    code = "import torch_moe_ops._C, torch; print(torch.ops.moeq_C.cpu_isa())"
+    for value, expected in (("portable", "portable"), ("", torch.ops.moeq_C.cpu_isa()), ("sse9", None)):
+        run = subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, "MOEQ_CPU_ISA": value}, capture_output=True, text=True
+        )
+        if expected is None:
+            assert run.returncode != 0 and "MOEQ_CPU_ISA must be one of" in run.stderr
+        else:
+            assert run.stdout.strip() == expected, run.stderr
+
+
+def test_bad_shapes_are_refused_before_memory_is_read() -> None:
+    problem = nvfp4(64, 48)
+    x, ids, weights = problem.tokens(3, 2, torch.bfloat16)
+    problem.packed["w13"] = problem.packed["w13"][:, :-1].contiguous()
+    with pytest.raises(RuntimeError, match="moeq::experts: "):
+        problem.run(x, ids, weights)

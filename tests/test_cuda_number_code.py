@@ -1,0 +1,92 @@
+"""The number code of the CUDA quantizer, compiled for the CPU: bit equality without a GPU.
+
+Oracles: torch's own float8_e4m3fn conversion, and the table of e2m1 intervals.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from nvfp4_cases import CASES, expected_quantization
+
+SOURCE = Path(__file__).parent / "cpp" / "nvfp4_block_host.cpp"
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+
+# Tails of a 32-bit pattern below its upper half: every tie and every interval limit of both formats has at most
+# five mantissa bits, so these reach each limit, its two neighbours, and the inside of each interval.
+TAILS = (0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    if COMPILER is None:
+        pytest.skip("no C++ compiler (g++ or clang++) to build the number code for the CPU")
+    library = tmp_path_factory.mktemp("host") / "libnvfp4_block.so"
+    flags = ["-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-shared", "-fPIC"]
+    subprocess.run([COMPILER, *flags, str(SOURCE), "-o", str(library)], check=True)
+    return ctypes.CDLL(str(library))
+
+
+def address(tensor: torch.Tensor) -> ctypes.c_void_p:
+    assert tensor.is_contiguous()
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def floats(first: float, last: float) -> torch.Tensor:
+    """Floats from `first` to `last` (both >= 0): every upper half, with the tails above; the last one always."""
+    start, stop = (int(torch.tensor(limit).view(torch.int32)) >> 16 for limit in (first, last))
+    upper = torch.arange(start, stop + 1, dtype=torch.int64)[:, None] << 16
+    numbers = (upper + torch.tensor(TAILS)).flatten().to(torch.int32).view(torch.float32)
+    numbers = numbers[(numbers >= first) & (numbers <= last)]
+    return torch.cat([numbers, torch.tensor([last])])
+
+
+def test_e4m3_equals_torch(host: ctypes.CDLL) -> None:
+    numbers = torch.cat([floats(0.0, 448.0), torch.tensor([float("nan")])])
+    codes = torch.empty(len(numbers), dtype=torch.uint8)
+    values = torch.empty(len(numbers))
+    host.e4m3_codes(address(numbers), ctypes.c_int64(len(numbers)), address(codes), address(values))
+    expected = numbers.to(torch.float8_e4m3fn)
+    torch.testing.assert_close(codes, expected.view(torch.uint8), rtol=0, atol=0)
+    torch.testing.assert_close(values[:-1], expected.float()[:-1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("saturate", [False, True])
+def test_e2m1_equals_the_table(host: ctypes.CDLL, saturate: bool) -> None:
+    below_seven = float(torch.nextafter(torch.tensor(7.0), torch.tensor(0.0)))
+    magnitudes = floats(0.0, float("inf") if saturate else below_seven)
+    numbers = torch.stack([magnitudes, -magnitudes], dim=1).flatten()
+    numbers = torch.cat([numbers, torch.zeros(-len(numbers) % 8)])
+    packed = torch.empty(len(numbers) // 8, dtype=torch.int32)
+    host.e2m1_words(address(numbers), ctypes.c_int64(len(packed)), ctypes.c_bool(saturate), address(packed))
+    found = (packed[:, None] >> torch.arange(0, 32, 4, dtype=torch.int32)) & 15
+
+    magnitude = numbers.abs().double()
+    # Upper limits of codes 0..6; a tie belongs to the even code.
+    expected = torch.zeros(len(numbers), dtype=torch.int32)
+    for code, limit in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
+        expected += (magnitude > limit) if code % 2 == 0 else (magnitude >= limit)
+    expected += torch.signbit(numbers).int() * 8
+    torch.testing.assert_close(found.flatten().int(), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_block_quantization_is_exact(host: ctypes.CDLL, name: str) -> None:
+    x, gscale = CASES[name]()
+    blocks = x.numel() // 16
+    values = x.float().contiguous()
+    by_block = gscale.expand(x.shape[0])[:, None].expand(-1, x.shape[1] // 16).contiguous()
+    codes = torch.empty(x.shape[0], x.shape[1] // 2, dtype=torch.uint8)
+    scale = torch.empty(x.shape[0], x.shape[1] // 16, dtype=torch.uint8)
+    host.quantize_blocks(address(values), address(by_block), ctypes.c_int64(blocks), address(codes), address(scale))
+
+    expected_codes, expected_scale = expected_quantization(x, gscale)
+    torch.testing.assert_close(scale, expected_scale.view(torch.uint8), rtol=0, atol=0)
+    # A NaN element has no e2m1 code; only the scale of its block is defined.
+    defined = (~values.view(x.shape[0], -1, 16).isnan().any(-1)).repeat_interleave(8, dim=1)
+    torch.testing.assert_close(codes[defined], expected_codes[defined], rtol=0, atol=0)

@@ -1,0 +1,115 @@
+"""torch.compile, torch.export and AOTInductor: one graph, pinned; dynamic token counts."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.testing import EagerAndRecordGraphs, normalize_gm
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+import torch_moe_ops as moe
+from problems import Case, make_batch, make_raw
+
+CASE = Case(act_format="nvfp4", input_scale="tensor", experts=4, top_k=2)
+ROUTING = moe.Routing("renormalize", 2)
+
+
+def _weights(backend: str = "reference") -> moe.PreparedWeights:
+    return moe.prepare(make_raw(CASE), act_format="nvfp4", backend=backend)
+
+
+class TestPinnedGraph(TestCase):
+    """What users see in their graphs. EXPECTTEST_ACCEPT=1 rewrites the texts."""
+
+    def test_one_graph_with_dynamic_tokens(self) -> None:
+        w = _weights()
+        recorder = EagerAndRecordGraphs()
+        torch._dynamo.reset()
+
+        @torch.compile(fullgraph=True, backend=recorder, dynamic=None)
+        def layer(x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+            return moe.fused_moe(x, logits, w, routing=ROUTING) + x
+
+        for tokens in (5, 9, 17):
+            x = torch.randn(tokens, CASE.hidden).bfloat16()
+            layer(x, torch.randn(tokens, CASE.experts))
+        # One graph for the first size, one dynamic graph for all others.
+        self.assertEqual(len(recorder.graphs), 2)
+        self.assertExpectedInline(_op_lines(recorder.graphs[1]), """nvfp4_moe: "bf16[s0, 64]" = torch.ops.moeq.nvfp4_moe(l_x_, None, l_logits_, None, l_w_w13, l_w_w13_scale, l_w_g1_alphas, None, l_w_w2, l_w_w2_scale, l_w_g2_alphas, None, l_w_a1_gscale, l_w_a2_gscale, 'reference', 'renormalize', 2, 'nvfp4', 'silu', None, None, None, 4, 0, 0, 0, 1.0, None, 'exact', None)""")
+
+    def test_routed_graph(self) -> None:
+        w = _weights()
+        recorder = EagerAndRecordGraphs()
+        torch._dynamo.reset()
+
+        @torch.compile(fullgraph=True, backend=recorder)
+        def layer(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            return moe.fused_moe_routed(x, ids, weights, w)
+
+        layer(*make_batch(CASE))
+        self.assertEqual(len(recorder.graphs), 1)
+        self.assertExpectedInline(_op_lines(recorder.graphs[0]), """nvfp4_moe_routed: "bf16[5, 64]" = torch.ops.moeq.nvfp4_moe_routed(l_x_, None, l_ids_, l_weights_, l_w_w13, l_w_w13_scale, l_w_g1_alphas, None, l_w_w2, l_w_w2_scale, l_w_g2_alphas, None, l_w_a1_gscale, l_w_a2_gscale, 'reference', 'nvfp4', 'silu', None, None, None, 4, 0, False, 'exact', None)""")
+
+
+def _op_lines(gm: torch.fx.GraphModule) -> str:
+    text = re.sub(r"\bs\d+\b", "s0", normalize_gm(gm.print_readable(print_output=False)))
+    lines = [line.strip() for line in text.splitlines() if "torch.ops.moeq" in line]
+    return "\n".join(line.split(";")[0] for line in lines)
+
+
+def _layer_module(w: moe.PreparedWeights) -> torch.nn.Module:
+    class Layer(torch.nn.Module):
+        def forward(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+            return moe.fused_moe(x, logits, w, routing=ROUTING)
+
+    return Layer()
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_compiled_equals_eager(backend: str) -> None:
+    layer = _layer_module(_weights(backend))
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    for tokens in (0, 1, 2, 33):
+        x, logits = torch.randn(tokens, CASE.hidden).bfloat16(), torch.randn(tokens, CASE.experts)
+        torch.testing.assert_close(compiled(x, logits), layer(x, logits), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_export_with_a_dynamic_token_dimension(backend: str) -> None:
+    layer = _layer_module(_weights(backend))
+    x, logits = torch.randn(7, CASE.hidden).bfloat16(), torch.randn(7, CASE.experts)
+    tokens = torch.export.Dim("num_tokens")
+    program = torch.export.export(layer, (x, logits), dynamic_shapes=({0: tokens}, {0: tokens}))
+    for count in (0, 1, 5, 40):
+        x, logits = torch.randn(count, CASE.hidden).bfloat16(), torch.randn(count, CASE.experts)
+        torch.testing.assert_close(program.module()(x, logits), layer(x, logits), rtol=0, atol=0)
+
+
+def test_prepared_weights_are_a_legal_export_input() -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, x: torch.Tensor, logits: torch.Tensor, w: moe.PreparedWeights) -> torch.Tensor:
+            return moe.fused_moe(x, logits, w, routing=ROUTING)
+
+    w = _weights()
+    x, logits = torch.randn(7, CASE.hidden).bfloat16(), torch.randn(7, CASE.experts)
+    program = torch.export.export(Layer(), (x, logits, w))
+    torch.testing.assert_close(program.module()(x, logits, w), Layer()(x, logits, w), rtol=0, atol=0)
+
+
+def test_aotinductor_runs_the_package(tmp_path: Path) -> None:
+    layer = _layer_module(_weights("cpu"))
+    tokens = torch.export.Dim("num_tokens", min=2, max=1024)
+    x, logits = torch.randn(7, CASE.hidden).bfloat16(), torch.randn(7, CASE.experts)
+    program = torch.export.export(layer, (x, logits), dynamic_shapes=({0: tokens}, {0: tokens}))
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "layer.pt2"))
+    loaded = torch._inductor.aoti_load_package(package)
+    for count in (2, 7, 33):
+        x, logits = torch.randn(count, CASE.hidden).bfloat16(), torch.randn(count, CASE.experts)
+        torch.testing.assert_close(loaded(x, logits), layer(x, logits), rtol=0, atol=0)
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,59 @@
+"""Every overload of torch.ops.moeq passes torch.library.opcheck on its samples."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from samples import SAMPLES, overload
+from torch_moe_ops._schemas import SCHEMAS
+
+
+def test_every_overload_has_samples() -> None:
+    registered = set()
+    for schema in torch._C._jit_get_all_schemas():
+        if schema.name.startswith("moeq::"):
+            name = schema.name.removeprefix("moeq::")
+            registered.add(f"{name}.{schema.overload_name}" if schema.overload_name else name)
+    assert registered == set(SCHEMAS) == set(SAMPLES)
+
+
+@pytest.fixture
+def allclose_of_float8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """opcheck compares arguments before and after by torch.allclose, which lacks float8 on CPUs."""
+    original = torch.allclose
+
+    def allclose(a: torch.Tensor, b: torch.Tensor, *args: object, **keywords: object) -> bool:
+        if a.dtype == torch.float8_e4m3fn:
+            return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        return original(a, b, *args, **keywords)
+
+    monkeypatch.setattr(torch, "allclose", allclose)
+
+
+@pytest.mark.parametrize("name", sorted(SAMPLES))
+@pytest.mark.usefixtures("allclose_of_float8")
+def test_opcheck(name: str) -> None:
+    samples = SAMPLES[name]("cpu")
+    assert samples
+    for args, keywords in samples:
+        fresh = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in keywords.items()}
+        torch.library.opcheck(overload(name), args, fresh)
+
+
+@pytest.mark.parametrize("name", sorted(n for n in SAMPLES if not n.endswith(".out")))
+def test_nothing_differentiates_through_a_python_body(name: str) -> None:
+    args, keywords = SAMPLES[name]("cpu")[0]
+    args = tuple(a.clone().requires_grad_() if _differentiable(a) else a for a in args)
+    leaves = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
+    outputs = overload(name)(*args, **keywords)
+    for out in outputs if isinstance(outputs, tuple) else (outputs,):
+        if out.grad_fn is not None:
+            # Not MulBackward0 or the like: the node says that no autograd kernel exists.
+            assert "NotImplemented" in out.grad_fn.name(), out.grad_fn.name()
+            torch.autograd.backward(out, torch.ones_like(out), retain_graph=True)
+    assert all(leaf.grad is None for leaf in leaves)
+
+
+def _differentiable(a: object) -> bool:
+    return isinstance(a, torch.Tensor) and a.is_floating_point()

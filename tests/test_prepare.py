@@ -1,0 +1,185 @@
+"""prepare, restore, update_, save, load: exact, and refusing what they cannot mean."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import torch_moe_ops as moe
+from fixtures_nvfp4 import CHECKPOINTS, LAYERS
+from problems import Case, make_batch, make_raw
+from torch_moe_ops.backends import BACKENDS
+
+RUNNABLE = [name for name in BACKENDS if not moe.explain(moe.Problem("nvfp4", hidden_size=64, intermediate_size=48)).against[name]]
+backends = pytest.mark.parametrize("backend", RUNNABLE)
+
+cases = st.builds(
+    Case,
+    scheme=st.sampled_from(["nvfp4", "none"]),
+    experts=st.integers(1, 5),
+    hidden=st.integers(1, 12).map(lambda n: 16 * n),
+    inter=st.integers(1, 12).map(lambda n: 16 * n),
+    activation=st.sampled_from(["silu", "relu2_no_mul"]),
+    bias=st.booleans(),
+    per_half=st.booleans(),
+    input_scale=st.sampled_from(["none", "tensor", "expert"]),
+    seed=st.integers(0, 1000),
+)
+
+
+@backends
+@given(case=cases)
+def test_restore_inverts_prepare(backend: str, case: Case) -> None:
+    if case.scheme == "none":
+        case = dataclasses.replace(case, input_scale="none")
+    raw = make_raw(case)
+    w = moe.prepare(raw, backend=backend)
+    assert moe.restore(w).equal(raw)
+
+
+@backends
+@pytest.mark.parametrize(("hidden", "inter"), [(1, 1), (7, 9), (40, 24), (17, 33)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_restore_of_unquantized_weights_of_any_size(backend: str, hidden: int, inter: int, dtype: torch.dtype) -> None:
+    raw = make_raw(Case(scheme="none", hidden=hidden, inter=inter, dtype=dtype, bias=True))
+    assert moe.restore(moe.prepare(raw, backend=backend)).equal(raw)
+
+
+@backends
+@pytest.mark.parametrize(("name", "layer"), LAYERS)
+def test_restore_of_checkpoints(backend: str, name: str, layer: int) -> None:
+    raw = moe.load_experts(CHECKPOINTS / name, layer=layer)
+    assert moe.restore(moe.prepare(raw, backend=backend)).equal(raw)
+
+
+@backends
+def test_update_keeps_every_address(backend: str) -> None:
+    case = Case(act_format="nvfp4", input_scale="expert", per_half=True, bias=True)
+    w = moe.prepare(make_raw(case), backend=backend)
+    before = {name: t.data_ptr() for name, t in w.tensors().items()}
+    new = make_raw(dataclasses.replace(case, seed=99))
+    x, ids, weights = make_batch(case)
+    old_out = moe.fused_moe_routed(x, ids, weights, w)
+    assert w.update_(new) is w
+    assert {name: t.data_ptr() for name, t in w.tensors().items()} == before
+    fresh = moe.prepare(new, backend=backend)
+    out = moe.fused_moe_routed(x, ids, weights, w)
+    assert torch.equal(out, moe.fused_moe_routed(x, ids, weights, fresh))
+    assert not torch.equal(out, old_out)
+
+
+def test_update_does_not_write_into_the_raw_weights_it_was_made_from() -> None:
+    """The linear layout shares tensors with its source until then: an update must not reach it."""
+    raw = make_raw(Case())
+    kept = {name: t.clone() for name, t in raw.tensors().items()}
+    w = moe.prepare(raw, backend="reference")
+    w.update_(make_raw(Case(seed=5)))
+    assert all(torch.equal(t.view(torch.uint8), raw.tensors()[name].view(torch.uint8)) for name, t in kept.items())
+
+
+def test_update_refuses_another_problem() -> None:
+    w = moe.prepare(make_raw(Case()))
+    for case, text in (
+        (Case(hidden=80), "hidden_size must be 64 as prepared, got 80"),
+        (Case(experts=3), "num_experts must be 4 as prepared, got 3"),
+        (Case(scheme="none"), "scheme must be 'nvfp4' as prepared, got 'none'"),
+        (Case(bias=True), "tensors must be"),
+        (Case(per_half=True), "w13_scale_2 must be"),
+    ):
+        with pytest.raises(ValueError, match=text.split("[")[0]):
+            w.update_(make_raw(case))
+
+
+@backends
+def test_save_and_load(backend: str, tmp_path: Path) -> None:
+    case = Case(act_format="nvfp4", input_scale="expert", per_half=True, bias=True)
+    w = moe.prepare(make_raw(case), backend=backend, num_experts=9, local_expert_offset=2)
+    w.save(tmp_path / "layer.safetensors")
+    again = moe.PreparedWeights.load(tmp_path / "layer.safetensors")
+    assert again.metadata() == w.metadata()
+    assert moe.restore(again).equal(moe.restore(w))
+
+
+def test_load_refuses_other_layouts(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    w = moe.prepare(make_raw(Case()), backend="reference")
+    plain = w.metadata() | {"layout": "linear_v0"}
+    header = {"moeq_format": "1", "moeq": json.dumps(plain)}
+    save_file({"w13": w.w13}, str(tmp_path / "a.safetensors"), metadata=header)
+    with pytest.raises(ValueError, match="layout must be 'linear_v1' for backend 'reference', got 'linear_v0'"):
+        moe.PreparedWeights.load(tmp_path / "a.safetensors")
+    save_file({"w13": w.w13}, str(tmp_path / "b.safetensors"))
+    with pytest.raises(ValueError, match="moeq_format must be 1, got None"):
+        moe.PreparedWeights.load(tmp_path / "b.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"activation": "nonsense"}, "activation must be one of"),
+        ({"activation": "relu2_no_mul"}, "activation 'relu2_no_mul' needs w13 with only up rows"),
+        ({"act_format": "nonsense"}, "act_format must be one of"),
+        ({"weight_policy": "folded"}, "weight_policy must be 'exact'"),
+        ({"num_experts": 3}, "num_experts must be at least 4"),
+        ({"local_expert_offset": -1}, "local_expert_offset must be at least 0"),
+        ({"local_expert_offset": 2, "num_experts": 5}, "num_experts must be at least 6"),
+        ({"backend": "nonsense"}, "backend must be 'auto' or one of"),
+        ({"swiglu_alpha": 1.5}, "swiglu_alpha"),
+    ],
+)
+def test_prepare_refuses(options: dict[str, object], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        moe.prepare(make_raw(Case()), **options)  # type: ignore[arg-type]
+
+
+def test_constants_come_from_the_checkpoint_unless_given() -> None:
+    raw = dataclasses.replace(make_raw(Case(activation="swigluoai")), swiglu_limit=3.0)
+    assert moe.prepare(raw).swiglu_limit == 3.0
+    assert moe.prepare(raw, swiglu_limit=5.0).swiglu_limit == 5.0
+    # Constants of one activation mean nothing to another.
+    assert moe.prepare(raw, activation="silu").swiglu_limit is None
+
+
+def test_scalars_follow_the_stated_formulas() -> None:
+    raw = make_raw(Case(input_scale="expert", per_half=True))
+    w = moe.prepare(raw, act_format="nvfp4", backend="reference")
+    assert torch.equal(w.g1_alphas, raw.a13_input_scale[:, None] * raw.w13_scale_2)
+    assert torch.equal(w.a1_gscale, 1.0 / raw.a13_input_scale)
+    assert torch.equal(w.g2_alphas, raw.a2_input_scale * raw.w2_scale_2)
+    weight_only = moe.prepare(raw, act_format="none", backend="reference")
+    assert torch.equal(weight_only.g1_alphas, raw.w13_scale_2)
+    assert weight_only.a1_gscale is None and weight_only.a2_gscale is None
+
+
+RAW_ERRORS = [
+    ("w13", lambda t: t.to(torch.int64), "w13 must have a dtype of"),
+    ("w13", lambda t: t[0], "w13 must have 3 dimensions"),
+    ("w13", lambda t: t[:, :50], "w13 must have 2 \\* intermediate_size = 96 rows, or 48 where not gated, got 50"),
+    ("w2", lambda t: t[:3], "w2 must hold 4 experts like w13"),
+    ("w13_scale", lambda t: None, "w13_scale must be a Tensor of shape"),
+    ("w13_scale", lambda t: t.float(), "w13_scale must have dtype torch.float8_e4m3fn"),
+    ("w2_scale", lambda t: t[..., :-1], "w2_scale must have shape"),
+    ("w13_scale_2", lambda t: t.flatten(), "w13_scale_2 must have shape"),
+    ("w2_scale_2", lambda t: t.double(), "w2_scale_2 must have dtype torch.float32"),
+    ("a13_input_scale", lambda t: torch.ones(3), "a13_input_scale must have shape \\(\\) or \\(4,\\)"),
+    ("w13_bias", lambda t: torch.ones(4, 3), "w13_bias must have shape"),
+    ("w2_bias", lambda t: torch.ones(4, 64, dtype=torch.int32), "w2_bias must have a float dtype"),
+    ("activation", lambda t: "nonsense", "activation must be None or one of"),
+    ("activation", lambda t: "relu2_no_mul", "activation must fit w13"),
+    ("swiglu_limit", lambda t: float("nan"), "swiglu_limit must be None or a number"),
+    ("scheme", lambda t: "nonsense", "scheme must be one of"),
+]
+
+
+@pytest.mark.parametrize(("field", "change", "text"), RAW_ERRORS)
+def test_raw_weights_are_validated(field: str, change: object, text: str) -> None:
+    raw = make_raw(Case())
+    with pytest.raises((ValueError, TypeError), match=text):
+        dataclasses.replace(raw, **{field: change(getattr(raw, field))})  # type: ignore[operator]

@@ -1,0 +1,34 @@
+"""The three tolerance classes, each stated once.
+
+1. exact: codes, layouts, routing ids, prepare and restore: torch.equal on bytes.
+2. kernel against the oracle that emulates every rounding step: relative L2 below these bounds.
+3. quality of a scheme against unquantized weights: see test_quant_*.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# float32 arithmetic in another order.
+F32 = 1e-5
+# The result is rounded once to bfloat16 (2^-9 relative at most, 0.0017 in the mean square).
+BF16 = 4e-3
+F16 = 1e-3
+# A backend's W4A4 against the emulating oracle: the same codes, another order of float32 sums; a
+# sum that lands on the other side of a rounding boundary moves one code of the intermediate.
+W4A4 = 2e-3
+
+
+def relative_l2(actual: Tensor, expected: Tensor) -> float:
+    """|actual - expected| / |expected| in float64; 0 where both are zero."""
+    actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()
+    norm = expected.norm().item()
+    error = (actual - expected).norm().item()
+    return error / norm if norm else error
+
+
+def bound(dtype: torch.dtype, act_format: str = "none") -> float:
+    """Class 2 for a result of `dtype`."""
+    rounding = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}[dtype]
+    return rounding if act_format == "none" else max(rounding, W4A4)

@@ -1,0 +1,11 @@
+"""Backends. The order of the imports is the order of preference; adding a backend adds one line here."""
+
+from __future__ import annotations
+
+# isort: off
+from torch_moe_ops.backends import cpu
+from torch_moe_ops.backends import reference
+# isort: on
+from torch_moe_ops.backends.registry import BACKENDS, Backend, Problem, Requirement, register
+
+__all__ = ["BACKENDS", "Backend", "Problem", "Requirement", "cpu", "reference", "register"]

@@ -1,0 +1,194 @@
+"""The layout "cpu_panels_v1" of the C++ CPU backend: pack, and the exact inverse.
+
+Output rows go in panels of 16, K in units of 16 elements; a weight is [experts, panels, units, unit].
+Gate and up panels of w13 alternate (gate 0, up 0, gate 1, ...). Rows and K that do not fill a panel or
+a unit are padded with zeros, each half of w13 by itself. Within a unit:
+
+* 4-bit codes, 128 bytes: [half of K 2][row 16][h 2][b 2], where the byte holds elements 4 b + h (low
+  nibble) and 4 b + 2 + h (high nibble) of that half. A 16-bit word shifted by 4 p then has the pair
+  (2 p, 2 p + 1) of all rows in neighbouring words.
+* bfloat16, 256 elements: [pair 8][row 16][2]. float16 and float32: [k 16][row 16].
+
+Block scales are [experts, panels, groups, 16], rows last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+PANEL = 16
+UNIT = 16
+
+
+@dataclass(frozen=True)
+class Codes:
+    """How one kind of code is arranged: `elements` of storage in a unit, `pack` codes in each."""
+
+    elements: int
+    pack: int
+    forward: Callable[[Tensor], Tensor]  # [panels, 16, units, 16 / pack] -> [panels, units, elements]
+    inverse: Callable[[Tensor], Tensor]
+
+
+def _swap_nibbles(pairs: Tensor) -> Tensor:
+    """[..., 2] bytes (q) of nibbles (h) -> [..., 2] bytes (h) of nibbles (q). Its own inverse."""
+    first, second = pairs[..., 0], pairs[..., 1]
+    return torch.stack(((first & 15) | (second << 4), (first >> 4) | (second & 0xF0)), dim=-1)
+
+
+def _codes4(x: Tensor) -> Tensor:
+    panels, rows, units, _ = x.shape
+    swapped = _swap_nibbles(x.reshape(panels, rows, units, 2, 2, 2))  # [panel, row, unit, half, b, h]
+    return swapped.permute(0, 2, 3, 1, 5, 4).reshape(panels, units, 128)
+
+
+def _codes4_inverse(packed: Tensor) -> Tensor:
+    panels, units, _ = packed.shape
+    x = packed.reshape(panels, units, 2, PANEL, 2, 2).permute(0, 3, 1, 2, 5, 4)
+    return _swap_nibbles(x).reshape(panels, PANEL, units, 8)
+
+
+def _pairs(x: Tensor) -> Tensor:
+    panels, rows, units, _ = x.shape
+    return x.reshape(panels, rows, units, 8, 2).permute(0, 2, 3, 1, 4).reshape(panels, units, 256)
+
+
+def _pairs_inverse(packed: Tensor) -> Tensor:
+    panels, units, _ = packed.shape
+    return packed.reshape(panels, units, 8, PANEL, 2).permute(0, 3, 1, 2, 4).reshape(panels, PANEL, units, 16)
+
+
+def _columns(x: Tensor) -> Tensor:
+    panels, _, units, _ = x.shape
+    return x.permute(0, 2, 3, 1).reshape(panels, units, 256)
+
+
+def _columns_inverse(packed: Tensor) -> Tensor:
+    panels, units, _ = packed.shape
+    return packed.reshape(panels, units, 16, PANEL).permute(0, 3, 1, 2)
+
+
+_CODES4 = Codes(128, 2, _codes4, _codes4_inverse)
+_PAIRS = Codes(256, 1, _pairs, _pairs_inverse)
+_COLUMNS = Codes(256, 1, _columns, _columns_inverse)
+
+
+@dataclass(frozen=True)
+class SchemeLayout:
+    """What the layout does with one scheme. group: elements of K per block scale, 0 without."""
+
+    codes: Codes | None = None  # None: by dtype
+    dtype: torch.dtype | None = None  # None: the weight's own
+    group: int = 0
+    scale_dtype: torch.dtype | None = None
+
+
+_SCHEMES: dict[str, SchemeLayout] = {
+    "nvfp4": SchemeLayout(_CODES4, torch.uint8, 16, torch.float8_e4m3fn),
+    "none": SchemeLayout(),
+}
+
+
+def _codes_of(scheme: str, dtype: torch.dtype) -> Codes:
+    return _SCHEMES[scheme].codes or (_PAIRS if dtype == torch.bfloat16 else _COLUMNS)
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def packed_shapes(
+    scheme: str, num_experts: int, hidden_size: int, intermediate_size: int, gated: bool, weight_dtype: torch.dtype
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of w13 and w2, and of w13_scale and w2_scale where the scheme has them."""
+    layout = _SCHEMES[scheme]
+    dtype = layout.dtype or weight_dtype
+    halves = 2 if gated else 1
+    table: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    sizes = (("w13", halves, intermediate_size, hidden_size), ("w2", 1, hidden_size, intermediate_size))
+    for name, copies, rows, k in sizes:
+        panels = copies * _ceil(rows, PANEL)
+        elements = _codes_of(scheme, dtype).elements
+        table[name] = ((num_experts, panels, _ceil(k, UNIT), elements), dtype)
+        if layout.scale_dtype is not None:
+            table[f"{name}_scale"] = ((num_experts, panels, _ceil(k, layout.group), PANEL), layout.scale_dtype)
+    return table
+
+
+def intermediate_size_of(scheme: str, w2_shape: tuple[int, ...]) -> int:
+    """The intermediate size, rounded up to a multiple of 16, from the packed shape of w2."""
+    return int(w2_shape[2]) * UNIT
+
+
+def pack_weight(scheme: str, rows: Tensor, gated: bool) -> Tensor:
+    """[E, N, K storage] -> [E, panels, units, unit]; gated: rows are [gate; up]."""
+    codes = _codes_of(scheme, rows.dtype)
+    return _expert_by_expert(rows, gated, lambda half: codes.forward(_tile(half, UNIT // codes.pack)))
+
+
+def unpack_weight(scheme: str, packed: Tensor, size_n: int, size_k: int, gated: bool) -> Tensor:
+    """Inverse of pack_weight for N = size_n rows in all and size_k logical elements of K."""
+    codes = _codes_of(scheme, packed.dtype)
+    return _rows_back(packed, gated, size_n, size_k // codes.pack, codes.inverse)
+
+
+def pack_scale(scheme: str, scale: Tensor, gated: bool) -> Tensor:
+    """Block scales [E, N, groups] -> [E, panels, groups, 16]."""
+    return _expert_by_expert(scale, gated, lambda half: _tile(half, 1).squeeze(3).transpose(1, 2))
+
+
+def unpack_scale(scheme: str, packed: Tensor, size_n: int, groups: int, gated: bool) -> Tensor:
+    """Inverse of pack_scale."""
+    return _rows_back(packed, gated, size_n, groups, lambda x: x.transpose(1, 2).unsqueeze(3))
+
+
+def _tile(half: Tensor, width: int) -> Tensor:
+    """[N, K] -> [panels, 16, units, width], padded with zeros."""
+    rows, columns = half.shape
+    panels, units = _ceil(rows, PANEL), _ceil(columns, width)
+    if (panels * PANEL, units * width) != (rows, columns):
+        padded = half.new_zeros((panels * PANEL, units * width))
+        padded[:rows, :columns] = half
+        half = padded
+    return half.reshape(panels, PANEL, units, width)
+
+
+def _bits(x: Tensor) -> Tensor:
+    """The same bytes in an integer dtype: torch permutes and pads those on every version."""
+    by_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    return x if x.dtype == torch.uint8 else x.view(by_size[x.element_size()])
+
+
+def _expert_by_expert(x: Tensor, gated: bool, pack_half: Callable[[Tensor], Tensor]) -> Tensor:
+    """Packs one expert at a time into one output, so that peak memory is the result plus an expert."""
+    bits = _bits(x.contiguous())
+    halves = 2 if gated else 1
+    out: Tensor | None = None
+    for e in range(x.shape[0]):
+        parts = [pack_half(half) for half in bits[e].chunk(halves)]
+        if out is None:
+            panels, *rest = parts[0].shape
+            out = bits.new_empty((x.shape[0], panels, halves, *rest))
+        for half, part in enumerate(parts):
+            out[e, :, half] = part
+    if out is None:
+        raise ValueError("num_experts must be at least 1, got 0")
+    return out.flatten(1, 2).view(x.dtype)
+
+
+def _rows_back(
+    packed: Tensor, gated: bool, size_n: int, columns: int, unpack_half: Callable[[Tensor], Tensor]
+) -> Tensor:
+    bits = _bits(packed)
+    halves = 2 if gated else 1
+    rows = size_n // halves
+    out = bits.new_empty((packed.shape[0], size_n, columns))
+    for e in range(packed.shape[0]):
+        for half in range(halves):
+            whole = unpack_half(bits[e, half::halves]).flatten(2).flatten(0, 1)
+            out[e, half * rows : (half + 1) * rows] = whole[:rows, :columns]
+    return out.view(packed.dtype)

@@ -1,0 +1,29 @@
+"""Backend `reference`: the oracle as a backend. Runs everything, on any device, slowly."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from torch_moe_ops.backends import linear
+from torch_moe_ops.backends.registry import Backend, register
+from torch_moe_ops.ops.call import ExpertsCall
+from torch_moe_ops.reference import experts_reference
+
+
+def run(call: ExpertsCall, out: Tensor) -> None:
+    """Every rounding step of the contract, in float32."""
+    out.copy_(experts_reference(call))
+
+
+register(
+    Backend(
+        name="reference",
+        layout=linear.LINEAR,
+        requires=(),
+        prepare=linear.prepare,
+        restore=linear.restore,
+        run=run,
+        notes=lambda problem: "pure torch, one expert at a time: for checking, not for speed",
+        auto=False,
+    )
+)

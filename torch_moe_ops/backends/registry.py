@@ -1,0 +1,173 @@
+"""Backends as data: what they need, which layout they read, what runs them.
+
+A requirement returns the reason why a problem does not fit, or None: condition and text are one.
+`explain` evaluates every requirement of every backend; `select` picks from the same table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_moe_ops.ops.call import ExpertsCall
+from torch_moe_ops.raw_weights import RawWeights
+from torch_moe_ops.schemes import FLOATS, Scheme
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One MoE layer as a backend sees it: no tensors, only what decides who can run it.
+
+    `capability` is the CUDA compute capability, None off CUDA. `top_k`, `routing_method` and
+    `dtype` (of the hidden states) are None where the caller has not said: they then decide nothing.
+    `input_scale` is "none" (weight-only or dynamic), "tensor" or "expert".
+    """
+
+    scheme: str
+    act_format: str = "none"
+    activation: str = "silu"
+    device: str = "cpu"
+    capability: tuple[int, int] | None = None
+    num_experts: int = 1
+    num_local_experts: int = 0
+    local_expert_offset: int = 0
+    hidden_size: int = 0
+    intermediate_size: int = 0
+    top_k: int | None = None
+    dtype: torch.dtype | None = None
+    routing_method: str | None = None
+    has_bias: bool = False
+    per_half_alphas: bool = False
+    input_scale: str = "none"
+    router_weight_on_input: bool = False
+    weight_policy: str = "exact"
+
+    def __post_init__(self) -> None:
+        if not self.num_local_experts:
+            object.__setattr__(self, "num_local_experts", self.num_experts - self.local_expert_offset)
+
+    def __str__(self) -> str:
+        shown = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in _ALWAYS_SHOWN or value != field.default:
+                shown.append(f"{field.name}={value!r}")
+        return f"Problem({', '.join(shown)})"
+
+
+_ALWAYS_SHOWN = ("scheme", "act_format", "activation", "device", "num_experts", "hidden_size", "intermediate_size")
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A condition with its reason: `unmet(problem)` is None where it holds, else a clause that says why not."""
+
+    unmet: Callable[[Problem], str | None]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The logical sizes that decide the shape of every weight tensor of a layer."""
+
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    is_gated: bool
+    weight_dtype: torch.dtype
+
+
+Spec = tuple[tuple[int, ...], torch.dtype]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the codes and block scales of a prepared layer lie.
+
+    specs: sizes -> {argument: (shape, dtype)} for w13, w2, their block scales and zero points.
+    intermediate_size: shape of w2 -> intermediate size, padding of the layout included.
+    """
+
+    name: str
+    specs: Callable[[Scheme, Sizes], dict[str, Spec]]
+    intermediate_size: Callable[[Scheme, tuple[int, ...]], int]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to run the experts.
+
+    prepare: raw weights -> {argument: tensor} in this layout, for the arguments that `layout` lists.
+    restore: {argument: tensor} and sizes -> the same arguments as RawWeights holds them, bit for bit.
+    run: fills `out` [num_tokens, hidden_size] (contiguous, of call.out_dtype; at least one token).
+    notes: what a user should know where the backend fits ("pads ...", "emulates ..."), else "".
+    """
+
+    name: str
+    layout: Layout
+    requires: tuple[Requirement, ...]
+    prepare: Callable[[RawWeights], dict[str, Tensor]]
+    restore: Callable[[Scheme, Mapping[str, Tensor], Sizes], dict[str, Tensor]]
+    run: Callable[[ExpertsCall, Tensor], None]
+    hidden_dtypes: tuple[torch.dtype, ...] = FLOATS
+    notes: Callable[[Problem], str] = lambda problem: ""
+    auto: bool = True
+
+    def reasons(self, problem: Problem) -> list[str]:
+        """Every reason why this backend cannot run the problem."""
+        return [reason for r in self.requires if (reason := r.unmet(problem)) is not None]
+
+
+BACKENDS: dict[str, Backend] = {}  # in order of preference
+
+
+def register(backend: Backend) -> Backend:
+    """Add a backend at the end of the preference order; a name can be taken once."""
+    if backend.name in BACKENDS:
+        raise ValueError(f"backend {backend.name!r} is registered already")
+    BACKENDS[backend.name] = backend
+    return backend
+
+
+def one_of(attribute: str, *allowed: Any) -> Requirement:
+    """problem.<attribute> is one of the allowed values, or unknown."""
+
+    def unmet(problem: Problem) -> str | None:
+        value = getattr(problem, attribute)
+        if value is None or value in allowed:
+            return None
+        return f"{attribute} must be one of {list(allowed)}, got {value!r}"
+
+    return Requirement(unmet)
+
+
+def multiple_of(attribute: str, n: int) -> Requirement:
+    """problem.<attribute> is a multiple of n."""
+
+    def unmet(problem: Problem) -> str | None:
+        value = getattr(problem, attribute)
+        return None if value % n == 0 else f"{attribute} must be a multiple of {n}, got {value}"
+
+    return Requirement(unmet)
+
+
+def formats(table: Mapping[str, tuple[str, ...]]) -> Requirement:
+    """The pair of scheme and activation format is in the table {scheme: activation formats}."""
+
+    def unmet(problem: Problem) -> str | None:
+        known = table.get(problem.scheme)
+        if known is None:
+            return f"scheme must be one of {list(table)}, got {problem.scheme!r}"
+        if problem.act_format in known:
+            return None
+        return f"act_format must be one of {list(known)} for scheme {problem.scheme!r}, got {problem.act_format!r}"
+
+    return Requirement(unmet)
+
+
+def available(probe: Callable[[], str | None]) -> Requirement:
+    """A part of the library or a package is there: probe() is None, or says why not."""
+    return Requirement(lambda problem: probe())

@@ -1,0 +1,141 @@
+"""load_experts: a checkpoint's experts as RawWeights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from torch_moe_ops.checkpoints.buffers import LayerBuffers, fill
+from torch_moe_ops.checkpoints.errors import CheckpointError
+from torch_moe_ops.checkpoints.index import CheckpointIndex, open_checkpoint
+from torch_moe_ops.checkpoints.layer import LayerSource
+from torch_moe_ops.checkpoints.model_config import activation_fields
+from torch_moe_ops.checkpoints.naming import ExpertLayer, select_layer
+from torch_moe_ops.checkpoints.progress import track
+from torch_moe_ops.checkpoints.reader import TensorReader
+from torch_moe_ops.raw_weights import RawWeights
+
+
+@overload
+def load_experts(
+    path: str | os.PathLike[str],
+    layer: int,
+    *,
+    mtp: bool = ...,
+    device: torch.device | str = ...,
+    input_scales: bool = ...,
+) -> RawWeights: ...
+
+
+@overload
+def load_experts(
+    path: str | os.PathLike[str],
+    layer: None,
+    *,
+    mtp: bool = ...,
+    device: torch.device | str = ...,
+    input_scales: bool = ...,
+) -> Iterator[RawWeights]: ...
+
+
+def load_experts(
+    path: str | os.PathLike[str],
+    layer: int | None,
+    *,
+    mtp: bool = False,
+    device: torch.device | str = "cpu",
+    input_scales: bool = True,
+) -> RawWeights | Iterator[RawWeights]:
+    """The routed experts of one layer of a checkpoint, or of all layers one by one.
+
+    The format is recognised from the tensors. Whatever it stores (interleaved or transposed matrices, reciprocal
+    scales, other packings) is normalised once, here; RawWeights says what comes out. Scales keep their values:
+    none is merged, rounded or re-based, reciprocals are taken once in float32.
+
+    Args:
+        path: a folder with model.safetensors, or with shards and model.safetensors.index.json, or one
+            .safetensors file. Nothing else is read: pickle files can run code.
+        layer: n of `layers.<n>.` under any prefix. None: an iterator over every layer that has experts, in
+            ascending order; `source` of each ends in "layer <n>".
+        mtp: also find multi-token-prediction layers (`mtp.<n>`, or `layers.<n>` beyond the model's own). Where a
+            number belongs to both kinds, the prediction layer is meant; an iterator yields them last.
+        device: where the result lives. Data goes there expert by expert: peak memory is the result and one
+            projection.
+        input_scales: False leaves calibrated activation scales unread, so that a file with uncalibrated experts
+            can be used weight-only or with dynamic scales.
+
+    Raises:
+        CheckpointError: (a ValueError) naming file, tensor and expert: damaged files; experts, projections or
+            tensors that are missing or that nothing uses; scales that are zero, negative, infinite or NaN; a layer
+            without experts (the text lists those that have them).
+        TypeError: layer is neither an int nor None.
+    """
+    if layer is not None and (isinstance(layer, bool) or not isinstance(layer, int)):
+        raise TypeError(f"load_experts: layer must be an int or None, got {type(layer).__name__}")
+    index = open_checkpoint(path)
+    if not any(mtp or not found.mtp for found in index.layers):
+        hint = ", only multi-token-prediction layers (mtp=True)" if index.layers else ""
+        raise CheckpointError(f"{index.path}: no layer has experts{hint}")
+    if layer is not None:
+        return _load(index, select_layer(index.layers, layer, mtp, index.path), device, input_scales)
+    chosen = [found for found in index.layers if mtp or not found.mtp]
+    return (_load(index, found, device, input_scales) for found in chosen)
+
+
+def _load(index: CheckpointIndex, names: ExpertLayer, device: torch.device | str, input_scales: bool) -> RawWeights:
+    with TensorReader(index) as reader:
+        source = LayerSource(reader, names, input_scales)
+        buffers = LayerBuffers(source.num_experts, device)
+        for expert in track(range(source.num_experts), f"{os.path.basename(index.path)} layer {names.number}"):
+            fill(source, expert, buffers)
+        return _raw_weights(source, buffers)
+
+
+def _raw_weights(source: LayerSource, buffers: LayerBuffers) -> RawWeights:
+    w13, w2 = buffers.pop("w13"), buffers.pop("w2")
+    if w13 is None or w2 is None:
+        raise CheckpointError(f"{source.where}: holds no experts")
+    w2_scale_2 = buffers.pop("w2_scale_2")
+    w13_zero_point, w2_zero_point = _zero_points(buffers)
+    try:
+        return RawWeights(
+            scheme=source.scheme,
+            w13=w13,
+            w2=w2,
+            w13_scale=buffers.pop("w13_scale"),
+            w2_scale=buffers.pop("w2_scale"),
+            w13_scale_2=buffers.pop("w13_scale_2"),
+            w2_scale_2=None if w2_scale_2 is None else w2_scale_2.squeeze(1),
+            a13_input_scale=_input_scale(source, buffers.pop("a13_input_scale"), source.projections[0]),
+            a2_input_scale=_input_scale(source, buffers.pop("a2_input_scale"), "down"),
+            w13_zero_point=w13_zero_point,
+            w2_zero_point=w2_zero_point,
+            w13_bias=buffers.pop("w13_bias"),
+            w2_bias=buffers.pop("w2_bias"),
+            source=source.where,
+            **activation_fields(source.config, is_gated=source.is_gated, is_gpt_oss=source.is_gpt_oss),
+        )
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(str(error)) from error
+
+
+def _zero_points(buffers: LayerBuffers) -> tuple[Tensor | None, Tensor | None]:
+    """Zero points of w13 and w2; none where all of them are the middle: a symmetric GPTQ file stores them anyway."""
+    zero_points = buffers.pop("w13_zero_point"), buffers.pop("w2_zero_point")
+    middle = {torch.uint8: 8, torch.int8: 0}
+    if all(z is None or bool((z == middle[z.dtype]).all()) for z in zero_points):
+        return None, None
+    return zero_points
+
+
+def _input_scale(source: LayerSource, scale: Tensor | None, projection: str) -> Tensor | None:
+    """[num_experts, 1] -> [num_experts], or [] where the file keeps one for the whole layer."""
+    if scale is None:
+        return None
+    linear = source.linear(0, projection)
+    shared = any(part in linear and linear.is_shared(part) for part in ("input_scale", "input_global_scale"))
+    return scale[0, 0].clone() if shared else scale.squeeze(1)

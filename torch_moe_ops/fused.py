@@ -1,0 +1,159 @@
+"""The functions that users call: unpack prepared weights, call the op."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_moe_ops.prepared_weights import PreparedWeights
+from torch_moe_ops.routing import Routing
+from torch_moe_ops.schemes import SCHEMES
+
+_ROUTED = {name: getattr(torch.ops.moeq, f"{s.op_prefix}moe_routed") for name, s in SCHEMES.items()}
+_MONOLITHIC = {name: getattr(torch.ops.moeq, f"{s.op_prefix}moe") for name, s in SCHEMES.items()}
+
+
+def fused_moe(
+    hidden_states: Tensor,
+    router_logits: Tensor,
+    w: PreparedWeights,
+    *,
+    routing: Routing,
+    hidden_states_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Router and experts: `torch.ops.moeq.<scheme>_moe`.
+
+    Args:
+        hidden_states: [num_tokens, hidden_size] bfloat16, float16 or float32; or packed as
+            `w.act_format` stores them, with hidden_states_scale in the linear layout.
+        router_logits: [num_tokens, num_experts], any float dtype.
+        w: made by `prepare`.
+        routing: method, top_k and options.
+        out_dtype: None: the dtype of unquantized hidden states, bfloat16 for packed ones.
+
+    Returns: [num_tokens, hidden_size], a new tensor. Inference only. Traces under torch.compile.
+    Raises: RuntimeError naming op, argument, requirement and value.
+    """
+    if w.router_weight_on_input and routing.method != "llama4":
+        raise ValueError(
+            "fused_moe: routing.method must be 'llama4' where router_weight_on_input was prepared "
+            f"(use route and fused_moe_routed otherwise), got {routing.method!r}"
+        )
+    return _MONOLITHIC[w.scheme](
+        hidden_states,
+        hidden_states_scale,
+        router_logits,
+        routing.bias,
+        *w.op_weights(),
+        w.backend,
+        routing.method,
+        routing.top_k,
+        w.act_format,
+        w.activation,
+        w.swiglu_alpha,
+        w.swiglu_beta,
+        w.swiglu_limit,
+        w.num_experts,
+        w.local_expert_offset,
+        routing.n_group,
+        routing.topk_group,
+        routing.routed_scaling_factor,
+        routing.renormalize,
+        w.weight_policy,
+        out_dtype,
+    )
+
+
+def fused_moe_routed(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    w: PreparedWeights,
+    *,
+    hidden_states_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Experts only, with routing that the caller supplies: `torch.ops.moeq.<scheme>_moe_routed`.
+
+    Args:
+        hidden_states, hidden_states_scale, w, out_dtype: as in `fused_moe`.
+        topk_ids: [num_tokens, top_k] int32 (int64 is converted), global expert ids; an id outside
+            [w.local_expert_offset, + w.num_local_experts) contributes nothing.
+        topk_weights: [num_tokens, top_k] float32 (other float dtypes are converted), final multipliers.
+        out: a contiguous buffer for the result that shares memory with no argument.
+
+    Returns: [num_tokens, hidden_size]; `out` where it was given.
+    """
+    args = (
+        hidden_states,
+        hidden_states_scale,
+        _int32(topk_ids) if topk_ids.dtype == torch.int64 else topk_ids,
+        topk_weights.float() if topk_weights.dtype in (torch.bfloat16, torch.float16, torch.float64) else topk_weights,
+        *w.op_weights(),
+        w.backend,
+        w.act_format,
+        w.activation,
+        w.swiglu_alpha,
+        w.swiglu_beta,
+        w.swiglu_limit,
+        w.num_experts,
+        w.local_expert_offset,
+        w.router_weight_on_input,
+        w.weight_policy,
+        out_dtype,
+    )
+    if out is None:
+        return _ROUTED[w.scheme](*args)
+    _ROUTED[w.scheme].out(*args, out=out)
+    return out
+
+
+def _int32(topk_ids: Tensor) -> Tensor:
+    # Clamp first: an id beyond 2^31 must stay foreign, not wrap around to some expert.
+    return topk_ids.clamp(-1, 2**31 - 1).to(torch.int32)
+
+
+def route(router_logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """topk_ids int32 and topk_weights float32, both [num_tokens, top_k]: `torch.ops.moeq.route`."""
+    return torch.ops.moeq.route(
+        router_logits,
+        routing.bias,
+        routing.method,
+        routing.top_k,
+        routing.n_group,
+        routing.topk_group,
+        routing.routed_scaling_factor,
+        routing.renormalize,
+    )
+
+
+def quantize_nvfp4(x: Tensor, gscale: Tensor | float) -> tuple[Tensor, Tensor]:
+    """NVFP4 codes and block scales of activations, by the exact algorithm of the numerics contract.
+
+    Args:
+        x: [..., K] bfloat16, float16 or float32, K a multiple of 16.
+        gscale: float32, [] or one per row [...]; multiplies x (6 * 448 / amax; see dynamic_gscale_nvfp4).
+
+    Returns: codes uint8 [..., K/2], low nibble first, and scale float8_e4m3fn [..., K/16], linear.
+    The value of an element is code * scale / gscale.
+    """
+    if not isinstance(gscale, Tensor):
+        gscale = torch.tensor(gscale, dtype=torch.float32, device=x.device)
+    return torch.ops.moeq.quantize_nvfp4(x, gscale)
+
+
+def dynamic_gscale_nvfp4(x: Tensor) -> Tensor:
+    """One gscale per row: 2688 / amax, 1 for a zero row. x [..., K] -> float32 [...]."""
+    return torch.ops.moeq.dynamic_gscale_nvfp4(x)
+
+
+def swizzle_scale(scale: Tensor) -> Tensor:
+    """[..., rows, cols] -> [..., padded rows * padded cols] in the 128x4 layout, zeros in the padding."""
+    return torch.ops.moeq.swizzle_scale(scale)
+
+
+def unswizzle_scale(swizzled: Tensor, rows: int, cols: int) -> Tensor:
+    """Inverse of swizzle_scale."""
+    return torch.ops.moeq.unswizzle_scale(swizzled, rows, cols)

@@ -1,0 +1,116 @@
+"""The multiply loop that both GEMMs share: acc[n, t] = sum_k weight[n, k] * operand[t, k].
+
+Weights are the tensor core's first operand: decoded 4-bit tiles go there straight from registers, and a
+few tokens make a narrow tile rather than one that is mostly padding.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from torch_moe_ops.kernels.triton.decode import decode_nvfp4
+
+
+@triton.jit
+def tile_of(table_ptr, num_tiles_max, COLUMN_TILES: tl.constexpr):
+    """This program's (valid, expert, column tile, first row, end row, row tile).
+
+    The tiles of one expert are worked on together, its row tiles next to each other: its weights come
+    from memory once.
+    """
+    program = tl.program_id(0)
+    tile = program // COLUMN_TILES
+    expert = tl.load(table_ptr + tile)
+    first = tl.load(table_ptr + num_tiles_max + tile)
+    count = tl.load(table_ptr + 2 * num_tiles_max + tile)
+    start = tl.load(table_ptr + 3 * num_tiles_max + tile)
+    rows = tl.load(table_ptr + 4 * num_tiles_max + tile)
+    count = tl.maximum(count, 1)  # 0 in tiles beyond the last one
+    local = program - first * COLUMN_TILES
+    return expert >= 0, expert.to(tl.int64), local // count, start, rows, local % count
+
+
+@triton.jit
+def _dot(a, b, acc, USE_PTX: tl.constexpr):
+    # Triton's interpreter has no bfloat16 arithmetic.
+    return tl.dot(a, b, acc) if USE_PTX else tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+
+
+@triton.jit
+def _multiply_nvfp4(
+    acc, operand_ptr, operand_rows, w_ptr, scale_ptr, columns, OPERAND_STRIDE: tl.constexpr, K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, USE_PTX: tl.constexpr,
+):  # fmt: skip
+    dtype: tl.constexpr = operand_ptr.dtype.element_ty
+    words: tl.constexpr = BLOCK_K // 8
+    groups: tl.constexpr = BLOCK_K // 16
+    k = tl.arange(0, BLOCK_K)
+    word = tl.arange(0, words)
+    group = tl.arange(0, groups)
+    operand = operand_ptr + operand_rows[:, None] * OPERAND_STRIDE + k[None, :]
+    w = w_ptr + columns[:, None] * (K // 8) + word[None, :]
+    scale = scale_ptr + columns[:, None] * (K // 16) + group[None, :]
+    for begin in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        if K % BLOCK_K == 0:
+            packed = tl.load(w)
+            scales = tl.load(scale)
+            x = tl.load(operand)
+        else:
+            # Zero scales make zeros of whatever lies beyond K; the operand is padded with zeros up to
+            # a multiple of 64 and masked from there on.
+            packed = tl.load(w, mask=(begin // 8 + word)[None, :] < K // 8, other=0)
+            scales = tl.load(scale, mask=(begin // 16 + group)[None, :] < K // 16, other=0)
+            x = tl.load(operand, mask=(begin + k)[None, :] < OPERAND_STRIDE, other=0.0)
+        a = decode_nvfp4(packed, scales, dtype, BLOCK_N, words, USE_PTX)
+        acc = _dot(a, x.trans(), acc, USE_PTX)
+        operand += BLOCK_K
+        w += words
+        scale += groups
+    return acc
+
+
+@triton.jit
+def _multiply_plain(
+    acc, operand_ptr, operand_rows, w_ptr, columns, OPERAND_STRIDE: tl.constexpr, K: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, USE_PTX: tl.constexpr,
+):  # fmt: skip
+    k = tl.arange(0, BLOCK_K)
+    operand = operand_ptr + operand_rows[:, None] * OPERAND_STRIDE + k[None, :]
+    w = w_ptr + columns[:, None] * K + k[None, :]
+    for begin in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        if K % BLOCK_K == 0:
+            a = tl.load(w)
+            x = tl.load(operand)
+        else:
+            a = tl.load(w, mask=(begin + k)[None, :] < K, other=0.0)
+            x = tl.load(operand, mask=(begin + k)[None, :] < K, other=0.0)
+        acc = _dot(a, x.trans(), acc, USE_PTX)
+        operand += BLOCK_K
+        w += BLOCK_K
+    return acc
+
+
+@triton.jit
+def multiply(
+    operand_ptr, operand_rows, w_ptr, scale_ptr, expert, columns, SCHEME: tl.constexpr, N: tl.constexpr,
+    K: tl.constexpr, OPERAND_STRIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, USE_PTX: tl.constexpr,
+):  # fmt: skip
+    """float32 [BLOCK_N, BLOCK_T]: weight rows `columns` of `expert` times operand rows `operand_rows` (int64).
+
+    w: int32 words [E, N, K / 8] with scale uint8 [E, N, K / 16] (SCHEME "nvfp4"), or values [E, N, K].
+    """
+    acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    if SCHEME == "nvfp4":
+        acc = _multiply_nvfp4(
+            acc, operand_ptr, operand_rows, w_ptr + expert * (N * (K // 8)), scale_ptr + expert * (N * (K // 16)),
+            columns, OPERAND_STRIDE, K, BLOCK_N, BLOCK_K, STAGES, USE_PTX,
+        )  # fmt: skip
+    else:
+        tl.static_assert(SCHEME == "none", "unknown scheme")
+        acc = _multiply_plain(
+            acc, operand_ptr, operand_rows, w_ptr + expert * N * K, columns, OPERAND_STRIDE, K, BLOCK_K, STAGES,
+            USE_PTX,
+        )  # fmt: skip
+    return acc

@@ -1,0 +1,33 @@
+"""The order of K in which the GEMMs multiply 4-bit weights.
+
+A thread that feeds the tensor core with rows of weights from registers holds, of each 16 values of K,
+four that are not neighbours. Reordered K lets it take them from one aligned 8-byte read and decode
+them two at a time, the codes of a pair sitting 16 bits apart in a 32-bit word:
+
+    natural k = 64 b + 16 t + 8 v + 4 p + 2 q + j   (t: thread of four; word v; halfword p; nibble 2q + j)
+    position  = 64 b + 32 v + 16 q + 8 j + 2 t + p
+
+Weights keep the order of the checkpoint. Activations are written in this one by whatever makes them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+BLOCK = tl.constexpr(64)  # K is reordered inside blocks of this size, and padded to a multiple of it
+
+
+@triton.jit
+def reordered_position(k):
+    """Where natural index k (int32, any shape) of an activation row is stored."""
+    t = (k >> 4) & 3
+    return (k & -64) | ((k & 8) << 2) | ((k & 2) << 3) | ((k & 1) << 3) | (t << 1) | ((k >> 2) & 1)
+
+
+@triton.jit
+def reorder(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """x: [ROWS, COLUMNS], rows in natural order of K, a multiple of 64 -> rows in the stored order."""
+    blocks: tl.constexpr = ROWS // 64
+    parts = x.reshape(blocks, 4, 2, 2, 2, 2, COLUMNS).permute(0, 2, 4, 5, 1, 3, 6)
+    return parts.reshape(ROWS, COLUMNS)

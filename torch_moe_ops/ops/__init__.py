@@ -1,0 +1,8 @@
+"""Implementations and fakes of `torch.ops.moeq.*`. Importing this package attaches all of them."""
+
+from __future__ import annotations
+
+from torch_moe_ops import backends  # the expert ops look backends up by name
+from torch_moe_ops.ops import experts, quantize, route, swizzle
+
+__all__ = ["backends", "experts", "quantize", "route", "swizzle"]

@@ -1,0 +1,36 @@
+"""Attaching Python kernels to schemas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from torch_moe_ops._schemas import LIB
+
+_NOTHING = nullcontext()
+
+
+def below_autograd() -> AbstractContextManager[Any]:
+    """Run a Python body as if it were C++: autograd does not record what happens inside.
+
+    Without it a pure-torch backend would be differentiated through and a C++ one would not.
+    The ops are inference-only on every backend. Free where grad mode is off.
+    """
+    return torch._C._AutoDispatchBelowAutograd() if torch.is_grad_enabled() else _NOTHING
+
+
+def attach(
+    name: str, cpu: Callable[..., Any], anywhere: Callable[..., Any], fake: Callable[..., Any]
+) -> None:
+    """Give op `name` its kernels.
+
+    cpu: runs where every tensor argument is on the CPU (the dispatcher guarantees it).
+    anywhere: runs on any device and checks devices itself.
+    fake: shapes, dtypes and the same errors, no data.
+    """
+    LIB.impl(name, cpu, "CPU")
+    LIB.impl(name, anywhere, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"moeq::{name}", fake, lib=LIB)

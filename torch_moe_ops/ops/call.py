@@ -1,0 +1,49 @@
+"""ExpertsCall: what a backend is asked to run, in one shape for all schemes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class ExpertsCall(NamedTuple):
+    """The arguments of a routed op, checked and complete. Absent tensors are None.
+
+    `scheme` and the tensors carry the op's own names and meaning. `swiglu_*` are resolved to
+    numbers (the activation's own constants where the caller gave none), `out_dtype` to a dtype.
+    """
+
+    scheme: str
+    hidden_states: Tensor
+    hidden_states_scale: Tensor | None
+    topk_ids: Tensor
+    topk_weights: Tensor
+    w13: Tensor
+    w13_scale: Tensor | None
+    w13_zero_point: Tensor | None
+    g1_alphas: Tensor | None
+    w13_bias: Tensor | None
+    w2: Tensor
+    w2_scale: Tensor | None
+    w2_zero_point: Tensor | None
+    g2_alphas: Tensor | None
+    w2_bias: Tensor | None
+    a1_gscale: Tensor | None
+    a2_gscale: Tensor | None
+    backend: str
+    act_format: str
+    activation: str
+    swiglu_alpha: float
+    swiglu_beta: float
+    swiglu_limit: float
+    num_experts: int
+    local_expert_offset: int
+    router_weight_on_input: bool
+    weight_policy: str
+    out_dtype: torch.dtype
+
+
+FIELDS: tuple[str, ...] = ExpertsCall._fields
+INDEX: dict[str, int] = {name: i for i, name in enumerate(FIELDS)}

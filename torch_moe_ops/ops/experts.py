@@ -1,0 +1,195 @@
+"""The expert ops: `<scheme>_moe_routed`, `<scheme>_moe_routed.out`, `<scheme>_moe` for every scheme.
+
+One body serves all schemes: it binds the arguments to an ExpertsCall, checks them, allocates, and
+calls the backend that the caller named. The fake runs the same code up to the allocation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_moe_ops._check import check, describe, fail
+from torch_moe_ops._schemas import arguments
+from torch_moe_ops.ops.bind import attach, below_autograd
+from torch_moe_ops.ops.call import FIELDS, INDEX, ExpertsCall
+from torch_moe_ops.ops.checks import Plan, check_experts, check_out, check_topk
+from torch_moe_ops.routing import check_route, route_reference
+from torch_moe_ops.schemes import SCHEMES, Scheme
+
+_SCHEME, _OUT_DTYPE = INDEX["scheme"], INDEX["out_dtype"]
+
+
+class _Binder:
+    """Turns the positional arguments of one op into an ExpertsCall, plus what the op has besides."""
+
+    def __init__(self, op: str, scheme: Scheme):
+        self.names, self.defaults = arguments(op)
+        self.position = {name: i for i, name in enumerate(self.names)}
+        # Fields that the op lacks are read from two constants appended to the arguments.
+        absent, zero = len(self.names), len(self.names) + 1
+        extra = {"scheme": zero, "act_format": zero + 1, "router_weight_on_input": zero + 2}
+        self.order = tuple(self.position.get(f, extra.get(f, absent)) for f in FIELDS)
+        self.constants = (None, scheme.name, scheme.act_formats[0], False)
+
+    def fill(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """All arguments in schema order."""
+        full = args + self.defaults[len(args) :]
+        if kwargs:
+            filled = list(full)
+            for name, value in kwargs.items():
+                filled[self.position[name]] = value
+            full = tuple(filled)
+        return full
+
+    def call(self, full: tuple[Any, ...]) -> ExpertsCall:
+        values = full + self.constants
+        return ExpertsCall._make([values[i] for i in self.order])
+
+
+def _output(call: ExpertsCall, hidden_size: int) -> Tensor:
+    return call.hidden_states.new_empty((call.hidden_states.shape[0], hidden_size), dtype=_out_dtype(call))
+
+
+def _out_dtype(call: ExpertsCall) -> torch.dtype:
+    """As asked; else the dtype of unquantized hidden states, bfloat16 for packed ones."""
+    if call.out_dtype is not None:
+        return call.out_dtype
+    return call.hidden_states.dtype if call.hidden_states_scale is None else torch.bfloat16
+
+
+def _run(call: ExpertsCall, resolved: Plan, out: Tensor) -> None:
+    """Run a checked call on at least one token."""
+    ready = call._replace(
+        hidden_states=call.hidden_states.contiguous(),
+        hidden_states_scale=None if call.hidden_states_scale is None else call.hidden_states_scale.contiguous(),
+        topk_ids=call.topk_ids.contiguous(),
+        topk_weights=call.topk_weights.contiguous(),
+        swiglu_alpha=resolved.alpha,
+        swiglu_beta=resolved.beta,
+        swiglu_limit=resolved.limit,
+        out_dtype=out.dtype,
+    )
+    with below_autograd():
+        resolved.backend.run(ready, out)
+
+
+def _define_routed(scheme: Scheme) -> None:
+    op = f"{scheme.op_prefix}moe_routed"
+    binder = _Binder(op, scheme)
+
+    def checked(args: Any, kwargs: Any, devices: bool) -> tuple[ExpertsCall, Plan, int]:
+        call = binder.call(binder.fill(args, kwargs))
+        resolved, hidden_size = check_experts(op, call, devices)
+        check_topk(op, call)
+        return call, resolved, hidden_size
+
+    def make(devices: bool) -> Callable[..., Tensor]:
+        def impl(*args: Any, **kwargs: Any) -> Tensor:
+            call, resolved, hidden_size = checked(args, kwargs, devices)
+            out = _output(call, hidden_size)
+            if out.shape[0]:
+                _run(call, resolved, out)
+            return out
+
+        return impl
+
+    def fake(*args: Any, **kwargs: Any) -> Tensor:
+        call, _, hidden_size = checked(args, kwargs, True)
+        return _output(call, hidden_size)
+
+    attach(op, make(devices=False), make(devices=True), fake)
+    _define_out(op, checked)
+
+
+def _define_out(op: str, checked: Callable[..., tuple[ExpertsCall, Plan, int]]) -> None:
+    returns = hasattr(torch.Tag, "out")
+
+    def prepared(args: Any, kwargs: Any, devices: bool) -> tuple[ExpertsCall, Plan, Tensor]:
+        out = kwargs.pop("out")
+        call, resolved, hidden_size = checked(args, kwargs, devices)
+        x = call.hidden_states
+        check_out(op, out, (x.shape[0], hidden_size), _out_dtype(call), x.device)
+        return call, resolved, out
+
+    def make(devices: bool) -> Callable[..., Tensor | None]:
+        def impl(*args: Any, **kwargs: Any) -> Tensor | None:
+            call, resolved, out = prepared(args, kwargs, devices)
+            for name, value in zip(FIELDS, call, strict=True):
+                if isinstance(value, Tensor) and torch._C._overlaps(out, value):
+                    fail(op, "out", "not share memory with an argument", name)
+            if out.shape[0]:
+                _run(call, resolved, out)
+            return out if returns else None
+
+        return impl
+
+    def fake(*args: Any, **kwargs: Any) -> Tensor | None:
+        out = prepared(args, kwargs, True)[2]
+        return out if returns else None
+
+    attach(f"{op}.out", make(devices=False), make(devices=True), fake)
+
+
+_ROUTE_ARGUMENTS = (
+    "routing_method",
+    "top_k",
+    "n_group",
+    "topk_group",
+    "routed_scaling_factor",
+    "renormalize",
+)
+
+
+def _define_monolithic(scheme: Scheme) -> None:
+    op = f"{scheme.op_prefix}moe"
+    binder = _Binder(op, scheme)
+    logits_at, bias_at = binder.position["router_logits"], binder.position["routing_bias"]
+    route_at = [binder.position[name] for name in _ROUTE_ARGUMENTS]
+
+    def checked(args: Any, kwargs: Any, devices: bool) -> tuple[ExpertsCall, Plan, int, tuple[Any, ...]]:
+        full = binder.fill(args, kwargs)
+        logits, bias, options = full[logits_at], full[bias_at], tuple(full[i] for i in route_at)
+        check_route(op, logits, bias, *options)
+        call = binder.call(full)
+        experts = logits.shape[1]
+        if call.num_experts not in (0, experts):
+            fail(op, "num_experts", f"be 0 or {experts}, the columns of router_logits", call.num_experts)
+        call = call._replace(num_experts=experts, router_weight_on_input=options[0] == "llama4")
+        resolved, hidden_size = check_experts(op, call, devices)
+        rows = call.hidden_states.shape[0]
+        check(
+            logits.shape[0] == rows,
+            lambda: describe(op, "router_logits", f"have num_tokens = {rows} rows like hidden_states", logits.shape),
+        )
+        if devices:
+            for name, tensor in (("router_logits", logits), ("routing_bias", bias)):
+                if tensor is not None and tensor.device != call.hidden_states.device:
+                    fail(op, name, f"be on {call.hidden_states.device} like hidden_states", tensor.device)
+        return call, resolved, hidden_size, (logits, bias, *options)
+
+    def make(devices: bool) -> Callable[..., Tensor]:
+        def impl(*args: Any, **kwargs: Any) -> Tensor:
+            call, resolved, hidden_size, routing = checked(args, kwargs, devices)
+            out = _output(call, hidden_size)
+            if out.shape[0]:
+                with below_autograd():
+                    ids, weights = route_reference(*routing)
+                _run(call._replace(topk_ids=ids, topk_weights=weights), resolved, out)
+            return out
+
+        return impl
+
+    def fake(*args: Any, **kwargs: Any) -> Tensor:
+        call, _, hidden_size, _ = checked(args, kwargs, True)
+        return _output(call, hidden_size)
+
+    attach(op, make(devices=False), make(devices=True), fake)
+
+
+for _scheme in SCHEMES.values():
+    _define_routed(_scheme)
+    _define_monolithic(_scheme)

@@ -1,0 +1,301 @@
+"""prepare, restore, explain, update: from raw weights to a backend's layout and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import urllib.parse
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_moe_ops.activations import ACTIVATIONS, resolve_constants
+from torch_moe_ops.backends import BACKENDS, Backend, Problem
+from torch_moe_ops.backends.explain import Explanation, explain_problem, requested_backend, select
+from torch_moe_ops.backends.registry import Sizes
+from torch_moe_ops.prepared_weights import PreparedWeights
+from torch_moe_ops.raw_weights import RawWeights
+from torch_moe_ops.schemes import ACT_FORMATS, SCHEMES, get_scheme
+
+_KEPT = ("w13_scale_2", "w2_scale_2", "a13_input_scale", "a2_input_scale")
+_PLAIN = ("activation", "swiglu_alpha", "swiglu_beta", "swiglu_limit", "source")
+
+
+def prepare(
+    raw: RawWeights,
+    activation: str | None = None,
+    act_format: str | None = None,
+    backend: str = "auto",
+    device: torch.device | str | None = None,
+    num_experts: int | None = None,
+    local_expert_offset: int = 0,
+    parallel: Any = None,
+    swiglu_alpha: float | None = None,
+    swiglu_beta: float | None = None,
+    swiglu_limit: float | None = None,
+    router_weight_on_input: bool = False,
+    weight_policy: str = "exact",
+) -> PreparedWeights:
+    """Choose a backend for a layer and bring its weights into that backend's layout. Once per layer.
+
+    Args:
+        raw: the layer's experts. Not modified, and no memory is shared with them.
+        activation: a name of `activations.ACTIVATIONS`; None: what the checkpoint says, else "silu".
+        act_format: how GEMM operands are made from activations; None: the scheme's default
+            ("nvfp4" for nvfp4, "none" for unquantized weights). Never chosen by device.
+        backend: "auto" takes MOEQ_BACKEND, else the first backend that fits; a name forces it.
+        device: where the prepared weights live; None: raw's own device.
+        num_experts, local_expert_offset: for expert parallelism, when `raw` holds only the experts
+            [local_expert_offset, + raw.num_experts) of num_experts. None: just as many as are needed.
+        parallel: a FusedMoEParallelConfig, when `raw` holds all experts: this rank's share is taken.
+        swiglu_alpha, swiglu_beta, swiglu_limit: None: what the checkpoint says, else the activation's own.
+        router_weight_on_input: top-1 models whose routing weight multiplies the token (routed op only;
+            the monolithic op does it for routing method "llama4").
+        weight_policy: "exact".
+
+    Raises:
+        ValueError: an argument does not fit, or no backend (or not the forced one) can run the
+            problem; the message then holds the whole `explain` table.
+    """
+    target = torch.device(device) if device is not None else raw.device
+    if parallel is not None:
+        raw, num_experts, local_expert_offset = _shard(raw, parallel, num_experts, local_expert_offset)
+    settings = _settings(
+        raw,
+        activation=activation,
+        act_format=act_format,
+        num_experts=num_experts,
+        local_expert_offset=local_expert_offset,
+        swiglu=(swiglu_alpha, swiglu_beta, swiglu_limit),
+        router_weight_on_input=router_weight_on_input,
+        weight_policy=weight_policy,
+    )
+    chosen = select(problem_of(raw, settings, target), requested_backend(backend))
+    return PreparedWeights(
+        backend=chosen.name,
+        layout=chosen.layout.name,
+        raw=_plain_values(raw),
+        **settings,
+        **_tensors(raw, chosen, settings, target),
+    )
+
+
+def _shard(raw: RawWeights, parallel: Any, num_experts: int | None, offset: int) -> tuple[RawWeights, int, int]:
+    from torch_moe_ops.sharding import shard
+
+    if num_experts is not None or offset:
+        raise ValueError("prepare: num_experts and local_expert_offset must be left out where parallel is given")
+    return shard(raw, parallel)
+
+
+def _settings(
+    raw: RawWeights,
+    *,
+    activation: str | None,
+    act_format: str | None,
+    num_experts: int | None,
+    local_expert_offset: int,
+    swiglu: tuple[float | None, float | None, float | None],
+    router_weight_on_input: bool,
+    weight_policy: str,
+) -> dict[str, Any]:
+    """The plain fields of PreparedWeights, validated."""
+    scheme = get_scheme(raw.scheme)
+    name = activation or raw.activation or ("silu" if raw.is_gated else "silu_no_mul")
+    if name not in ACTIVATIONS:
+        raise ValueError(f"prepare: activation must be one of {sorted(ACTIVATIONS)}, got {name!r}")
+    if ACTIVATIONS[name].is_gated != raw.is_gated:
+        need = "gate and up rows" if ACTIVATIONS[name].is_gated else "only up rows"
+        raise ValueError(f"prepare: activation {name!r} needs w13 with {need}, got w13 {tuple(raw.w13.shape)}")
+    act = act_format or scheme.act_formats[0]
+    if act not in scheme.act_formats:
+        raise ValueError(f"prepare: act_format must be one of {list(scheme.act_formats)}, got {act!r}")
+    if weight_policy != "exact":
+        raise ValueError(f"prepare: weight_policy must be 'exact' for act_format {act!r}, got {weight_policy!r}")
+    if local_expert_offset < 0:
+        raise ValueError(f"prepare: local_expert_offset must be at least 0, got {local_expert_offset}")
+    needed = local_expert_offset + raw.num_experts
+    total = needed if num_experts is None else num_experts
+    if total < needed:
+        raise ValueError(f"prepare: num_experts must be at least {needed} (offset + local experts), got {total}")
+    said = (raw.swiglu_alpha, raw.swiglu_beta, raw.swiglu_limit) if name == raw.activation else (None, None, None)
+    alpha, beta, limit = (given if given is not None else own for given, own in zip(swiglu, said, strict=True))
+    resolve_constants(name, alpha, beta, limit)  # raises where the activation takes no such constant
+    return {
+        "scheme": scheme.name,
+        "activation": name,
+        "act_format": act,
+        "weight_policy": weight_policy,
+        "num_experts": total,
+        "num_local_experts": raw.num_experts,
+        "local_expert_offset": local_expert_offset,
+        "hidden_size": raw.hidden_size,
+        "intermediate_size": raw.intermediate_size,
+        "router_weight_on_input": router_weight_on_input,
+        "swiglu_alpha": alpha,
+        "swiglu_beta": beta,
+        "swiglu_limit": limit,
+    }
+
+
+def problem_of(raw: RawWeights, settings: dict[str, Any], device: torch.device) -> Problem:
+    """The problem that a layer poses on a device."""
+    quantized = settings["act_format"] != "none"
+    scales = [s for s in (raw.a13_input_scale, raw.a2_input_scale) if s is not None and quantized]
+    kind = "none" if not scales else "expert" if any(s.ndim for s in scales) else "tensor"
+    shared = ("scheme", "activation", "act_format", "weight_policy", "num_experts", "num_local_experts")
+    shared += ("local_expert_offset", "hidden_size", "intermediate_size", "router_weight_on_input")
+    return Problem(
+        **{name: settings[name] for name in shared},
+        **device_fields(device),
+        dtype=raw.w13.dtype if raw.scheme == "none" else None,
+        has_bias=raw.w13_bias is not None or raw.w2_bias is not None,
+        per_half_alphas=raw.w13_scale_2 is not None and raw.w13_scale_2.shape[1] == 2,
+        input_scale=kind,
+    )
+
+
+def device_fields(device: torch.device) -> dict[str, Any]:
+    """`device` and `capability` of a Problem."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    return {"device": device.type, "capability": capability}
+
+
+def _tensors(raw: RawWeights, backend: Backend, settings: dict[str, Any], device: torch.device) -> dict[str, Tensor]:
+    """Every tensor of PreparedWeights, contiguous and on `device`."""
+    tensors = {name: getattr(raw, name) for name in _KEPT if getattr(raw, name) is not None}
+    tensors |= _scalars(raw, quantized=settings["act_format"] != "none")
+    tensors |= backend.prepare(raw)
+    padded = backend.layout.intermediate_size(SCHEMES[raw.scheme], tuple(tensors["w2"].shape))
+    if raw.w13_bias is not None:
+        halves = raw.w13_bias.float().unflatten(1, (-1, raw.intermediate_size))
+        extra = padded - raw.intermediate_size
+        tensors["w13_bias"] = torch.nn.functional.pad(halves, (0, extra)).flatten(1)
+    if raw.w2_bias is not None:
+        tensors["w2_bias"] = raw.w2_bias.float()
+    return {name: _own(tensor, raw, device) for name, tensor in tensors.items()}
+
+
+def _own(tensor: Tensor, raw: RawWeights, device: torch.device) -> Tensor:
+    """Contiguous, on `device`, and not memory of `raw`: `update_` writes into it."""
+    moved = tensor.to(device).contiguous()
+    shared = any(moved.data_ptr() == t.data_ptr() for t in raw.tensors().values()) if moved.numel() else False
+    return moved.clone() if shared and moved.device == raw.device else moved
+
+
+def _scalars(raw: RawWeights, quantized: bool) -> dict[str, Tensor]:
+    """Alphas and gscales: with an input scale alpha = fl(input_scale * scale_2), gscale = fl(1 / input_scale)."""
+    tensors: dict[str, Tensor] = {}
+    pairs = (
+        ("1", raw.w13_scale_2, raw.a13_input_scale),
+        ("2", raw.w2_scale_2, raw.a2_input_scale),
+    )
+    for gemm, scale_2, input_scale in pairs:
+        if scale_2 is None:
+            continue
+        alphas = scale_2.squeeze(1) if scale_2.ndim == 2 and scale_2.shape[1] == 1 else scale_2
+        if quantized and input_scale is not None:
+            factor = input_scale[:, None] if input_scale.ndim and alphas.ndim == 2 else input_scale
+            alphas = factor * alphas
+            tensors[f"a{gemm}_gscale"] = input_scale.reciprocal()
+        tensors[f"g{gemm}_alphas"] = alphas
+    return tensors
+
+
+def _plain_values(raw: RawWeights) -> str:
+    plain = {name: getattr(raw, name) for name in _PLAIN}
+    for name in ("w13_bias", "w2_bias"):
+        bias = getattr(raw, name)
+        plain[f"{name}_dtype"] = None if bias is None else str(bias.dtype).removeprefix("torch.")
+    # Quoted: torch.export writes string inputs into source code without escaping them.
+    return urllib.parse.quote(json.dumps(plain))
+
+
+def sizes_of(w: PreparedWeights) -> Sizes:
+    """The logical sizes of a prepared layer."""
+    gated = ACTIVATIONS[w.activation].is_gated
+    return Sizes(w.num_local_experts, w.hidden_size, w.intermediate_size, gated, w.w13.dtype)
+
+
+def restore(w: PreparedWeights) -> RawWeights:
+    """The raw weights that `prepare` took (this rank's share of them), bit for bit."""
+    backend = BACKENDS[w.backend]
+    arguments = {name: t for name, t in w.tensors().items() if name.split("_")[0] in ("w13", "w2")}
+    for name in ("w13_bias", "w2_bias", "w13_scale_2", "w2_scale_2"):
+        arguments.pop(name, None)
+    tensors = backend.restore(SCHEMES[w.scheme], arguments, sizes_of(w))
+    tensors |= {name: value for name in _KEPT if (value := getattr(w, name)) is not None}
+    plain = json.loads(urllib.parse.unquote(w.raw))
+    for name, rows in (("w13_bias", w.intermediate_size), ("w2_bias", w.hidden_size)):
+        dtype, bias = plain.pop(f"{name}_dtype"), getattr(w, name)
+        if bias is not None:
+            halves = 2 if name == "w13_bias" and ACTIVATIONS[w.activation].is_gated else 1
+            kept = bias.unflatten(1, (halves, -1))[:, :, :rows].flatten(1)
+            tensors[name] = kept.to(getattr(torch, dtype))
+    return RawWeights(scheme=w.scheme, **tensors, **plain)
+
+
+def update(w: PreparedWeights, raw: RawWeights) -> None:
+    """Copy what `prepare` would make of `raw` into the tensors of `w`."""
+    settings = {name: value for name, value in w.metadata().items() if name not in ("backend", "layout", "raw")}
+    for name, mine, other in (
+        ("scheme", w.scheme, raw.scheme),
+        ("num_experts", w.num_local_experts, raw.num_experts),
+        ("hidden_size", w.hidden_size, raw.hidden_size),
+        ("intermediate_size", w.intermediate_size, raw.intermediate_size),
+    ):
+        if mine != other:
+            raise ValueError(f"update_: {name} must be {mine!r} as prepared, got {other!r}")
+    new, old = _tensors(raw, BACKENDS[w.backend], settings, w.device), w.tensors()
+    if new.keys() != old.keys():
+        raise ValueError(f"update_: tensors must be {sorted(old)} as prepared, got {sorted(new)}")
+    for name, tensor in new.items():
+        if tensor.shape != old[name].shape or tensor.dtype != old[name].dtype:
+            expected = f"{tuple(old[name].shape)} {old[name].dtype}"
+            raise ValueError(f"update_: {name} must be {expected} as prepared, got {tuple(tensor.shape)} {tensor.dtype}")
+    for name, tensor in new.items():
+        old[name].copy_(tensor)
+
+
+def explain(
+    what: PreparedWeights | RawWeights | Problem | None = None, *, backend: str | None = None, **settings: Any
+) -> Explanation:
+    """Every backend, chosen or not, with every reason. Print it.
+
+    Args:
+        what: prepared weights (why their backend was chosen), raw weights with prepare's other
+            arguments (`activation=`, `act_format=`, `device=`, ...), or a Problem.
+        backend: as in `prepare`; None: as it was prepared, else MOEQ_BACKEND, else "auto".
+    """
+    if isinstance(what, PreparedWeights):
+        explanation = explain_problem(_problem_of_prepared(what), backend or what.backend)
+        return explanation if backend else dataclasses.replace(explanation, requested="auto")
+    requested = requested_backend(backend or "auto")
+    if isinstance(what, Problem):
+        return explain_problem(what, requested)
+    if isinstance(what, RawWeights):
+        device = torch.device(settings.pop("device", None) or what.device)
+        plain = {"activation": None, "act_format": None, "num_experts": None, "local_expert_offset": 0}
+        plain |= {"router_weight_on_input": False, "weight_policy": "exact", "swiglu": (None, None, None)} | settings
+        return explain_problem(problem_of(what, _settings(what, **plain), device), requested)
+    raise TypeError(f"explain: what must be PreparedWeights, RawWeights or Problem, got {type(what).__name__}")
+
+
+def _problem_of_prepared(w: PreparedWeights) -> Problem:
+    scales = [s for s in (w.a1_gscale, w.a2_gscale) if s is not None]
+    kind = "none" if not scales else "expert" if any(s.ndim for s in scales) else "tensor"
+    names = {f.name for f in dataclasses.fields(Problem)} & w.metadata().keys()
+    return Problem(
+        **{name: getattr(w, name) for name in names},
+        **device_fields(w.device),
+        dtype=w.w13.dtype if w.scheme == "none" else None,
+        has_bias=w.w13_bias is not None or w.w2_bias is not None,
+        per_half_alphas=w.g1_alphas is not None and w.g1_alphas.ndim == 2,
+        input_scale=kind,
+    )
+
+
+def act_format_names() -> tuple[str, ...]:
+    """Every activation format that some scheme accepts."""
+    return tuple(ACT_FORMATS)

@@ -1,0 +1,143 @@
+"""PreparedWeights: the experts of one layer as a backend wants them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_moe_ops._schemas import arguments
+from torch_moe_ops.schemes import SCHEMES
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PreparedWeights:
+    """One layer, prepared once for one backend. Made by `prepare`; run by `fused_moe`.
+
+    The tensors carry the names of the ops' arguments and lie in the backend's `layout`.
+    `g1_alphas`, `g2_alphas` multiply accumulators back to real values; `a1_gscale`, `a2_gscale`
+    multiply activations before they are quantized (None: dynamic, or not quantized).
+    `w13_scale_2` ... `a2_input_scale` are the checkpoint's own factors, kept so that `restore` and
+    `update_` are exact; no op reads them.
+
+    num_experts: the global count; num_local_experts of them, from local_expert_offset on, are here.
+    hidden_size, intermediate_size: logical, before any padding by the layout.
+    raw: what else RawWeights said (activation, constants, source, dtypes of the biases).
+    """
+
+    scheme: str
+    backend: str
+    layout: str
+    activation: str
+    act_format: str
+    weight_policy: str
+    num_experts: int
+    num_local_experts: int
+    local_expert_offset: int
+    hidden_size: int
+    intermediate_size: int
+    router_weight_on_input: bool
+    swiglu_alpha: float | None
+    swiglu_beta: float | None
+    swiglu_limit: float | None
+    # Longer names first: torch.export renames inputs by prefix, and `w13` begins `w13_scale`.
+    w13_scale_2: Tensor | None = None
+    w2_scale_2: Tensor | None = None
+    a13_input_scale: Tensor | None = None
+    a2_input_scale: Tensor | None = None
+    w13_zero_point: Tensor | None = None
+    w2_zero_point: Tensor | None = None
+    w13_scale: Tensor | None = None
+    w2_scale: Tensor | None = None
+    w13_bias: Tensor | None = None
+    w2_bias: Tensor | None = None
+    g1_alphas: Tensor | None = None
+    g2_alphas: Tensor | None = None
+    a1_gscale: Tensor | None = None
+    a2_gscale: Tensor | None = None
+    w13: Tensor
+    w2: Tensor
+    raw: str = "%7B%7D"  # URL-quoted JSON
+
+    @property
+    def device(self) -> torch.device:
+        return self.w13.device
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that are present, by field name."""
+        values = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
+        return {name: value for name, value in values if isinstance(value, Tensor)}
+
+    def metadata(self) -> dict[str, Any]:
+        """Everything that is not a tensor."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in TENSOR_FIELDS}
+
+    def to(self, device: torch.device | str) -> PreparedWeights:
+        """The same layer with every tensor on `device`.
+
+        The backend and its layout stay: one that cannot run there refuses when it is called, so
+        move between devices of one kind, or `restore` and `prepare` anew.
+        """
+        return dataclasses.replace(self, **{name: t.to(device) for name, t in self.tensors().items()})
+
+    def op_weights(self) -> tuple[Tensor | None, ...]:
+        """The weight arguments of the scheme's ops, in their order."""
+        return tuple(getattr(self, name) for name in _WEIGHT_ARGUMENTS[self.scheme])
+
+    def update_(self, raw: Any) -> PreparedWeights:
+        """Take over new raw weights of the same sizes in place: no tensor changes its address.
+
+        A compiled function or a CUDA graph that holds these tensors sees the new values.
+        Raises ValueError where the new weights would need another problem, shape or dtype.
+        """
+        from torch_moe_ops.prepare import update
+
+        update(self, raw)
+        return self
+
+    def save(self, path: str | Path) -> None:
+        """Write a .safetensors file; `PreparedWeights.load` reads it back."""
+        from safetensors.torch import save_file
+
+        header = {"moeq_format": str(FORMAT_VERSION), "moeq": json.dumps(self.metadata())}
+        save_file({name: t.contiguous() for name, t in self.tensors().items()}, str(path), metadata=header)
+
+    @staticmethod
+    def load(path: str | Path, device: torch.device | str = "cpu") -> PreparedWeights:
+        """Read what `save` wrote. ValueError where the file is of another kind, version or layout."""
+        from safetensors import safe_open
+
+        from torch_moe_ops.backends import BACKENDS
+
+        with safe_open(str(path), framework="pt", device=str(device)) as file:
+            header = file.metadata() or {}
+            if header.get("moeq_format") != str(FORMAT_VERSION):
+                got = header.get("moeq_format")
+                raise ValueError(f"{path}: moeq_format must be {FORMAT_VERSION}, got {got!r}")
+            plain = json.loads(header["moeq"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no iterator there)
+        backend = BACKENDS.get(plain["backend"])
+        known = None if backend is None else backend.layout.name
+        if plain["layout"] != known:
+            raise ValueError(f"{path}: layout must be {known!r} for backend {plain['backend']!r}, got {plain['layout']!r}")
+        return PreparedWeights(**plain, **tensors)
+
+
+TENSOR_FIELDS = frozenset(f.name for f in dataclasses.fields(PreparedWeights) if "Tensor" in str(f.type))
+
+
+def _weight_arguments(scheme: str) -> tuple[str, ...]:
+    names, _ = arguments(f"{SCHEMES[scheme].op_prefix}moe_routed")
+    return names[names.index("w13") : names.index("backend")]
+
+
+_WEIGHT_ARGUMENTS = {scheme: _weight_arguments(scheme) for scheme in SCHEMES}
+
+torch.export.register_dataclass(PreparedWeights)

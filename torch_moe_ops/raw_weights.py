@@ -1,0 +1,198 @@
+"""RawWeights: the experts of one layer as a checkpoint means them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_moe_ops.activations import ACTIVATIONS
+from torch_moe_ops.schemes import Scheme, get_scheme
+
+
+@dataclass(frozen=True, eq=False)
+class RawWeights:
+    """Quantized (or plain) experts in checkpoint order.
+
+    Args:
+        scheme: name of the weight scheme, "none" for unquantized weights.
+        w13: [num_experts, 2 * intermediate_size, K storage], rows [gate; up]; only the up rows
+            (intermediate_size of them) where the activation is not gated.
+        w2: [num_experts, hidden_size, K storage].
+        w13_scale, w2_scale: block scales in the linear layout, multiply.
+        w13_scale_2: float32 [num_experts, 2] (gate, up), or [num_experts, 1]; multiplies.
+        w2_scale_2: float32 [num_experts]; multiplies.
+        a13_input_scale, a2_input_scale: float32 [] or [num_experts]: calibrated scale of the
+            activations (amax / (6 * 448) for nvfp4), multiply to dequantize. None: none was calibrated.
+        w13_bias, w2_bias: [num_experts, rows of w13], [num_experts, hidden_size], any float dtype.
+        activation, swiglu_alpha, swiglu_beta, swiglu_limit: what the checkpoint's config says, or None.
+        source: where it was read from, for messages.
+
+    Raises:
+        ValueError, TypeError: naming the field, what it must be and what came.
+    """
+
+    scheme: str
+    w13: Tensor
+    w2: Tensor
+    w13_scale: Tensor | None = None
+    w2_scale: Tensor | None = None
+    w13_scale_2: Tensor | None = None
+    w2_scale_2: Tensor | None = None
+    a13_input_scale: Tensor | None = None
+    a2_input_scale: Tensor | None = None
+    w13_zero_point: Tensor | None = None
+    w2_zero_point: Tensor | None = None
+    w13_bias: Tensor | None = None
+    w2_bias: Tensor | None = None
+    activation: str | None = None
+    swiglu_alpha: float | None = None
+    swiglu_beta: float | None = None
+    swiglu_limit: float | None = None
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        _validate(self)
+
+    @property
+    def num_experts(self) -> int:
+        return self.w13.shape[0]
+
+    @property
+    def hidden_size(self) -> int:
+        return self.w2.shape[1]
+
+    @property
+    def intermediate_size(self) -> int:
+        return get_scheme(self.scheme).logical_k(self.w2.shape[2])
+
+    @property
+    def is_gated(self) -> bool:
+        """True where w13 holds gate and up rows."""
+        return self.w13.shape[1] == 2 * self.intermediate_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.w13.device
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that are present, by field name."""
+        values = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
+        return {name: value for name, value in values if isinstance(value, Tensor)}
+
+    def to(self, device: torch.device | str) -> RawWeights:
+        """The same weights with every tensor on `device`."""
+        return dataclasses.replace(self, **{name: t.to(device) for name, t in self.tensors().items()})
+
+    def equal(self, other: RawWeights) -> bool:
+        """Bit for bit the same tensors and the same plain values."""
+        mine, theirs = self.tensors(), other.tensors()
+        plain = [f.name for f in dataclasses.fields(self) if f.name not in mine and f.name not in theirs]
+        return (
+            mine.keys() == theirs.keys()
+            and all(_same_bits(mine[name], theirs[name]) for name in mine)
+            and all(getattr(self, name) == getattr(other, name) for name in plain)
+        )
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(_bytes(a), _bytes(b.to(a.device)))
+
+
+def _bytes(t: Tensor) -> Tensor:
+    return t.detach().contiguous().reshape(-1).view(torch.uint8) if t.numel() else t.new_empty(0, dtype=torch.uint8)
+
+
+def _require(condition: bool, raw: RawWeights, field: str, requirement: str, got: Any) -> None:
+    if not condition:
+        got = tuple(got) if isinstance(got, torch.Size) else got
+        where = f" ({raw.source})" if raw.source else ""
+        raise ValueError(f"RawWeights: {field} must {requirement}, got {got}{where}")
+
+
+def _validate(raw: RawWeights) -> None:
+    scheme = get_scheme(raw.scheme)
+    for name in ("w13", "w2"):
+        tensor = getattr(raw, name)
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"RawWeights: {name} must be a Tensor, got {type(tensor).__name__}")
+        _require(tensor.ndim == 3, raw, name, "have 3 dimensions [num_experts, rows, K]", tensor.shape)
+        dtypes = [str(d) for d in scheme.weight_dtypes]
+        _require(tensor.dtype in scheme.weight_dtypes, raw, name, f"have a dtype of {dtypes}", tensor.dtype)
+    for name, tensor in raw.tensors().items():
+        _require(tensor.device == raw.device, raw, name, f"be on {raw.device} like w13", tensor.device)
+    _validate_sizes(raw, scheme)
+    _validate_scales(raw, scheme)
+    _validate_inputs_and_biases(raw)
+    if raw.activation is not None:
+        known = raw.activation in ACTIVATIONS
+        _require(known, raw, "activation", f"be None or one of {sorted(ACTIVATIONS)}", raw.activation)
+        gated = ACTIVATIONS[raw.activation].is_gated
+        rows = "2 * intermediate_size rows in w13" if gated else "intermediate_size rows in w13"
+        _require(gated == raw.is_gated, raw, "activation", f"fit w13 ({raw.activation} needs {rows})", raw.w13.shape)
+    for name in ("swiglu_alpha", "swiglu_beta", "swiglu_limit"):
+        value = getattr(raw, name)
+        _require(value is None or not math.isnan(value), raw, name, "be None or a number", value)
+
+
+def _validate_sizes(raw: RawWeights, scheme: Scheme) -> None:
+    experts = raw.w13.shape[0]
+    _require(experts >= 1, raw, "w13", "hold at least one expert", raw.w13.shape)
+    _require(raw.w2.shape[0] == experts, raw, "w2", f"hold {experts} experts like w13", raw.w2.shape)
+    _require(raw.w2.dtype == raw.w13.dtype, raw, "w2", f"have dtype {raw.w13.dtype} like w13", raw.w2.dtype)
+    hidden, inter = raw.hidden_size, raw.intermediate_size
+    k13 = scheme.logical_k(raw.w13.shape[2])
+    _require(k13 == hidden, raw, "w13", f"have K = hidden_size = {hidden} (rows of w2)", k13)
+    for name, size in (("hidden_size", hidden), ("intermediate_size", inter)):
+        ok = size > 0 and size % scheme.size_multiple == 0
+        _require(ok, raw, name, f"be a positive multiple of {scheme.size_multiple} for {scheme.name}", size)
+    rows = raw.w13.shape[1]
+    requirement = f"have 2 * intermediate_size = {2 * inter} rows, or {inter} where not gated"
+    _require(rows in (inter, 2 * inter), raw, "w13", requirement, rows)
+
+
+def _validate_scales(raw: RawWeights, scheme: Scheme) -> None:
+    experts, hidden, inter = raw.num_experts, raw.hidden_size, raw.intermediate_size
+    rows = raw.w13.shape[1]
+    for name, shape in (("w13_scale", (experts, rows, hidden)), ("w2_scale", (experts, hidden, inter))):
+        tensor = getattr(raw, name)
+        if not scheme.block:
+            _require(tensor is None, raw, name, f"be absent for scheme {scheme.name}", tensor is not None)
+            continue
+        expected = (*shape[:2], shape[2] // scheme.block)
+        _require(tensor is not None, raw, name, f"be a Tensor of shape {expected}", None)
+        _require(tensor.shape == expected, raw, name, f"have shape {expected}", tensor.shape)
+        _require(tensor.dtype == scheme.scale_dtype, raw, name, f"have dtype {scheme.scale_dtype}", tensor.dtype)
+    halves = 2 if raw.is_gated else 1
+    for name, shapes in (("w13_scale_2", ((experts, halves), (experts, 1))), ("w2_scale_2", ((experts,),))):
+        tensor = getattr(raw, name)
+        if not scheme.has_scale_2:
+            _require(tensor is None, raw, name, f"be absent for scheme {scheme.name}", tensor is not None)
+            continue
+        text = " or ".join(str(s) for s in dict.fromkeys(shapes))
+        _require(tensor is not None, raw, name, f"be a float32 Tensor of shape {text}", None)
+        _require(tuple(tensor.shape) in shapes, raw, name, f"have shape {text}", tensor.shape)
+        _require(tensor.dtype == torch.float32, raw, name, "have dtype torch.float32", tensor.dtype)
+
+
+def _validate_inputs_and_biases(raw: RawWeights) -> None:
+    experts = raw.num_experts
+    for name in ("a13_input_scale", "a2_input_scale"):
+        tensor = getattr(raw, name)
+        if tensor is None:
+            continue
+        ok = tensor.shape in ((), (experts,))
+        _require(ok, raw, name, f"have shape () or ({experts},)", tensor.shape)
+        _require(tensor.dtype == torch.float32, raw, name, "have dtype torch.float32", tensor.dtype)
+    for name, shape in (("w13_bias", (experts, raw.w13.shape[1])), ("w2_bias", (experts, raw.hidden_size))):
+        tensor = getattr(raw, name)
+        if tensor is None:
+            continue
+        _require(tensor.shape == shape, raw, name, f"have shape {shape}", tensor.shape)
+        _require(tensor.is_floating_point(), raw, name, "have a float dtype", tensor.dtype)

@@ -1,0 +1,115 @@
+"""The oracle: what a routed MoE means, in plain torch, one expert at a time.
+
+    out[t] = sum_j topk_weights[t, j] * y[t, j],     e = topk_ids[t, j]
+    y[t, j] = alpha2[e] * W2[e] @ A2(act(alpha1[e] * W13[e] @ A1(x[t]) + b13[e])) + b2[e]
+
+A1 and A2 make the GEMM operand from an activation row, as `act_format` says. With `emulate` every
+rounding step of the contract happens (docs/numerics.md); without it none does, which is the value
+that the stored weights stand for. Arithmetic in float32 or, to bound its own error, in float64.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_moe_ops.activations import ACTIVATIONS, apply_activation
+from torch_moe_ops.ops.call import ExpertsCall
+from torch_moe_ops.reference_operands import Operand, activation_operand, weight_operand
+
+_CHUNK_ELEMENTS = 1 << 26  # of the [tokens, top_k, hidden_size] buffer
+
+
+def experts_reference(call: ExpertsCall, emulate: bool = True, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[num_tokens, hidden_size] in `dtype`, not yet rounded to the output dtype.
+
+    Args:
+        call: a checked call in the linear layout.
+        emulate: make every rounding step of the contract, or none of them.
+        dtype: float32 or float64, of accumulation and of everything between the rounding steps.
+    """
+    tokens, top_k = call.topk_ids.shape
+    hidden_size = call.w2.shape[1]
+    out = call.hidden_states.new_empty((tokens, hidden_size), dtype=dtype)
+    step = max(1, _CHUNK_ELEMENTS // (top_k * hidden_size))
+    for start in range(0, tokens, step):
+        rows = slice(start, min(start + step, tokens))
+        scale = call.hidden_states_scale
+        part = call._replace(
+            hidden_states=call.hidden_states[rows],
+            hidden_states_scale=None if scale is None else scale[rows],
+            topk_ids=call.topk_ids[rows],
+            topk_weights=call.topk_weights[rows],
+        )
+        out[rows] = _chunk(part, emulate, dtype)
+    return out
+
+
+def _chunk(call: ExpertsCall, emulate: bool, dtype: torch.dtype) -> Tensor:
+    tokens, top_k = call.topk_ids.shape
+    x = _weigh_input(call, emulate, dtype) if call.router_weight_on_input else call.hidden_states
+    local = call.topk_ids.long() - call.local_expert_offset
+    y = x.new_zeros((tokens, top_k, call.w2.shape[1]), dtype=dtype)
+    for e in range(call.w13.shape[0]):
+        token, slot = torch.nonzero(local == e, as_tuple=True)
+        if token.numel():
+            scale = call.hidden_states_scale
+            y[token, slot] = _expert(call, e, x[token], None if scale is None else scale[token], emulate, dtype)
+    return _combine(call, y, local, dtype)
+
+
+def _weigh_input(call: ExpertsCall, emulate: bool, dtype: torch.dtype) -> Tensor:
+    """x * w in float32, rounded once to the activation dtype."""
+    x = call.hidden_states
+    weighted = x.to(dtype) * call.topk_weights.to(dtype)
+    return weighted.float().to(x.dtype) if emulate else weighted
+
+
+def _expert(
+    call: ExpertsCall, e: int, x: Tensor, x_scale: Tensor | None, emulate: bool, dtype: torch.dtype
+) -> Tensor:
+    """One expert on the rows that visit it: [rows, hidden_size] before the routing weight."""
+    a1 = activation_operand(call, 1, e, x, x_scale, emulate, dtype)
+    acc = a1.values @ weight_operand(call, 13, e, dtype).T
+    halves = 2 if ACTIVATIONS[call.activation].is_gated else 1
+    pieces = [
+        _scaled(piece, call.g1_alphas, e, half, a1) for half, piece in enumerate(acc.chunk(halves, dim=1))
+    ]
+    if call.w13_bias is not None:
+        bias = call.w13_bias[e].to(dtype).chunk(halves)
+        pieces = [piece + b for piece, b in zip(pieces, bias, strict=True)]
+    gate = pieces[0] if halves == 2 else None
+    constants = (call.swiglu_alpha, call.swiglu_beta, call.swiglu_limit)
+    h = apply_activation(call.activation, gate, pieces[-1], *constants)
+    if emulate and call.act_format == "none":
+        h = h.float().to(_activation_dtype(call)).to(dtype)  # rounded once
+    a2 = activation_operand(call, 2, e, h, None, emulate, dtype)
+    y = _scaled(a2.values @ weight_operand(call, 2, e, dtype).T, call.g2_alphas, e, 0, a2)
+    return y if call.w2_bias is None else y + call.w2_bias[e].to(dtype)
+
+
+def _activation_dtype(call: ExpertsCall) -> torch.dtype:
+    x = call.hidden_states
+    return x.dtype if call.hidden_states_scale is None else call.out_dtype
+
+
+def _scaled(acc: Tensor, alphas: Tensor | None, e: int, half: int, operand: Operand) -> Tensor:
+    """fl(acc * fl(alpha * row factor)): alphas multiply accumulators, never operands."""
+    factor: Tensor | None = None
+    if alphas is not None:
+        per_half = alphas.ndim == 2
+        factor = alphas[e, half if alphas.shape[1] == 2 else 0] if per_half else alphas[e]
+    if operand.factor is not None:
+        factor = operand.factor if factor is None else factor * operand.factor
+    return acc if factor is None else acc * factor.to(acc.dtype)
+
+
+def _combine(call: ExpertsCall, y: Tensor, local: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sum over slots in ascending order; slots of foreign experts contribute an exact zero."""
+    mine = (local >= 0) & (local < call.w13.shape[0])
+    weights = torch.ones_like(call.topk_weights) if call.router_weight_on_input else call.topk_weights
+    out = y.new_zeros((y.shape[0], y.shape[2]))
+    for j in range(y.shape[1]):
+        term = weights[:, j, None].to(dtype) * y[:, j]
+        out = out + torch.where(mine[:, j, None], term, 0.0)
+    return out
