@@ -19,8 +19,17 @@ ROOT = Path(__file__).resolve().parent
 ABI_FLAGS = ["-DTORCH_TARGET_VERSION=0x020b000000000000"]
 X86_FLAGS = {
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
-    "avx512": ["-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq",
-               "-Wno-maybe-uninitialized", "-Wno-uninitialized"],  # false alarms in GCC 12's own headers
+    "avx512": [
+        "-mavx2",
+        "-mfma",
+        "-mf16c",
+        "-mavx512f",
+        "-mavx512bw",
+        "-mavx512vl",
+        "-mavx512dq",
+        "-Wno-maybe-uninitialized",
+        "-Wno-uninitialized",
+    ],  # false alarms in GCC 12's own headers
 }
 X86_FLAGS["avx512bf16"] = [*X86_FLAGS["avx512"], "-mavx512bf16", "-mavx512vbmi"]
 
@@ -73,6 +82,9 @@ def cuda_extension(cpp: Any) -> Any:
             "cxx": [*host_flags(), "-DUSE_CUDA"],
             "nvcc": ["-O3", "-std=c++17", "--fmad=false", *arches, *ABI_FLAGS, "-DUSE_CUDA"],
         },
+        # A toolchain that links libstdc++ statically would else export it, and its streams, which make the error
+        # texts, would mix with those that torch has loaded: a crash.
+        extra_link_args=["-Wl,--exclude-libs,ALL"],
         py_limited_api=True,
     )
 

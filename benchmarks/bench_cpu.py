@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch_moe_ops._C  # noqa: F401  (registers the private ops)
 from torch import Tensor
 
-import torch_moe_ops._C  # noqa: F401  (registers the private ops)
 from torch_moe_ops.backends import _cpu_layout as layout
 
 ROUTINGS = 16

@@ -50,7 +50,16 @@ def copy_bandwidth() -> float:
     """Bytes read and written per second by a device-to-device copy of 4 GiB."""
     source = torch.empty(1 << 30, dtype=torch.float32, device="cuda").normal_()
     target = torch.empty_like(source)
-    return 2 * source.nbytes / time_launches([lambda: target.copy_(source)] * 4)
+    # Not in a graph: captured, the same copy reached 2.7 TB/s in place of 4.3 on an H200.
+    times = []
+    for _ in range(REPLAYS):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        target.copy_(source)
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) / 1e3)
+    return 2 * source.nbytes / statistics.median(times)
 
 
 def bench(rows: int, columns: int, dtype: torch.dtype) -> list[dict[str, object]]:

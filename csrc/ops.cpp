@@ -36,8 +36,8 @@ Enum parse_name(const char* argument, const std::string& name) {
   return value;
 }
 
-void bind_tokens(ExpertsArgs& args, Tensor& out, const Tensor& hidden_states, const OptionalTensor& hidden_states_scale,
-                 const Tensor& topk_ids, const Tensor& topk_weights) {
+void bind_tokens(ExpertsArgs& args, Tensor& out, const Tensor& hidden_states, const Tensor& topk_ids,
+                 const Tensor& topk_weights) {
   const Tensor* const tensors[] = {&out, &hidden_states, &topk_ids, &topk_weights};
   for (const Tensor* tensor : tensors) {
     MOEQ_CHECK(kOp, tensor->is_cpu() && tensor->is_contiguous() && tensor->dim() == 2,
@@ -51,23 +51,60 @@ void bind_tokens(ExpertsArgs& args, Tensor& out, const Tensor& hidden_states, co
              "topk_weights must be float32, one per id");
   MOEQ_CHECK(kOp, out.size(0) == args.num_tokens && hidden_states.size(0) == args.num_tokens,
              "hidden_states must have one row per row of topk_ids");
-  const int64_t packed = hidden_states_scale.has_value() ? 2 : 1;
-  MOEQ_CHECK(kOp, hidden_states.size(1) * packed == args.hidden_size, "hidden_states must have ",
-             args.hidden_size, " columns");
   args.out = out.mutable_data_ptr();
   args.out_dtype = dtype_of(out, "out");
   args.hidden = static_cast<const uint8_t*>(hidden_states.const_data_ptr());
+  args.hidden_row_bytes = hidden_states.size(1) * static_cast<int64_t>(hidden_states.element_size());
   args.topk_ids = static_cast<const int32_t*>(topk_ids.const_data_ptr());
   args.topk_weights = static_cast<const float*>(topk_weights.const_data_ptr());
-  if (!hidden_states_scale.has_value()) {
+}
+
+// Bytes of one row of codes and of its scales, as each format stores them; {0, 0} for those that are never packed.
+struct PackedRow {
+  int64_t codes;
+  int64_t scales;
+};
+
+PackedRow packed_row(ActFormat format, Scheme scheme, int64_t size) {
+  switch (format) {
+    case ActFormat::kNvfp4: return {size / 2, size / 16};
+    case ActFormat::kMxfp4: return {size / 2, size / 32};
+    case ActFormat::kMxfp8: return {size, size / 32};
+    case ActFormat::kFp8: return {size, scheme == Scheme::kFp8Block ? (size + 127) / 128 * 4 : 4};
+    case ActFormat::kInt8: return {size, 4};
+    default: return {0, 0};
+  }
+}
+
+void bind_hidden(ExpertsArgs& args, const Tensor& hidden_states, const OptionalTensor& scale, ActFormat format) {
+  if (!scale.has_value()) {
     args.hidden_dtype = dtype_of(hidden_states, "hidden_states");
+    MOEQ_CHECK(kOp, hidden_states.size(1) == args.hidden_size, "hidden_states must have ", args.hidden_size,
+               " columns");
     return;
   }
-  MOEQ_CHECK(kOp, hidden_states_scale->is_cpu() && hidden_states_scale->is_contiguous() &&
-                      hidden_states_scale->numel() * 16 == args.num_tokens * args.hidden_size,
-             "hidden_states_scale must have one entry per 16 elements");
-  args.hidden_scale = static_cast<const uint8_t*>(hidden_states_scale->const_data_ptr());
+  const PackedRow row = packed_row(format, args.scheme, args.hidden_size);
+  MOEQ_CHECK(kOp, row.codes > 0 && args.hidden_row_bytes == row.codes, "hidden_states must have rows of ", row.codes,
+             " bytes, got ", args.hidden_row_bytes);
+  const int64_t bytes = scale->numel() * static_cast<int64_t>(scale->element_size());
+  MOEQ_CHECK(kOp, scale->is_cpu() && scale->is_contiguous() && bytes == args.num_tokens * row.scales,
+             "hidden_states_scale must have ", row.scales, " bytes per token");
+  args.hidden_scale = static_cast<const uint8_t*>(scale->const_data_ptr());
+  args.hidden_scale_row_bytes = row.scales;
   args.hidden_dtype = args.out_dtype;
+}
+
+// Both weights take the same kernel, so what chooses it must agree.
+DotKey dot_key(const ExpertsArgs& args, ActFormat format) {
+  auto one_group = [](const Weight& weight) { return weight.group_units >= weight.units; };
+  const bool agree = args.w13.scale_dtype == args.w2.scale_dtype &&
+                     (args.w13.scale == nullptr) == (args.w2.scale == nullptr) &&
+                     (args.w13.zero_point == nullptr) == (args.w2.zero_point == nullptr);
+  MOEQ_CHECK(kOp, agree, "w13 and w2 must have scales of one dtype, and zero points both or neither");
+  const bool integers = args.scheme == Scheme::kInt4 || args.scheme == Scheme::kInt8;
+  MOEQ_CHECK(kOp, integers || args.w13.zero_point == nullptr, "zero points must go with int4 or int8 weights");
+  return {args.scheme, args.weight_dtype, args.w13.scale_dtype, args.w13.scale != nullptr,
+          args.w13.zero_point != nullptr, one_group(args.w13) && one_group(args.w2), format, args.hidden_dtype};
 }
 
 void experts(Tensor out, Tensor hidden_states, OptionalTensor hidden_states_scale, Tensor topk_ids,
@@ -78,11 +115,12 @@ void experts(Tensor out, Tensor hidden_states, OptionalTensor hidden_states_scal
              std::string activation, double alpha, double beta, double limit, int64_t local_expert_offset,
              bool router_weight_on_input) {
   ExpertsArgs args;
-  bind_tokens(args, out, hidden_states, hidden_states_scale, topk_ids, topk_weights);
+  bind_tokens(args, out, hidden_states, topk_ids, topk_weights);
   if (args.num_tokens == 0) return;
   args.scheme = parse_name<Scheme>("scheme", scheme);
   args.activation = parse_name<Activation>("activation", activation);
   const auto format = parse_name<ActFormat>("act_format", act_format);
+  bind_hidden(args, hidden_states, hidden_states_scale, format);
   args.alpha = static_cast<float>(alpha);
   args.beta = static_cast<float>(beta);
   args.limit = static_cast<float>(limit);
@@ -105,11 +143,10 @@ void experts(Tensor out, Tensor hidden_states, OptionalTensor hidden_states_scal
   args.a1 = bind_act("a1_gscale", format, args.hidden_dtype, a1_gscale, args.num_experts);
   args.a2 = bind_act("a2_gscale", format, args.hidden_dtype, a2_gscale, args.num_experts);
 
+  if (args.scheme == Scheme::kFp8Block && format == ActFormat::kFp8) args.a1.group = args.a2.group = 128;
+
   const IsaTable& isa = isa_table();
-  const Dot dot = isa.find_dot(args.scheme, args.weight_dtype, args.w13.scale_dtype, format, args.hidden_dtype,
-                               args.w13.zero_point != nullptr);
-  MOEQ_CHECK(kOp, dot.fn != nullptr, "scheme must be one that this build has, got '", scheme, "' with '", act_format,
-             "' activations");
+  const Dot dot = isa.find_dot(dot_key(args, format));
   const int threads = std::max<int>(1, static_cast<int>(torch::stable::get_num_threads()));
   run_experts(args, isa, dot, {threads, run_on_torch_threads});
 }

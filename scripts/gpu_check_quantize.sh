@@ -21,12 +21,13 @@ step() {
 
 sanitizer() {
   # Only kernels of our namespace are instrumented: torch's own would take minutes.
-  PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout 120 compute-sanitizer --tool "$1" --kernel-regex kns=moeq \
+  PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout 120 compute-sanitizer --tool "$1" --kernel-name kns=moeq \
     --error-exitcode 9 "$python" scripts/quantize_driver.py
 }
 
 MOEQ_CUDA=1 LINES_SHOWN=2 step build timeout 240 "$python" setup.py build_ext --inplace
-LINES_SHOWN=12 step tests timeout 200 "$python" -m pytest -q -rs tests/test_cuda_quantize.py tests/test_cuda_number_code.py
+LINES_SHOWN=12 step tests timeout 200 "$python" -m pytest -q -rs tests/test_cuda_quantize.py \
+  tests/test_cuda_number_code.py
 LINES_SHOWN=70 step bench timeout 120 "$python" benchmarks/bench_quantize_cuda.py --json "$out/quantize_nvfp4.jsonl"
 for tool in memcheck racecheck initcheck; do
   step "$tool" sanitizer "$tool"

@@ -69,39 +69,76 @@ def channel() -> dict[str, Tensor]:
 # Every argument is given a value that a builder could lose, unless two exclude one another.
 CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "fp8_w8a8_moe_quant_config": lambda: {
-        "w1_scale": per_expert(), "w2_scale": per_expert(), **static(), **biases(), **gscales(),
-        "g1_alphas": per_expert(), "g2_alphas": per_expert(),
+        "w1_scale": per_expert(),
+        "w2_scale": per_expert(),
+        **static(),
+        **biases(),
+        **gscales(),
+        "g1_alphas": per_expert(),
+        "g2_alphas": per_expert(),
     },
     "int8_w8a8_moe_quant_config": lambda: {
-        "w1_scale": per_expert(2 * INTER, 1), "w2_scale": per_expert(HIDDEN, 1), "a1_scale": None, "a2_scale": None,
-        **biases(), "per_act_token_quant": True,
+        "w1_scale": per_expert(2 * INTER, 1),
+        "w2_scale": per_expert(HIDDEN, 1),
+        "a1_scale": None,
+        "a2_scale": None,
+        **biases(),
+        "per_act_token_quant": True,
     },
     "gptq_marlin_moe_quant_config": lambda: {
-        **scales(1, 32, torch.bfloat16), "weight_bits": 4, "group_size": 32, **zero_points(32), **biases()
+        **scales(1, 32, torch.bfloat16),
+        "weight_bits": 4,
+        "group_size": 32,
+        **zero_points(32),
+        **biases(),
     },
     "awq_marlin_moe_quant_config": lambda: {
-        **scales(1, 32, torch.float16), **zero_points(32), "weight_bits": 8, "group_size": 32, **biases()
+        **scales(1, 32, torch.float16),
+        **zero_points(32),
+        "weight_bits": 8,
+        "group_size": 32,
+        **biases(),
     },
     "mxfp4_w4a16_moe_quant_config": lambda: {**mx(), **biases(), **constants()},
     "mxfp4_mxfp8_moe_quant_config": lambda: {
-        **mx(), **biases(), "block_shape": [1, 32], **constants(), "mx_alignment": 256
+        **mx(),
+        **biases(),
+        "block_shape": [1, 32],
+        **constants(),
+        "mx_alignment": 256,
     },
     "mxfp4_w4a8_moe_quant_config": lambda: {**mx(), **biases(), "block_shape": [1, 128]},
     "ocp_mx_moe_quant_config": lambda: {
-        "quant_dtype": "mxfp6_e3m2", **mx(), "weight_dtype": "mxfp4", **biases(), "block_shape": [1, 32], **constants()
+        "quant_dtype": "mxfp6_e3m2",
+        **mx(),
+        "weight_dtype": "mxfp4",
+        **biases(),
+        "block_shape": [1, 32],
+        **constants(),
     },
     "nvfp4_moe_quant_config": lambda: {
-        **alphas(), **gscales(), **scales(1, 16, FP8), **biases(), "is_nvfp4_scale_swizzled": False
+        **alphas(),
+        **gscales(),
+        **scales(1, 16, FP8),
+        **biases(),
+        "is_nvfp4_scale_swizzled": False,
     },
     "mxfp4_moe_quant_config": mx,
     "nvfp4_w4a16_moe_quant_config": lambda: {**alphas(), **scales(1, 16, FP8), **biases()},
     "int4_w4a16_moe_quant_config": lambda: {
-        **scales(1, 32, torch.bfloat16), **zero_points(32), "block_shape": [0, 32], **biases()
+        **scales(1, 32, torch.bfloat16),
+        **zero_points(32),
+        "block_shape": [0, 32],
+        **biases(),
     },
     "fp8_w8a16_moe_quant_config": lambda: {**scales(128, 128), "block_shape": [128, 128]},
     "int8_w8a16_moe_quant_config": lambda: {**scales(1, 32), **zero_points(32), "block_shape": [0, 32]},
     "int4_w4afp8_moe_quant_config": lambda: {
-        **scales(1, 32, FP8), **channel(), "per_act_token_quant": True, "per_out_ch_quant": True, "block_shape": [1, 32]
+        **scales(1, 32, FP8),
+        **channel(),
+        "per_act_token_quant": True,
+        "per_out_ch_quant": True,
+        "block_shape": [1, 32],
     },
     "biased_moe_quant_config": biases,
 }

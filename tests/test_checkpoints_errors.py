@@ -211,6 +211,16 @@ def test_something_is_wrong(tmp_path, name, value, texts):
     refuses(changed(tmp_path, NAME, lambda tensors: tensors.update({name: value})), *texts)
 
 
+@pytest.mark.parametrize("projection", ["up_proj", "down_proj"])
+def test_bias_of_one_expert_is_lost(tmp_path, projection):
+    shapes = {"gate_proj": (4, 6), "up_proj": (4, 6), "down_proj": (6, 4)}
+    tensors = {f"{ROOT}.{e}.{p}.weight": torch.ones(s) for e in range(3) for p, s in shapes.items()}
+    tensors |= {f"{ROOT}.{e}.{p}.bias": torch.ones(s[0]) for e in range(3) for p, s in shapes.items()}
+    assert load_experts(write(tmp_path, tensors), 0).w13_bias is not None
+    del tensors[f"{ROOT}.1.{projection}.bias"]
+    refuses(write(tmp_path, tensors), f"expert 1, {projection[:-5]}: tensor bias is missing")
+
+
 def test_expert_of_another_size(tmp_path):
     def change(tensors):
         for part, columns in (("weight", 32), ("weight_scale", 4)):

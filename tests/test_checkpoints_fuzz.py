@@ -16,7 +16,29 @@ from checkpoints_support import FIXTURES
 
 from torch_moe_ops.checkpoints import CheckpointError, load_experts
 
-VALUES = [None, True, 0, 1, -1, 3, 16, 2**31, 2**63, 0.5, "", "U8", "F8_E4M3", "F32", "I32", "BF16", "F4", [], [0], [1], {}]
+VALUES = [
+    None,
+    True,
+    0,
+    1,
+    -1,
+    3,
+    16,
+    2**31,
+    2**63,
+    0.5,
+    "",
+    "U8",
+    "F8_E4M3",
+    "F32",
+    "I32",
+    "BF16",
+    "F4",
+    [],
+    [0],
+    [1],
+    {},
+]
 SOURCES = sorted(f.name for f in FIXTURES.iterdir() if (f / "model.safetensors").exists())
 
 
@@ -50,7 +72,9 @@ def reshape_entry(text: bytes, data: bytes, rng: random.Random) -> tuple[bytes, 
     header: dict[str, Any] = json.loads(text)
     entry = header[rng.choice([name for name in header if ".experts" in name])]
     size = entry["data_offsets"][1] - entry["data_offsets"][0]
-    dtype, width = rng.choice([("U8", 1), ("I8", 1), ("F8_E4M3", 1), ("F8_E8M0", 1), ("BF16", 2), ("F32", 4), ("I32", 4)])
+    dtype, width = rng.choice(
+        [("U8", 1), ("I8", 1), ("F8_E4M3", 1), ("F8_E8M0", 1), ("BF16", 2), ("F32", 4), ("I32", 4)]
+    )
     count = size // width
     first = rng.choice([d for d in range(1, count + 1) if count % d == 0] or [1])
     entry.update(dtype=dtype, shape=rng.choice([[count], [first, count // first], [1, first, count // first]]))

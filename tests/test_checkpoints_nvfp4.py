@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -18,6 +20,7 @@ from checkpoints_support import (
     stored,
 )
 
+from torch_moe_ops import dequantize_experts
 from torch_moe_ops.checkpoints import CheckpointError, load_experts
 
 MODELOPT = [name for name in NVFP4_FIXTURES if "modelopt" in name]
@@ -38,6 +41,16 @@ def test_modelopt_weights_bit_for_bit(name, expert):
         for which in ("w13", "w2"):
             deq = oracle[f"layers.{layer}.{which}_deq_e{expert}"].numpy()
             np.testing.assert_array_equal(decode(raw, which, expert), deq, strict=True)
+
+
+@pytest.mark.parametrize("name", MODELOPT)
+def test_modelopt_weights_through_the_library(name):
+    oracle = expected(name)
+    for layer in expected_layers(name):
+        dequantized = dequantize_experts(load_experts(FIXTURES / name, layer))
+        for which, values in zip(("w13", "w2"), dequantized, strict=True):
+            for expert in (0, 1):
+                assert torch.equal(values[expert], oracle[f"layers.{layer}.{which}_deq_e{expert}"])
 
 
 @pytest.mark.parametrize("expert", [0, 1])
@@ -116,7 +129,7 @@ def test_llama4_style_fused_rows_are_concatenated(tmp_path):
     name = "gpt_oss_modelopt_nvfp4"
     config = {"model_type": "llama4_text", "hidden_act": "silu"}
     folder = changed(tmp_path, name, lambda t: [t.pop(key) for key in list(t) if key.endswith("proj_bias")])
-    (folder / "config.json").write_text(__import__("json").dumps(config))
+    (folder / "config.json").write_text(json.dumps(config))
     raw, files = load_experts(folder, 0), stored(name)
     root = "model.layers.0.mlp.experts"
     packed = files[f"{root}.gate_up_proj"].numpy()

@@ -16,6 +16,8 @@ from checkpoints_support import (
     e4m3_values,
     expected,
     expected_layers,
+    int4_codes,
+    needs_all_schemes,
     stored,
     write,
 )
@@ -23,6 +25,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from torch_moe_ops.checkpoints import CheckpointError, load_experts
+
+pytestmark = needs_all_schemes
 
 ROOT = "model.layers.0.mlp.experts"
 VECTORS = FIXTURES.parent / "vectors"
@@ -248,6 +252,36 @@ def test_compressed_tensors_int4(tmp_path, kind, scheme):
     assert raw.scheme == scheme
     assert (raw.w13_zero_point is None) == (kind == "sym")
     assert_equals_rows(raw, rows)
+
+
+def test_compressed_tensors_int4_zero_points_in_bytes(tmp_path):
+    """As int8 per group, and not packed: the same weights."""
+    parts = {"weight_packed": "packed", "weight_scale": "scale", "weight_zero_point": "zero_point"}
+    tensors, rows = vector_experts("int4_g32.safetensors", parts, "ct/main_bf16/asym", align=8)
+    for key, value in tensors.items():
+        if key.endswith("weight_zero_point"):
+            tensors[key] = torch.from_numpy(int4_codes(value.t()).T.astype(np.int8) - 8)
+    assert_equals_rows(load_experts(write(tmp_path, tensors, CONFIG), 0), rows)
+    tensors[key] = tensors[key] * 0 + 9
+    with pytest.raises(CheckpointError, match=r"weight_zero_point .* must lie in -8\.\.7"):
+        load_experts(write(tmp_path, tensors, CONFIG), 0)
+
+
+@pytest.mark.parametrize("group", [28, 56])
+def test_int8_groups_and_zero_points(tmp_path, group):
+    generator = np.random.default_rng(4)
+    tensors, want = {}, []
+    for projection, (n, k) in zip(PROJECTIONS, ((56, 112), (56, 112), (112, 56)), strict=True):
+        codes = generator.integers(-128, 128, (n, k)).astype(np.int8)
+        scale = generator.random((n, k // group)).astype(np.float32) + 0.5
+        zero = generator.integers(-128, 128, (n, k // group)).astype(np.int8)
+        for part, value in (("weight", codes), ("weight_scale", scale), ("weight_zero_point", zero)):
+            tensors[f"{ROOT}.0.{projection}.{part}"] = torch.from_numpy(value)
+        spread = np.repeat(zero.astype(np.float32), group, 1)
+        want.append((codes.astype(np.float32) - spread) * np.repeat(scale, group, 1))
+    raw = load_experts(write(tmp_path, tensors, CONFIG), 0)
+    np.testing.assert_array_equal(decode(raw, "w13", 0), np.concatenate(want[:2]))
+    np.testing.assert_array_equal(decode(raw, "w2", 0), want[2])
 
 
 def test_compressed_tensors_int4_shape_is_checked(tmp_path):

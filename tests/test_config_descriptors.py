@@ -96,6 +96,15 @@ def test_config_says_what_the_alias_is() -> None:
     assert act.gscale is None and weight.alpha is None
 
 
+def test_alias_of_an_int4_weight_is_its_channel_scale() -> None:
+    act = FusedMoEQuantDesc("fp8", GroupShape.PER_TOKEN)
+    weight = FusedMoEQuantDesc("int4", alpha_or_gscale=torch.ones(4, 8))
+    config = FusedMoEQuantConfig(act, act, weight, weight)
+    assert config.w1_channel_scale is config.g1_alphas is weight.alpha_or_gscale and config._w1.alpha is None
+
+
 def test_repr_shows_tensors_by_shape() -> None:
     desc = FusedMoEQuantDesc("int4", GroupShape(1, 32), torch.ones(2, 4, 8))
-    assert repr(desc) == "FusedMoEQuantDesc(dtype='int4', shape=GroupShape(row=1, col=32), scale=torch.float32[2, 4, 8])"
+    assert (
+        repr(desc) == "FusedMoEQuantDesc(dtype='int4', shape=GroupShape(row=1, col=32), scale=torch.float32[2, 4, 8])"
+    )

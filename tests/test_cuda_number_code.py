@@ -90,3 +90,13 @@ def test_block_quantization_is_exact(host: ctypes.CDLL, name: str) -> None:
     # A NaN element has no e2m1 code; only the scale of its block is defined.
     defined = (~values.view(x.shape[0], -1, 16).isnan().any(-1)).repeat_interleave(8, dim=1)
     torch.testing.assert_close(codes[defined], expected_codes[defined], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("divisor", [1, 2, 3, 5, 7, 48, 128, 180, 448, 641, 65_535, 65_537, 2**30, 2**31 - 1])
+def test_quotients_are_exact(host: ctypes.CDLL, divisor: int) -> None:
+    multiples = torch.arange(0, 2**31, max(divisor, 104_729), dtype=torch.int64) // divisor * divisor
+    around = torch.cat([multiples - 1, multiples, multiples + 1, torch.tensor([2**31 - 1, 2**31 - 2])])
+    dividends = around[(around >= 0) & (around < 2**31)].to(torch.int32)
+    found = torch.empty_like(dividends)
+    host.quotients(address(dividends), ctypes.c_int64(len(dividends)), ctypes.c_int32(divisor), address(found))
+    assert torch.equal(found, dividends // divisor)

@@ -44,6 +44,11 @@ def assert_same(
     assert not differ.any()
 
 
+def range_over(amax: torch.Tensor) -> torch.Tensor:
+    """fl(2688 / amax). Dividing a number by a tensor would round twice: torch multiplies by the reciprocal."""
+    return torch.full_like(amax, 2688.0) / amax
+
+
 def nan_blocks(x: torch.Tensor) -> torch.Tensor:
     return x.unflatten(1, (-1, 16)).isnan().any(-1)
 
@@ -66,7 +71,7 @@ def test_shapes_and_dynamic_scale(shape: tuple[int, int], dtype: torch.dtype) ->
     x = torch.randn(shape).to(dtype)
     gscale = dynamic_gscale(x)
     amax = x.float().abs().amax(1) if shape[1] else torch.zeros(shape[0])
-    expected = torch.where(amax == 0, 1.0, 2688 / amax)
+    expected = torch.where(amax == 0, 1.0, range_over(amax))
     assert torch.equal(gscale.cpu(), expected)
     assert_same(quantize(x, gscale), expected_quantization(x, expected))
 
@@ -81,7 +86,7 @@ def test_dynamic_scale_finds_every_position(columns: int, dtype: torch.dtype) ->
     x[4] = -0.0
     x[5, columns // 3] = float("nan")
     found = dynamic_gscale(x).cpu()
-    expected = torch.cat([2688 / torch.tensor([3.0, 5.0, 7.0, 11.0]), torch.tensor([1.0])])
+    expected = torch.cat([range_over(torch.tensor([3.0, 5.0, 7.0, 11.0])), torch.tensor([1.0])])
     assert torch.equal(found[:5], expected)
     assert found[5].isnan()
 
@@ -112,7 +117,7 @@ def test_more_than_2_to_31_elements() -> None:
         part = slice(middle - 20, middle + 20)
         expected = expected_quantization(x[part].cpu(), gscale[part].cpu())
         assert_same((codes[part], scale[part]), expected)
-        assert torch.equal(gscale[part].cpu(), 2688 / x[part].cpu().float().abs().amax(1))
+        assert torch.equal(gscale[part].cpu(), range_over(x[part].cpu().float().abs().amax(1)))
 
 
 def test_runs_on_the_current_stream() -> None:
@@ -141,7 +146,7 @@ def test_is_captured_by_a_cuda_graph() -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert_same((codes, scale), expected_quantization(x.cpu(), gscale.cpu()))
-    assert torch.equal(gscale.cpu(), 2688 / x.cpu().float().abs().amax(1))
+    assert torch.equal(gscale.cpu(), range_over(x.cpu().float().abs().amax(1)))
 
 
 ERRORS: dict[str, tuple[Callable[[], object], str]] = {

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from torch_moe_ops.quant import e2m1, nvfp4
 
-E2M1 = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
 E4M3 = np.array([(c % 8 / 8 + (c >= 8)) * 2.0 ** (max(c // 8, 1) - 7) for c in range(127)])
+F32 = np.float32
+SIXTH = np.uint32(0x3E2AAAAB).view(F32)  # fl(1 / 6)
 
 
 def generator(seed: int) -> torch.Generator:
@@ -29,8 +31,7 @@ def nearest_code(value: np.float32, table: np.ndarray) -> int:
 def quantize_block(x: np.ndarray, gscale: np.float32) -> tuple[list[int], int]:
     """One block of 16 float32 values, one rounding a line: codes (one each), and the e4m3 byte."""
     amax = np.float32(np.max(np.abs(x)))
-    sixth = np.uint32(0x3E2AAAAB).view(np.float32)
-    wanted = np.float32(amax * sixth)
+    wanted = np.float32(amax * SIXTH)
     wanted = np.float32(gscale * wanted) if amax else np.float32(0)
     byte = nearest_code(min(wanted, np.float32(448)), E4M3)
     scale = np.float32(E4M3[byte])
@@ -78,13 +79,52 @@ def adversarial_blocks() -> Tensor:
     points = middles.astype(np.float32)
     inf = np.float32(np.inf)
     points = np.concatenate([points, np.nextafter(points, inf), np.nextafter(points, np.float32(0))])
-    points = np.concatenate([points, np.float32([1e-45, 1e-38, 6 * 2**-10, 2688, 2689, 1e5, 3e38])])
-    ratios = np.float32([1, -0.75, 0.5, 0.25, 1 / 6, -1 / 12, 1 / 3, 5 / 6, 5 / 12, 7 / 12, 0.0, -0.0, 1e-6, -1e-6, 0.1, 2 / 3])
-    return torch.from_numpy(points[:, None] * ratios)
+    points = np.concatenate([points, np.array([1e-45, 1e-38, 6 * 2**-10, 2688, 2689, 1e5, 3e38], dtype=np.float32)])
+    ratios = [1, -0.75, 0.5, 0.25, 1 / 6, -1 / 12, 1 / 3, 5 / 6, 5 / 12, 7 / 12, 0.0, -0.0, 1e-6, -1e-6, 0.1, 2 / 3]
+    return torch.from_numpy(points[:, None] * np.array(ratios, dtype=np.float32))
 
 
 def test_adversarial_blocks_equal_the_scalar_version() -> None:
     assert_same_as_scalar(adversarial_blocks(), torch.tensor(1.0))
+
+
+def neighbours(x: np.ndarray, reach: int) -> np.ndarray:
+    """float32 values up to `reach` places around each element: [..., 2 * reach + 1]."""
+    steps = np.arange(-reach, reach + 1, dtype=np.int32)
+    return (x.astype(F32).view(np.int32)[..., None] + steps).view(F32)
+
+
+def test_order_of_the_two_products_shows() -> None:
+    """fl(gscale * fl(v * c)), never fl(fl(gscale * v) * c): they lie on different sides of an e4m3 midpoint."""
+    rng = np.random.default_rng(0)
+    middle = rng.choice((E4M3[9:] + E4M3[8:-1]) / 2, 4000).astype(F32)
+    gscale = rng.uniform(1, 900, 4000).astype(F32)
+    amax = neighbours(middle / (gscale * SIXTH), 3)
+    right, wrong = gscale[:, None] * (amax * SIXTH), (gscale[:, None] * amax) * SIXTH
+    chosen = (right <= middle[:, None]) != (wrong <= middle[:, None])
+    assert chosen.sum() > 100
+    row, place = np.nonzero(chosen)
+    x = torch.from_numpy(amax[row, place])[:, None] * torch.linspace(-1, 1, 16)
+    assert_same_as_scalar(x, torch.from_numpy(gscale[row]))
+
+
+def test_order_of_the_two_reciprocals_shows() -> None:
+    """r = fl(1 / fl(S * fl(1 / gscale))), never fl(1 / fl(S / gscale)) or fl(gscale / S): ties come out otherwise."""
+    rng = np.random.default_rng(1)
+    scale = rng.choice(E4M3[64:], 4000).astype(F32)
+    gscale = rng.uniform(1, 900, 4000).astype(F32)
+    right = F32(1) / (scale * (F32(1) / gscale))
+    ties = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], dtype=F32)
+    x = neighbours((ties / right[:, None])[:, rng.integers(0, 7, 3)], 2).reshape(4000, 15)
+    for wrong in (F32(1) / (scale / gscale), gscale / scale):
+        codes, others = (e2m1.encode(torch.from_numpy(x * r[:, None])) for r in (right, wrong))
+        rows = (codes != others).any(1).nonzero()[:200, 0]
+        assert len(rows) == 200
+        largest = torch.from_numpy(scale * 6 / gscale)[:, None]  # makes the block scale what it is
+        block = torch.cat((largest, torch.from_numpy(x)), 1)[rows]
+        assert_same_as_scalar(block, torch.from_numpy(gscale)[rows])
+        stored = nvfp4.quantize_activation(block, torch.from_numpy(gscale)[rows])[1]
+        assert torch.equal(stored.float()[:, 0], torch.from_numpy(scale)[rows])
 
 
 @pytest.mark.parametrize("gscale", (1e-38, 3e-20, 1e20, 3e38, float("inf")))
@@ -198,6 +238,14 @@ def test_weight_of_zeros_and_of_tiny_values() -> None:
     assert (scale[0].float() == 1.0).all() and not codes[0].any()
     values = nvfp4.dequantize(codes, scale, scale_2)
     assert values.isfinite().all() and values[1, 0, 0] == -1.0 and values[1].count_nonzero() == 1
+
+
+def test_parameters_leave_no_gradient() -> None:
+    w = torch.nn.Parameter(torch.randn(4, 32, generator=generator(8)))
+    plain = nvfp4.quantize_weight(w.detach())
+    for ours, expected in zip(nvfp4.quantize_weight(w), plain, strict=True):
+        assert not ours.requires_grad and torch.equal(ours.float(), expected.float())
+    assert not nvfp4.dynamic_gscale(w).requires_grad
 
 
 def test_given_scale_2_broadcasts() -> None:

@@ -17,7 +17,7 @@ _POINTERS = {
     torch.int32: "*i32",
     torch.uint8: "*u8",
 }
-_OPTIONS = ("num_warps", "num_stages", "launch_pdl")
+_OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 
 
 class Recorder:

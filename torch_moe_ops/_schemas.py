@@ -12,21 +12,39 @@ from typing import Any
 
 import torch
 
-from torch_moe_ops.schemes import SCHEMES
+from torch_moe_ops.schemes import SCHEMES, Scheme
 
 LIB = torch.library.Library("moeq", "DEF")
 
 _ROUTED = "Tensor hidden_states, Tensor? hidden_states_scale, Tensor topk_ids, Tensor topk_weights"
 _ROUTER = "Tensor hidden_states, Tensor? hidden_states_scale, Tensor router_logits, Tensor? routing_bias"
 
-# The weight arguments of each scheme.
+_INPUT_SCALES = "Tensor? a1_gscale, Tensor? a2_gscale"
+
+
+def _scaled(*, alphas: bool = False, zero_points: bool = False) -> str:
+    """w13 and w2, each with its scales and its bias."""
+    parts = []
+    for name, gemm in (("w13", "1"), ("w2", "2")):
+        parts += [f"Tensor {name}", f"Tensor {name}_scale"]
+        parts += [f"Tensor? {name}_zero_point"] if zero_points else []
+        parts += [f"Tensor g{gemm}_alphas"] if alphas else []
+        parts += [f"Tensor? {name}_bias"]
+    return ", ".join(parts)
+
+
+# The weight arguments of each op family, in the schema's order.
 _WEIGHTS = {
-    "nvfp4": (
-        "Tensor w13, Tensor w13_scale, Tensor g1_alphas, Tensor? w13_bias, "
-        "Tensor w2, Tensor w2_scale, Tensor g2_alphas, Tensor? w2_bias, "
-        "Tensor? a1_gscale, Tensor? a2_gscale"
-    ),
-    "none": "Tensor w13, Tensor? w13_bias, Tensor w2, Tensor? w2_bias",
+    "nvfp4": f"{_scaled(alphas=True)}, {_INPUT_SCALES}",
+    "mxfp4": f"{_scaled()}, {_INPUT_SCALES}",
+    "mxfp8": _scaled(),
+    "mxfp6": _scaled(),
+    "mxint4": _scaled(),
+    "int4": _scaled(zero_points=True),
+    "fp8": f"{_scaled()}, {_INPUT_SCALES}",
+    "fp8_block": _scaled(),
+    "int8": f"{_scaled(zero_points=True)}, {_INPUT_SCALES}",
+    "": "Tensor w13, Tensor? w13_bias, Tensor w2, Tensor? w2_bias",
 }
 
 _ACTIVATION = (
@@ -39,19 +57,29 @@ _METHOD = (
 )
 
 
-def _routed_arguments(scheme: str) -> str:
-    act_format = SCHEMES[scheme].act_formats[0]
+FAMILIES: dict[str, tuple[Scheme, ...]] = {}  # op family -> its schemes; mxfp6 has one per element
+for _scheme in SCHEMES.values():
+    FAMILIES[_scheme.family] = (*FAMILIES.get(_scheme.family, ()), _scheme)
+
+
+def _format_arguments(family: str) -> str:
+    """act_format, and the element of the weights where a family has several."""
+    schemes = FAMILIES[family]
+    element = f', str element="{schemes[0].element}"' if len(schemes) > 1 else ""
+    return f'str act_format="{schemes[0].act_formats[0]}", {_ACTIVATION}{element}'
+
+
+def _routed_arguments(family: str) -> str:
     return (
-        f'{_ROUTED}, {_WEIGHTS[scheme]}, str backend, str act_format="{act_format}", {_ACTIVATION}, '
+        f"{_ROUTED}, {_WEIGHTS[family]}, str backend, {_format_arguments(family)}, "
         f"bool router_weight_on_input=False, {_TAIL}"
     )
 
 
-def _monolithic_arguments(scheme: str) -> str:
-    act_format = SCHEMES[scheme].act_formats[0]
+def _monolithic_arguments(family: str) -> str:
     return (
-        f"{_ROUTER}, {_WEIGHTS[scheme]}, str backend, str routing_method, int top_k, "
-        f'str act_format="{act_format}", {_ACTIVATION}, {_METHOD}, {_TAIL}'
+        f"{_ROUTER}, {_WEIGHTS[family]}, str backend, str routing_method, int top_k, "
+        f"{_format_arguments(family)}, {_METHOD}, {_TAIL}"
     )
 
 
@@ -64,14 +92,19 @@ def _build() -> dict[str, str]:
             f"{_METHOD}) -> (Tensor topk_ids, Tensor topk_weights)"
         ),
         "quantize_nvfp4": "(Tensor x, Tensor gscale) -> (Tensor codes, Tensor scale)",
+        "quantize_mxfp4": '(Tensor x, str rule="rceil") -> (Tensor codes, Tensor scale)',
+        "quantize_mxfp8": '(Tensor x, str rule="rceil") -> (Tensor codes, Tensor scale)',
+        "quantize_fp8": "(Tensor x, Tensor? gscale=None, int group=0) -> (Tensor codes, Tensor scale)",
+        "quantize_int8": "(Tensor x, Tensor? gscale=None) -> (Tensor codes, Tensor scale)",
         "dynamic_gscale_nvfp4": "(Tensor x) -> Tensor",
         "swizzle_scale": "(Tensor scale) -> Tensor",
         "unswizzle_scale": "(Tensor swizzled, int rows, int cols) -> Tensor",
     }
-    for name, scheme in SCHEMES.items():
-        table[f"{scheme.op_prefix}moe"] = f"({_monolithic_arguments(name)}) -> Tensor"
-        table[f"{scheme.op_prefix}moe_routed"] = f"({_routed_arguments(name)}) -> Tensor"
-        table[f"{scheme.op_prefix}moe_routed.out"] = f"({_routed_arguments(name)}, *, Tensor(a!) out) -> {out_return}"
+    for family in FAMILIES:
+        prefix = f"{family}_" if family else ""
+        table[f"{prefix}moe"] = f"({_monolithic_arguments(family)}) -> Tensor"
+        table[f"{prefix}moe_routed"] = f"({_routed_arguments(family)}) -> Tensor"
+        table[f"{prefix}moe_routed.out"] = f"({_routed_arguments(family)}, *, Tensor(a!) out) -> {out_return}"
     return table
 
 

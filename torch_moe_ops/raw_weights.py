@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops.activations import ACTIVATIONS
-from torch_moe_ops.schemes import Scheme, get_scheme
+from torch_moe_ops.schemes import ZERO_POINT_DTYPES, Scheme, get_scheme
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +23,10 @@ class RawWeights:
         w13: [num_experts, 2 * intermediate_size, K storage], rows [gate; up]; only the up rows
             (intermediate_size of them) where the activation is not gated.
         w2: [num_experts, hidden_size, K storage].
-        w13_scale, w2_scale: block scales in the linear layout, multiply.
+        w13_scale, w2_scale: scales in the linear layout, multiply; see schemes.Scales for what shares one:
+            block, group [E, rows, K / size] (group: or [E, rows, 1]), tile (fp8_block)
+            [E, tiles of rows, tiles of K], channel (fp8) [E, rows, 1], or per tensor [E, halves], [E, 1].
+        w13_zero_point, w2_zero_point: int4 (uint8, 0..15) and int8 (int8), shaped like the scales; absent: 8 and 0.
         w13_scale_2: float32 [num_experts, 2] (gate, up), or [num_experts, 1]; multiplies.
         w2_scale_2: float32 [num_experts]; multiplies.
         a13_input_scale, a2_input_scale: float32 [] or [num_experts]: calibrated scale of the
@@ -158,27 +161,38 @@ def _validate_sizes(raw: RawWeights, scheme: Scheme) -> None:
 
 
 def _validate_scales(raw: RawWeights, scheme: Scheme) -> None:
-    experts, hidden, inter = raw.num_experts, raw.hidden_size, raw.intermediate_size
-    rows = raw.w13.shape[1]
-    for name, shape in (("w13_scale", (experts, rows, hidden)), ("w2_scale", (experts, hidden, inter))):
-        tensor = getattr(raw, name)
-        if not scheme.block:
-            _require(tensor is None, raw, name, f"be absent for scheme {scheme.name}", tensor is not None)
-            continue
-        expected = (*shape[:2], shape[2] // scheme.block)
-        _require(tensor is not None, raw, name, f"be a Tensor of shape {expected}", None)
-        _require(tensor.shape == expected, raw, name, f"have shape {expected}", tensor.shape)
-        _require(tensor.dtype == scheme.scale_dtype, raw, name, f"have dtype {scheme.scale_dtype}", tensor.dtype)
+    experts, rows = raw.num_experts, raw.w13.shape[1]
     halves = 2 if raw.is_gated else 1
+    sizes = (("w13", rows, raw.hidden_size, halves), ("w2", raw.hidden_size, raw.intermediate_size, 1))
+    for name, n, k, parts in sizes:
+        scale, zero_point = getattr(raw, f"{name}_scale"), getattr(raw, f"{name}_zero_point")
+        if scheme.scales is None:
+            _require(scale is None, raw, f"{name}_scale", f"be absent for scheme {scheme.name}", "a Tensor")
+        else:
+            shapes = tuple((experts, *shape) for shape in scheme.scales.shapes(n, k, parts))
+            _check_tensor(raw, f"{name}_scale", shapes, scheme.scales.dtypes)
+        if not scheme.has_zero_point:
+            _require(zero_point is None, raw, f"{name}_zero_point", f"be absent for scheme {scheme.name}", "a Tensor")
+        elif zero_point is not None:
+            shape = tuple(getattr(raw, f"{name}_scale").shape)
+            _check_tensor(raw, f"{name}_zero_point", (shape,), (ZERO_POINT_DTYPES[scheme.name],))
     for name, shapes in (("w13_scale_2", ((experts, halves), (experts, 1))), ("w2_scale_2", ((experts,),))):
-        tensor = getattr(raw, name)
-        if not scheme.has_scale_2:
-            _require(tensor is None, raw, name, f"be absent for scheme {scheme.name}", tensor is not None)
-            continue
-        text = " or ".join(str(s) for s in dict.fromkeys(shapes))
-        _require(tensor is not None, raw, name, f"be a float32 Tensor of shape {text}", None)
-        _require(tuple(tensor.shape) in shapes, raw, name, f"have shape {text}", tensor.shape)
-        _require(tensor.dtype == torch.float32, raw, name, "have dtype torch.float32", tensor.dtype)
+        if scheme.has_scale_2:
+            _check_tensor(raw, name, shapes, (torch.float32,))
+        else:
+            _require(getattr(raw, name) is None, raw, name, f"be absent for scheme {scheme.name}", "a Tensor")
+
+
+def _check_tensor(
+    raw: RawWeights, name: str, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...]
+) -> None:
+    """A field that must be there, with one of the shapes and dtypes."""
+    tensor = getattr(raw, name)
+    shape_text = " or ".join(dict.fromkeys(str(s) for s in shapes))
+    dtype_text = " or ".join(str(d) for d in dtypes)
+    _require(tensor is not None, raw, name, f"be a {dtype_text} Tensor of shape {shape_text}", None)
+    _require(tuple(tensor.shape) in shapes, raw, name, f"have shape {shape_text}", tensor.shape)
+    _require(tensor.dtype in dtypes, raw, name, f"have dtype {dtype_text}", tensor.dtype)
 
 
 def _validate_inputs_and_biases(raw: RawWeights) -> None:

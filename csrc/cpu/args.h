@@ -41,17 +41,17 @@ struct Weight {
   const uint8_t* zero_point = nullptr;
   const float* alphas = nullptr;
   const float* bias = nullptr;     // [E, halves * bias_rows], gate rows before up rows
-  const float* channel = nullptr;  // [E, panels, 16], one scale per output row
   int64_t bias_rows = 0;           // of one half
   int64_t alpha_columns = 1;
+  int64_t halves = 1;
   int64_t panels = 0;            // per expert; gate and up panels alternate in w13
   int64_t units = 0;             // ceil(K / 16)
   int64_t group_units = 0;       // units that share one block scale
   int64_t panel_bytes = 0;       // codes of one panel
-  int64_t panel_scale_bytes = 0; // block scales of one panel, 0 where panels share them or have none
+  int64_t panel_scale_bytes = 0; // block scales of one panel, or of the panels that share them
   int64_t panel_zero_bytes = 0;
   int64_t expert_scale_bytes = 0;
-  int64_t scale_panels = 1;      // panels that share one row of block scales
+  int64_t scale_panels = 1;      // panels of a half that share one row of block scales
   DType scale_dtype = DType::kFloat32;
 };
 
@@ -69,6 +69,8 @@ struct ExpertsArgs {
   DType out_dtype = DType::kFloat32;
   const uint8_t* hidden = nullptr;
   const uint8_t* hidden_scale = nullptr;  // not null: hidden holds codes
+  int64_t hidden_row_bytes = 0;
+  int64_t hidden_scale_row_bytes = 0;
   DType hidden_dtype = DType::kFloat32;
   const int32_t* topk_ids = nullptr;
   const float* topk_weights = nullptr;

@@ -11,27 +11,68 @@ using torch::headeronly::ScalarType;
 
 constexpr const char* kOp = "experts";
 
-// What the scheme stores: bytes of one unit of sixteen rows, and of the scales of one group.
+// What the layout stores: bytes of one unit of sixteen rows, and of the scales of one group of a panel.
 struct Storage {
   int64_t unit_bytes;
-  int64_t group_units;
+  int64_t group_units;  // 0: the scales say
   int64_t group_scale_bytes;
+  int64_t scale_panels = 1;
 };
 
 Storage storage_of(Scheme scheme, DType weight_dtype) {
   switch (scheme) {
-    case Scheme::kNvfp4:
-      return {128, 1, kPanelRows};
-    default:
-      return {weight_dtype == DType::kFloat32 ? 1024 : 512, 2, 0};
+    case Scheme::kNone: return {weight_dtype == DType::kFloat32 ? 1024 : 512, 2, 0};
+    case Scheme::kNvfp4: return {128, 1, kPanelRows};
+    case Scheme::kMxfp4: return {128, 2, kPanelRows};
+    case Scheme::kMxfp8:
+    case Scheme::kMxfp6: return {256, 2, kPanelRows};
+    case Scheme::kMxint4: return {128, 2, 2 * kPanelRows};
+    case Scheme::kInt4: return {128, 0, kPanelRows};
+    case Scheme::kFp8:
+    case Scheme::kInt8: return {256, 0, kPanelRows};
+    case Scheme::kFp8Block: return {256, 8, 4, 8};
   }
+  return {};
 }
 
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t bytes_of(const Tensor& tensor) { return tensor.numel() * static_cast<int64_t>(tensor.element_size()); }
 
 void check_memory(const char* name, const Tensor& tensor) {
   MOEQ_CHECK(kOp, tensor.is_cpu(), name, " must be on the CPU");
   MOEQ_CHECK(kOp, tensor.is_contiguous(), name, " must be contiguous");
+}
+
+// [E, panels, groups, 16], or one per tile of 128 x 128: [E, row tiles, groups].
+void bind_scale(const char* name, const Tensor& scale, Scheme scheme, const Storage& storage, int64_t experts,
+                Weight& weight) {
+  check_memory(name, scale);
+  MOEQ_CHECK(kOp, storage.group_scale_bytes > 0 && scale.dim() >= 3, name, "_scale must have 3 or 4 dimensions");
+  const int64_t groups = scale.size(2);
+  int64_t group_bytes = storage.group_scale_bytes;
+  if (storage.group_units == 0) {
+    weight.scale_dtype = dtype_of(scale, "scale");
+    group_bytes *= static_cast<int64_t>(scale.element_size());
+    MOEQ_CHECK(kOp, groups >= 1 && weight.units % groups == 0, name, "_scale must have groups of equal size");
+    weight.group_units = weight.units / groups;
+  }
+  MOEQ_CHECK(kOp, groups == divide_up(weight.units, weight.group_units), name, "_scale must have one column per group");
+  weight.scale_panels = storage.scale_panels;
+  weight.panel_scale_bytes = groups * group_bytes;
+  const int64_t rows = divide_up(weight.panels / weight.halves, weight.scale_panels) * weight.halves;
+  weight.expert_scale_bytes = rows * weight.panel_scale_bytes;
+  MOEQ_CHECK(kOp, bytes_of(scale) == experts * weight.expert_scale_bytes, name, "_scale must have ",
+             experts * weight.expert_scale_bytes, " bytes, got ", bytes_of(scale));
+  weight.scale = static_cast<const uint8_t*>(scale.const_data_ptr());
+}
+
+// One byte per row and group, as the scales.
+void bind_zero_point(const char* name, const Tensor& zero_point, int64_t experts, Weight& weight) {
+  check_memory(name, zero_point);
+  weight.panel_zero_bytes = divide_up(weight.units, weight.group_units) * kPanelRows;
+  MOEQ_CHECK(kOp, bytes_of(zero_point) == experts * weight.panels * weight.panel_zero_bytes, name,
+             "_zero_point must have one byte per row and group");
+  weight.zero_point = static_cast<const uint8_t*>(zero_point.const_data_ptr());
 }
 
 }  // namespace
@@ -64,22 +105,17 @@ Weight bind_weight(const char* name, const WeightTensors& tensors, Scheme scheme
   Weight weight;
   weight.panels = codes.size(1);
   weight.units = units;
-  weight.group_units = storage.group_units;
+  weight.group_units = storage.group_units > 0 ? storage.group_units : units;
   weight.panel_bytes = units * storage.unit_bytes;
   MOEQ_CHECK(kOp, bytes_of(codes) == experts * weight.panels * weight.panel_bytes, name, " must have units of ",
              storage.unit_bytes, " bytes");
   weight.codes = static_cast<const uint8_t*>(codes.const_data_ptr());
 
-  if (storage.group_scale_bytes > 0) {
-    MOEQ_CHECK(kOp, tensors.scale.has_value(), name, "_scale must be given");
-    check_memory(name, *tensors.scale);
-    const int64_t groups = (units + storage.group_units - 1) / storage.group_units;
-    weight.panel_scale_bytes = groups * storage.group_scale_bytes;
-    weight.expert_scale_bytes = weight.panels * weight.panel_scale_bytes;
-    MOEQ_CHECK(kOp, bytes_of(*tensors.scale) == experts * weight.expert_scale_bytes, name, "_scale must have ",
-               experts * weight.expert_scale_bytes, " bytes");
-    weight.scale = static_cast<const uint8_t*>(tensors.scale->const_data_ptr());
-  }
+  weight.halves = halves;
+  if (tensors.scale.has_value()) bind_scale(name, *tensors.scale, scheme, storage, experts, weight);
+  MOEQ_CHECK(kOp, weight.scale != nullptr || scheme == Scheme::kNone || scheme == Scheme::kFp8, name,
+             "_scale must be given");
+  if (tensors.zero_point.has_value()) bind_zero_point(name, *tensors.zero_point, experts, weight);
   weight.alphas = bind_floats("alphas", tensors.alphas, -1);
   if (weight.alphas != nullptr) {
     weight.alpha_columns = tensors.alphas->numel() / (experts > 0 ? experts : 1);

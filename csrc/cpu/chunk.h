@@ -54,8 +54,8 @@ class Chunk {
   void make_intermediates() const;
   void combine() const;
   void combine_token(int64_t token, const float** rows, float* weights) const;
-  void quantize(const ActQuant& quant, const Operands& operands, int64_t row, int64_t expert, const float* values,
-                int64_t size) const;
+  RowCall row_call(const ActQuant& quant, const Operands& operands, int64_t row, int64_t size) const;
+  void quantize(RowCall call, int64_t expert, const float* values) const;
   int64_t task_rows(int64_t rows, int64_t size) const;
   int64_t expert_of(int64_t slot) const;
 

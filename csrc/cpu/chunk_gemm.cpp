@@ -29,10 +29,6 @@ struct PanelBias {
   }
 };
 
-const float* channel(const Weight& weight, int64_t expert, int64_t panel) {
-  return weight.channel == nullptr ? nullptr : weight.channel + (expert * weight.panels + panel) * kPanelRows;
-}
-
 }  // namespace
 
 std::vector<PanelTask> Chunk::split(int64_t panels) const {
@@ -54,8 +50,9 @@ DotCall Chunk::dot_call(const Weight& weight, int64_t expert, int64_t panel, flo
   const int64_t index = expert * weight.panels + panel;
   call.codes = weight.codes + index * weight.panel_bytes;
   if (weight.scale != nullptr) {
-    call.scale = weight.scale + expert * weight.expert_scale_bytes +
-                 panel / weight.scale_panels * weight.panel_scale_bytes;
+    // Scales of gate and up alternate like their panels.
+    const int64_t row = panel / weight.halves / weight.scale_panels * weight.halves + panel % weight.halves;
+    call.scale = weight.scale + expert * weight.expert_scale_bytes + row * weight.panel_scale_bytes;
   }
   if (weight.zero_point != nullptr) call.zero_point = weight.zero_point + index * weight.panel_zero_bytes;
   call.units = weight.units;
@@ -86,8 +83,6 @@ void Chunk::first_gemm_panels(const PanelTask& task) const {
     DotCall up = dot_call(w13, expert, last, acc[1]);
     glu.gate_bias = gate_bias.load(w13, expert, halves, 0, panel);
     glu.up_bias = up_bias.load(w13, expert, halves, halves - 1, panel);
-    glu.gate_channel = channel(w13, expert, halves * panel);
-    glu.up_channel = channel(w13, expert, last);
     for (int64_t slot = task.segment->begin; slot < task.segment->end; slot += isa_.tile) {
       const int count = static_cast<int>(std::min<int64_t>(isa_.tile, task.segment->end - slot));
       gate.count = up.count = glu.count = count;
@@ -121,7 +116,6 @@ void Chunk::second_gemm_panels(const PanelTask& task) const {
   for (int64_t panel = task.begin; panel < task.end; ++panel) {
     DotCall call = dot_call(args_.w2, expert, panel, acc);
     scale.bias = bias.load(args_.w2, expert, 1, 0, panel);
-    scale.channel = channel(args_.w2, expert, panel);
     for (int64_t slot = task.segment->begin; slot < task.segment->end; slot += isa_.tile) {
       call.count = scale.count = static_cast<int>(std::min<int64_t>(isa_.tile, task.segment->end - slot));
       for (int i = 0; i < call.count; ++i) {

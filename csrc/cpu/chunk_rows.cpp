@@ -16,34 +16,38 @@ int64_t Chunk::expert_of(int64_t slot) const {
   return std::upper_bound(routing_.segments.begin(), routing_.segments.end(), slot, ends_after)->expert;
 }
 
-void Chunk::quantize(const ActQuant& quant, const Operands& operands, int64_t row, int64_t expert,
-                     const float* values, int64_t size) const {
+RowCall Chunk::row_call(const ActQuant& quant, const Operands& operands, int64_t row, int64_t size) const {
   RowCall call{};
-  call.values = values;
   call.size = size;
   call.padded_size = padded16(size);
   call.quant = &quant;
-  if (quant.gscale != nullptr) call.gscale = quant.gscale[quant.gscale_count > 1 ? expert : 0];
   call.bf16_operand = dot_.bf16_operand;
   call.operand = operands.data + row * operands.row_bytes;
   call.group_scales = operands.group_scales == nullptr ? nullptr : operands.group_scales + row * operands.groups;
   call.row_scale = operands.row_scale + row;
+  return call;
+}
+
+void Chunk::quantize(RowCall call, int64_t expert, const float* values) const {
+  const ActQuant& quant = *call.quant;
+  if (quant.gscale != nullptr) call.gscale = quant.gscale[quant.gscale_count > 1 ? expert : 0];
+  call.values = values;
   isa_.quantize_row(call);
 }
 
 void Chunk::make_input(int64_t row) const {
   const int64_t token = first_ + (per_slot_ ? routing_.tokens[static_cast<size_t>(row)] : row);
   const int64_t size = args_.hidden_size;
+  const RowCall call = row_call(args_.a1, input_, row, size);
+  const uint8_t* source = args_.hidden + token * args_.hidden_row_bytes;
   if (args_.hidden_scale != nullptr) {
-    isa_.load_packed_row(args_.hidden + token * (size / 2), args_.hidden_scale + token * (size / 16), args_.a1.format,
-                         size, dot_.bf16_operand, input_.data + row * input_.row_bytes, input_.row_scale + row);
+    isa_.load_packed_row(call, source, args_.hidden_scale + token * args_.hidden_scale_row_bytes);
     return;
   }
-  const int64_t element = args_.hidden_dtype == DType::kFloat32 ? 4 : 2;
   const float* weight = args_.weight_on_input ? args_.topk_weights + token : nullptr;
   float* values = values_ + row * hidden_;
-  isa_.load_row(args_.hidden + token * size * element, args_.hidden_dtype, size, weight, values);
-  quantize(args_.a1, input_, row, per_slot_ ? expert_of(row) : 0, values, size);
+  isa_.load_row(source, args_.hidden_dtype, size, weight, values);
+  quantize(call, per_slot_ ? expert_of(row) : 0, values);
 }
 
 void Chunk::make_inputs() const {
@@ -58,7 +62,7 @@ void Chunk::make_intermediates() const {
   const int64_t step = task_rows(slots_, inter_);
   for_each_task(parallel_, divide_up(slots_, step), [&](int64_t task) {
     for (int64_t slot = task * step; slot < std::min(slots_, (task + 1) * step); ++slot) {
-      quantize(args_.a2, intermediate_, slot, expert_of(slot), h_ + slot * inter_, inter_);
+      quantize(row_call(args_.a2, intermediate_, slot, inter_), expert_of(slot), h_ + slot * inter_);
     }
   });
 }

@@ -7,20 +7,19 @@
 
 namespace moeq::cpu::MOEQ_ISA {
 
-// fl(acc * fl(alpha * row_scale)), times the per-channel scale, plus the bias.
-MOEQ_INLINE Vec scaled(Vec acc, float factor, const float* channel, const float* bias) {
-  Vec v = acc * splat(factor);
-  if (channel != nullptr) v = v * load(channel);
+// fl(acc * fl(alpha * row_scale)), plus the bias.
+MOEQ_INLINE Vec scaled(Vec acc, float factor, const float* bias) {
+  const Vec v = acc * splat(factor);
   return bias == nullptr ? v : v + load(bias);
 }
 
 inline void glu(const GluCall& call) {
   for (int i = 0; i < call.count; ++i) {
     const float row_scale = *call.row_scales[i];
-    const Vec up = scaled(load(call.up + i * 16), call.up_alpha * row_scale, call.up_channel, call.up_bias);
+    const Vec up = scaled(load(call.up + i * 16), call.up_alpha * row_scale, call.up_bias);
     Vec gate = up;
     if (call.gate != nullptr) {
-      gate = scaled(load(call.gate + i * 16), call.gate_alpha * row_scale, call.gate_channel, call.gate_bias);
+      gate = scaled(load(call.gate + i * 16), call.gate_alpha * row_scale, call.gate_bias);
     }
     store(call.rows[i], activate(call.activation, gate, up, call.alpha, call.beta, call.limit));
   }
@@ -28,7 +27,7 @@ inline void glu(const GluCall& call) {
 
 inline void scale(const ScaleCall& call) {
   for (int i = 0; i < call.count; ++i) {
-    store(call.rows[i], scaled(load(call.acc + i * 16), call.alpha * *call.row_scales[i], call.channel, call.bias));
+    store(call.rows[i], scaled(load(call.acc + i * 16), call.alpha * *call.row_scales[i], call.bias));
   }
 }
 

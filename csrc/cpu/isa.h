@@ -59,8 +59,6 @@ struct GluCall {
   float gate_alpha;
   float up_alpha;
   const float* row_scales[kMaxTile];
-  const float* gate_channel;  // [16] per-channel weight scales, or null
-  const float* up_channel;
   const float* gate_bias;     // [16], or null
   const float* up_bias;
   Activation activation;
@@ -76,7 +74,6 @@ struct ScaleCall {
   int count;
   float alpha;
   const float* row_scales[kMaxTile];
-  const float* channel;
   const float* bias;
   float* rows[kMaxTile];
 };

@@ -7,18 +7,6 @@
 
 namespace moeq::cpu::MOEQ_ISA {
 
-MOEQ_INLINE float row_max(const float* values, int64_t size) {
-  Vec best{};
-  int64_t i = 0;
-  for (; i + 16 <= size; i += 16) best = at_least(best, abs(load(values + i)));
-  float result = max_lane(best);
-  for (; i < size; ++i) {
-    const float magnitude = values[i] < 0 ? -values[i] : values[i];
-    result = magnitude > result ? magnitude : result;
-  }
-  return result;
-}
-
 // Stores sixteen operand elements; bf16 operands are exact, so their low halves are zero.
 MOEQ_INLINE void store_operand(const RowCall& call, int64_t k, Vec v) {
   if (call.bf16_operand) {
@@ -33,6 +21,12 @@ MOEQ_INLINE Vec load_padded(const RowCall& call, int64_t k) {
   Vec v{};
   for (int64_t i = k; i < call.size; ++i) v[i - k] = call.values[i];
   return v;
+}
+
+MOEQ_INLINE float row_max(const RowCall& call) {
+  Vec best{};
+  for (int64_t k = 0; k < call.padded_size; k += 16) best = at_least(best, abs(load_padded(call, k)));
+  return max_lane(best);
 }
 
 // sign(y) * round(min(|y|, max)) in the element format.
@@ -58,13 +52,90 @@ MOEQ_INLINE void quantize_nvfp4(const RowCall& call) {
   const bool dynamic = call.quant->gscale == nullptr;
   float gscale = call.gscale;
   if (dynamic) {
-    const float amax = row_max(call.values, call.size);
+    const float amax = row_max(call);
     gscale = amax == 0.0f ? 1.0f : 2688.0f / amax;
   }
   const float inverse = 1.0f / gscale;
   *call.row_scale = dynamic ? inverse : 1.0f;
   for (int64_t k = 0; k < call.padded_size; k += 16) {
     store_operand(call, k, nvfp4_block(load_padded(call, k), gscale, inverse));
+  }
+}
+
+// fp8 and int8: one scale for `count` elements, at most `max` units of it; elements past the row are zero.
+struct Uniform {
+  float max;
+  bool integer;
+
+  MOEQ_INLINE Vec round(Vec y) const {
+    if (!integer) return round_e4m3(y);
+    // Adding 1.5 * 2^23 rounds to an integer, ties to even.
+    const Vec magic = splat(12582912.0f);
+    const Vec bounded = at_least(at_most(y, splat(max)), splat(-max));
+    return (bounded + magic) - magic;
+  }
+};
+
+MOEQ_INLINE float dynamic_scale(const RowCall& call, int64_t begin, int64_t end, float max) {
+  Vec best{};
+  for (int64_t k = begin; k < end; k += 16) best = at_least(best, abs(load_padded(call, k)));
+  const float amax = max_lane(best);
+  return amax == 0.0f ? 1.0f : amax / max;
+}
+
+MOEQ_INLINE void quantize_uniform(const RowCall& call, Uniform format) {
+  *call.row_scale = 1.0f;
+  const bool is_static = call.quant->gscale != nullptr;
+  const int64_t step = call.quant->group > 0 ? call.quant->group : call.padded_size;
+  for (int64_t begin = 0; begin < call.padded_size; begin += step) {
+    const int64_t end = begin + step < call.padded_size ? begin + step : call.padded_size;
+    const float scale = is_static ? 1.0f : dynamic_scale(call, begin, end, format.max);
+    for (int64_t k = begin; k < end; k += 16) {
+      const Vec x = load_padded(call, k);
+      store_operand(call, k, format.round(is_static ? x * splat(call.gscale) : x / splat(scale)));
+    }
+    if (call.quant->group > 0) {
+      call.group_scales[begin / step] = scale;
+    } else {
+      *call.row_scale = scale;
+    }
+  }
+}
+
+// An element of the OCP MX formats.
+struct MxElement {
+  float max;
+  int mantissa;
+  int min_exponent;
+};
+
+MOEQ_INLINE float power_of_two(int exponent) {  // -127..127
+  const uint32_t bits = exponent < -126 ? 0x00400000u : (uint32_t)(exponent + 127) << 23;
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+// The smallest power of two that keeps amax inside of the format: ceil(log2(fl(amax / max))).
+MOEQ_INLINE int mx_exponent(float amax, float max) {
+  if (amax == 0.0f) return -127;
+  const float ratio = amax / max;
+  uint32_t bits;
+  std::memcpy(&bits, &ratio, sizeof(bits));
+  const int exponent = (int)(bits >> 23 & 0xff) - 127 + ((bits & 0x7fffff) != 0 ? 1 : 0);
+  return exponent > 127 ? 127 : exponent;
+}
+
+MOEQ_INLINE void quantize_mx(const RowCall& call, MxElement element) {
+  *call.row_scale = 1.0f;
+  for (int64_t k = 0; k < call.padded_size; k += 32) {
+    const Vec x[2] = {load_padded(call, k), load_padded(call, k + 16)};
+    const int exponent = mx_exponent(max_lane(at_least(abs(x[0]), abs(x[1]))), element.max);
+    for (int i = 0; i < 2; ++i) {
+      const Vec y = x[i] * splat(power_of_two(-exponent));
+      const Vec rounded = round_element(y, element.max, element.mantissa, element.min_exponent);
+      store_operand(call, k + 16 * i, rounded * splat(power_of_two(exponent)));
+    }
   }
 }
 
@@ -78,44 +149,14 @@ MOEQ_INLINE void round_row(const RowCall& call) {
 
 inline void quantize_row(const RowCall& call) {
   switch (call.quant->format) {
-    case ActFormat::kNvfp4:
-      return quantize_nvfp4(call);
-    default:
-      return round_row(call);
-  }
-}
-
-inline void load_row(const uint8_t* row, DType dtype, int64_t size, const float* weight, float* values) {
-  if (dtype == DType::kFloat32) {
-    std::memcpy(values, row, (size_t)size * sizeof(float));
-  } else {
-    const uint16_t* halves = reinterpret_cast<const uint16_t*>(row);
-    int64_t i = 0;
-    if (dtype == DType::kBFloat16) {
-      for (; i + 16 <= size; i += 16) store(values + i, bf16_to_float(halves + i));
-    }
-    for (; i < size; ++i) {
-      const uint32_t word = (uint32_t)halves[i] << 16;
-      if (dtype == DType::kBFloat16) std::memcpy(values + i, &word, sizeof(word));
-      if (dtype == DType::kFloat16) values[i] = half_to_float(halves[i]);
-    }
-  }
-  if (weight == nullptr) return;
-  for (int64_t i = 0; i < size; ++i) values[i] = round_to(splat(values[i] * *weight), dtype)[0];
-}
-
-inline void load_packed_row(const uint8_t* codes, const uint8_t* scales, ActFormat, int64_t size, bool bf16_operand,
-                            void* operand, float* row_scale) {
-  static const float kE2m1[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
-                                  -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
-  RowCall call{};
-  call.bf16_operand = bf16_operand;
-  call.operand = operand;
-  *row_scale = 1.0f;
-  for (int64_t k = 0; k < size; k += 16) {
-    Vec v;
-    for (int i = 0; i < 16; ++i) v[i] = kE2m1[(codes[(k + i) / 2] >> (4 * (i & 1))) & 15];
-    store_operand(call, k, v * splat(e4m3_to_float(scales[k / 16])));
+    case ActFormat::kNone: return round_row(call);
+    case ActFormat::kNvfp4: return quantize_nvfp4(call);
+    case ActFormat::kMxfp4: return quantize_mx(call, {6.0f, 1, 0});
+    case ActFormat::kMxfp8: return quantize_mx(call, {448.0f, 3, -6});
+    case ActFormat::kMxfp6E3m2: return quantize_mx(call, {28.0f, 2, -2});
+    case ActFormat::kMxfp6E2m3: return quantize_mx(call, {7.5f, 3, 0});
+    case ActFormat::kFp8: return quantize_uniform(call, {448.0f, false});
+    case ActFormat::kInt8: return quantize_uniform(call, {127.0f, true});
   }
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "epilogue.h"
+#include "load_rows.h"
 #include "quantize.h"
 #include "weights.h"
 

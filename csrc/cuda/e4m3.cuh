@@ -24,7 +24,7 @@ MOEQ_HOST_DEVICE E4m3 e4m3_round(float number) {
   const float binade = float_of(bits_of(fmaxf(number, kMinNormal)) & 0x7f800000u);
   const float sum = fused_multiply_add(binade, kShift, number);
   const uint32_t bits = bits_of(sum);
-  // The sum's exponent field is e + 147; eight codes to a binade, the first of binade -6 being 8 (and 8 steps = code 8).
+  // The sum's exponent field is e + 147; eight codes to a binade, the first of binade -6 being 8 (8 steps = code 8).
   const uint32_t code = (bits & 0xffu) + (bits >> 20) - ((147u - 6u) << 3);
   return {number == number ? code : kE4m3Nan, fused_multiply_add(binade, -kShift, sum)};
 }

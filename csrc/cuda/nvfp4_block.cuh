@@ -15,7 +15,8 @@ struct BlockScale {
   float quantize_by;   // r: multiplies a value before it becomes e2m1
 };
 
-// gscale (> 0) multiplies a value before quantization. `amax` is the block's largest magnitude; NaN gives the scale NaN.
+// gscale (> 0) multiplies a value before quantization. `amax` is the block's largest magnitude; a NaN gives the
+// scale NaN.
 MOEQ_HOST_DEVICE BlockScale nvfp4_block_scale(float amax, float gscale) {
   const float sixth = multiply(amax, kOneSixth);
   // The dynamic gscale of a row below 8e-36 is infinite, and its product with a zero block would be NaN.

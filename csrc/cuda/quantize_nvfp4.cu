@@ -1,32 +1,40 @@
 // moeq_C::quantize_nvfp4_cuda: activations to NVFP4, one thread per block of 16.
 //
 // Memory bound: per element 2 (or 4) bytes are read and 0.5625 written, so that time is bytes over bandwidth as long
-// as the arithmetic stays under about 17 instructions an element on a Hopper GPU. Reads are 16 bytes a thread,
-// writes 8 bytes a thread (codes) and 1 byte a thread (scales), all contiguous across a warp.
+// as the arithmetic stays under about 17 instructions an element on a Hopper GPU (here 14). Reads are 16 bytes a
+// thread, writes 8 bytes a thread (codes) and 1 byte a thread (scales), all contiguous across a warp.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
 
+#include "divide_by.cuh"
 #include "launch.cuh"
 #include "nvfp4_block.cuh"
 
 namespace moeq {
 namespace {
 
-// Row of a block. 64-bit division is a subroutine call on a GPU; nearly every size fits 32 bits.
-__device__ __forceinline__ int64_t row_of(int64_t block, int64_t blocks_per_row, bool fits_32_bits) {
-  return fits_32_bits ? static_cast<int64_t>(static_cast<uint32_t>(block) / static_cast<uint32_t>(blocks_per_row))
-                      : block / blocks_per_row;
-}
+// Row of a block, where each has a gscale of its own. Only blocks from 2^31 on (more than 64 GiB of bf16) pay for a
+// real division.
+struct RowOf {
+  int64_t blocks_per_row;
+  DivideBy divide;
+
+  __device__ __forceinline__ int64_t operator()(int64_t block) const {
+    return block <= INT32_MAX ? static_cast<int64_t>(divide(static_cast<uint32_t>(block))) : block / blocks_per_row;
+  }
+};
 
 template <typename Element, bool kPerRow>
 __global__ void __launch_bounds__(kThreads)
     quantize_nvfp4_kernel(const uint4* __restrict__ x, const float* __restrict__ gscale, uint2* __restrict__ codes,
-                          uint8_t* __restrict__ scale, int64_t blocks, int64_t blocks_per_row) {
+                          uint8_t* __restrict__ scale, int64_t blocks, RowOf row_of) {
   const int64_t block = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (block >= blocks) {
     return;
   }
+  // Asked for before x is waited for, or the two latencies would add up.
+  const float row_gscale = __ldg(gscale + (kPerRow ? row_of(block) : 0));
   float values[kNvfp4Block];
   load16<Element>(x + block * (kNvfp4Block / Element::kPerLoad), values);
   float amax = 0.0f;
@@ -34,8 +42,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int i = 0; i < kNvfp4Block; ++i) {
     amax = max_magnitude(amax, values[i]);
   }
-  const int64_t row = kPerRow ? row_of(block, blocks_per_row, blocks <= UINT32_MAX) : 0;
-  const Nvfp4Block quantized = nvfp4_quantize_block(values, amax, __ldg(gscale + row));
+  const Nvfp4Block quantized = nvfp4_quantize_block(values, amax, row_gscale);
   codes[block] = make_uint2(quantized.codes[0], quantized.codes[1]);
   scale[block] = static_cast<uint8_t>(quantized.scale);
 }
@@ -59,6 +66,8 @@ std::tuple<Tensor, Tensor> quantize_nvfp4(const Tensor& x_given, const Tensor& g
   if (blocks == 0) {
     return {codes, scale};
   }
+  STD_TORCH_CHECK(blocks_per_row <= INT32_MAX, "moeq_C::", kOp, ": x.shape[1] must be at most 2^35, got ", columns);
+  const RowOf row_of{blocks_per_row, DivideBy::of(static_cast<uint32_t>(blocks_per_row))};
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   with_element(kOp, x, [&](auto element) {
     using Element = decltype(element);
@@ -66,7 +75,7 @@ std::tuple<Tensor, Tensor> quantize_nvfp4(const Tensor& x_given, const Tensor& g
     kernel<<<grid_of(kOp, (blocks + kThreads - 1) / kThreads), kThreads, 0, current_stream(x)>>>(
         static_cast<const uint4*>(x.const_data_ptr()), static_cast<const float*>(gscale.const_data_ptr()),
         static_cast<uint2*>(codes.mutable_data_ptr()), static_cast<uint8_t*>(scale.mutable_data_ptr()), blocks,
-        blocks_per_row);
+        row_of);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   });
   return {codes, scale};

@@ -1,4 +1,5 @@
 // The CUDA quantizer's number code behind a C interface, so that a test can run it without a GPU.
+#include "../../csrc/cuda/divide_by.cuh"
 #include "../../csrc/cuda/nvfp4_block.cuh"
 
 extern "C" void quantize_blocks(const float* values, const float* gscale, int64_t blocks, uint32_t* codes,
@@ -33,5 +34,12 @@ extern "C" void e2m1_words(const float* numbers, int64_t words, bool saturate, u
     }
     packed[i] = moeq::sign_nibbles(numbers + 8 * i) |
                 (saturate ? moeq::e2m1_pack8<true>(magnitudes) : moeq::e2m1_pack8<false>(magnitudes));
+  }
+}
+
+extern "C" void quotients(const int32_t* dividends, int64_t count, int32_t divisor, int32_t* results) {
+  const auto divide = moeq::DivideBy::of(static_cast<uint32_t>(divisor));
+  for (int64_t i = 0; i < count; ++i) {
+    results[i] = static_cast<int32_t>(divide(static_cast<uint32_t>(dividends[i])));
   }
 }

@@ -7,9 +7,12 @@ a unit are padded with zeros, each half of w13 by itself. Within a unit:
 * 4-bit codes, 128 bytes: [half of K 2][row 16][h 2][b 2], where the byte holds elements 4 b + h (low
   nibble) and 4 b + 2 + h (high nibble) of that half. A 16-bit word shifted by 4 p then has the pair
   (2 p, 2 p + 1) of all rows in neighbouring words.
+* 8-bit codes, 256 bytes: [block 4][row / 4][s 2][row % 4][h 2] for element 4 block + 2 s + h. fp6 codes are
+  stored as the e4m3 codes of the same values.
 * bfloat16, 256 elements: [pair 8][row 16][2]. float16 and float32: [k 16][row 16].
 
-Block scales are [experts, panels, groups, 16], rows last.
+Block scales and zero points are [experts, panels, groups, 16], rows last; scales of 128 x 128 tiles are
+[experts, row tiles, groups], where gate and up tiles alternate.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from torch import Tensor
 
 PANEL = 16
 UNIT = 16
+TILE = 128
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,18 @@ def _codes4_inverse(packed: Tensor) -> Tensor:
     return _swap_nibbles(x).reshape(panels, PANEL, units, 8)
 
 
+def _codes8(x: Tensor) -> Tensor:
+    panels, _, units, _ = x.shape
+    split = x.reshape(panels, 4, 4, units, 4, 2, 2)  # [panel, row / 4, row % 4, unit, block, s, h]
+    return split.permute(0, 3, 4, 1, 5, 2, 6).reshape(panels, units, 256)
+
+
+def _codes8_inverse(packed: Tensor) -> Tensor:
+    panels, units, _ = packed.shape
+    x = packed.reshape(panels, units, 4, 4, 2, 4, 2).permute(0, 3, 5, 1, 2, 4, 6)
+    return x.reshape(panels, PANEL, units, 16)
+
+
 def _pairs(x: Tensor) -> Tensor:
     panels, rows, units, _ = x.shape
     return x.reshape(panels, rows, units, 8, 2).permute(0, 2, 3, 1, 4).reshape(panels, units, 256)
@@ -73,23 +89,33 @@ def _columns_inverse(packed: Tensor) -> Tensor:
 
 
 _CODES4 = Codes(128, 2, _codes4, _codes4_inverse)
+_CODES8 = Codes(256, 1, _codes8, _codes8_inverse)
 _PAIRS = Codes(256, 1, _pairs, _pairs_inverse)
 _COLUMNS = Codes(256, 1, _columns, _columns_inverse)
 
 
 @dataclass(frozen=True)
 class SchemeLayout:
-    """What the layout does with one scheme. group: elements of K per block scale, 0 without."""
+    """What the layout does with one scheme."""
 
     codes: Codes | None = None  # None: by dtype
     dtype: torch.dtype | None = None  # None: the weight's own
-    group: int = 0
-    scale_dtype: torch.dtype | None = None
+    group: int = 0  # elements of K per block scale; 0: as many as the scales say
+    scale_dtype: torch.dtype | None = None  # None: no scales, or any float dtype
+    tiles: bool = False  # one scale per 128 x 128
 
 
 _SCHEMES: dict[str, SchemeLayout] = {
-    "nvfp4": SchemeLayout(_CODES4, torch.uint8, 16, torch.float8_e4m3fn),
     "none": SchemeLayout(),
+    "nvfp4": SchemeLayout(_CODES4, torch.uint8, 16, torch.float8_e4m3fn),
+    "mxfp4": SchemeLayout(_CODES4, torch.uint8, 32, torch.uint8),
+    "mxint4": SchemeLayout(_CODES4, torch.uint8, 32, torch.bfloat16),
+    "int4": SchemeLayout(_CODES4, torch.uint8),
+    "mxfp8": SchemeLayout(_CODES8, torch.float8_e4m3fn, 32, torch.uint8),
+    "mxfp6": SchemeLayout(_CODES8, torch.uint8, 32, torch.uint8),
+    "fp8": SchemeLayout(_CODES8, torch.float8_e4m3fn),
+    "fp8_block": SchemeLayout(_CODES8, torch.float8_e4m3fn, 128, torch.float32, tiles=True),
+    "int8": SchemeLayout(_CODES8, torch.int8),
 }
 
 
@@ -97,25 +123,63 @@ def _codes_of(scheme: str, dtype: torch.dtype) -> Codes:
     return _SCHEMES[scheme].codes or (_PAIRS if dtype == torch.bfloat16 else _COLUMNS)
 
 
+def fp6_to_e4m3(codes: Tensor, element: str) -> Tensor:
+    """fp6 codes, one a byte -> uint8 e4m3 codes of the same values. element: "e3m2" or "e2m3"."""
+    return _fp6_table(element)[codes.long()]
+
+
+def e4m3_to_fp6(codes: Tensor, element: str) -> Tensor:
+    """Inverse of fp6_to_e4m3."""
+    inverse = torch.zeros(256, dtype=torch.uint8)
+    inverse[_fp6_table(element).long()] = torch.arange(64, dtype=torch.uint8)
+    return inverse[codes.long()]
+
+
+def _fp6_table(element: str) -> Tensor:
+    """The e4m3 code of every fp6 code. Each value is one of e4m3's: as many mantissa bits, fewer exponents."""
+    mantissa_bits, bias = {"e3m2": (2, 3), "e2m3": (3, 1)}[element]
+    code = torch.arange(64)
+    mantissa = (code & ((1 << mantissa_bits) - 1)).float()
+    exponent = (code & 31) >> mantissa_bits
+    fraction = mantissa / (1 << mantissa_bits) + (exponent > 0)
+    magnitude = fraction * torch.exp2((exponent.clamp(min=1) - bias).float())
+    value = torch.where(code >= 32, -magnitude, magnitude)
+    return value.to(torch.float8_e4m3fn).view(torch.uint8)
+
+
 def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
 def packed_shapes(
-    scheme: str, num_experts: int, hidden_size: int, intermediate_size: int, gated: bool, weight_dtype: torch.dtype
+    scheme: str,
+    num_experts: int,
+    hidden_size: int,
+    intermediate_size: int,
+    gated: bool,
+    weight_dtype: torch.dtype,
+    scale_dtype: torch.dtype | None = None,
+    group: int = 0,
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of w13 and w2, and of w13_scale and w2_scale where the scheme has them."""
+    """Shape and dtype of w13 and w2, and of w13_scale and w2_scale where the scheme has them.
+
+    scale_dtype and group (elements of K per scale, 0 for a whole row) say what int4, int8 and fp8 leave open;
+    without a scale_dtype those have no scales here.
+    """
     layout = _SCHEMES[scheme]
     dtype = layout.dtype or weight_dtype
+    scale_dtype = layout.scale_dtype or scale_dtype
     halves = 2 if gated else 1
     table: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     sizes = (("w13", halves, intermediate_size, hidden_size), ("w2", 1, hidden_size, intermediate_size))
     for name, copies, rows, k in sizes:
         panels = copies * _ceil(rows, PANEL)
-        elements = _codes_of(scheme, dtype).elements
-        table[name] = ((num_experts, panels, _ceil(k, UNIT), elements), dtype)
-        if layout.scale_dtype is not None:
-            table[f"{name}_scale"] = ((num_experts, panels, _ceil(k, layout.group), PANEL), layout.scale_dtype)
+        groups = _ceil(k, layout.group or group or k)
+        table[name] = ((num_experts, panels, _ceil(k, UNIT), _codes_of(scheme, dtype).elements), dtype)
+        if layout.tiles:
+            table[f"{name}_scale"] = ((num_experts, copies * _ceil(rows, TILE), groups), torch.float32)
+        elif scale_dtype is not None:
+            table[f"{name}_scale"] = ((num_experts, panels, groups, PANEL), scale_dtype)
     return table
 
 
@@ -137,12 +201,16 @@ def unpack_weight(scheme: str, packed: Tensor, size_n: int, size_k: int, gated: 
 
 
 def pack_scale(scheme: str, scale: Tensor, gated: bool) -> Tensor:
-    """Block scales [E, N, groups] -> [E, panels, groups, 16]."""
+    """Block scales or zero points [E, N, groups] -> [E, panels, groups, 16]; tiles [E, row tiles, groups] stay 3-d."""
+    if _SCHEMES[scheme].tiles:
+        return scale.unflatten(1, (2 if gated else 1, -1)).transpose(1, 2).flatten(1, 2).contiguous()
     return _expert_by_expert(scale, gated, lambda half: _tile(half, 1).squeeze(3).transpose(1, 2))
 
 
 def unpack_scale(scheme: str, packed: Tensor, size_n: int, groups: int, gated: bool) -> Tensor:
-    """Inverse of pack_scale."""
+    """Inverse of pack_scale for N = size_n rows of weights in all and `groups` scales along K."""
+    if _SCHEMES[scheme].tiles:
+        return packed.unflatten(1, (-1, 2 if gated else 1)).transpose(1, 2).flatten(1, 2).contiguous()
     return _rows_back(packed, gated, size_n, groups, lambda x: x.transpose(1, 2).unsqueeze(3))
 
 

@@ -9,17 +9,23 @@ from torch_moe_ops.checkpoints.fields import Fields
 from torch_moe_ops.checkpoints.layer import LayerSource
 from torch_moe_ops.checkpoints.linear import Linear
 
+_MIDDLE = {torch.uint8: 8, torch.int8: 0}
+
 
 class LayerBuffers:
     """[num_experts, ...] tensors by name, allocated when the first expert shows their shapes.
 
-    Peak memory of a load is then the result plus one projection.
+    Peak memory of a load is then the result plus one projection. On the meta device nothing is kept, but every
+    check is made: `inspect` uses that.
+
+    is_symmetric: whether every zero point so far was the middle of its grid, and can be left out.
     """
 
     def __init__(self, num_experts: int, device: torch.device | str) -> None:
         self._num_experts = num_experts
         self._device = device
         self._tensors: dict[str, Tensor] = {}
+        self.is_symmetric = True
 
     def put(self, name: str, linear: Linear, expert: int, pieces: list[Tensor]) -> None:
         """Join `pieces` along their first dimension and store them as expert `expert` of `name`."""
@@ -57,6 +63,8 @@ def _store(which: str, expert: int, items: list[tuple[Linear, Fields]], buffers:
         pieces = [fields[key] for _, fields in items if key in fields]
         if pieces:
             buffers.put(f"w{which}" if key == "weight" else f"w{which}_{key}", linear, expert, pieces)
+    zero_points = (fields["zero_point"] for _, fields in items if "zero_point" in fields)
+    buffers.is_symmetric &= all(bool((z == _MIDDLE[z.dtype]).all()) for z in zero_points)
     scale_2 = [fields["scale_2"].reshape(1) for _, fields in items if "scale_2" in fields]
     if scale_2:
         buffers.put(f"w{which}_scale_2", linear, expert, scale_2)

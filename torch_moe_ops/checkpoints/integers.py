@@ -56,7 +56,10 @@ def _int4_zero_point(linear: Linear, rows: int, groups: int) -> Tensor:
         # Eight rows share a word, unlike the codes, of which eight columns do.
         words = linear.shaped("weight_zero_point", (-(-rows // CODES_PER_WORD), groups), "I32")
         return nibbles(words.t()).t()[:rows]
-    return (linear.shaped("weight_zero_point", (rows, groups), "I8") + 8).to(torch.uint8)
+    zero_point = linear.shaped("weight_zero_point", (rows, groups), "I8")
+    if bool(((zero_point < -8) | (zero_point > 7)).any()):
+        raise linear.fail("weight_zero_point", "lie in -8..7", f"values up to {int(zero_point.abs().max())}")
+    return (zero_point + 8).to(torch.uint8)
 
 
 def _int4_scheme(linear: Linear) -> str:

@@ -105,18 +105,21 @@ class LayerSource:
     def _check_parts(self) -> None:
         """Every projection has what the layer's format needs, and nothing that would go unused."""
         known = self.format.required | self.format.optional
-        # What some experts have all must have: a lost input scale must not pass for a weight-only file.
-        expected = set(self.format.required)
-        for parts in self.names.experts.values():
-            for linear in parts.values():
-                expected.update(linear.keys() & known & INPUT_PARTS - self._skip)
+        expected = {projection: set(self.format.required) for projection in self.projections}
+        for projections in self.names.experts.values():
+            for projection, linear in projections.items():
+                # What one expert has all must have: a lost bias would stay uninitialised. A lost input scale
+                # must not pass for a weight-only file either, hence those count for every projection.
+                expected[projection].update(linear.keys() & known - self._skip)
+                for parts in expected.values():
+                    parts.update(linear.keys() & INPUT_PARTS & known - self._skip)
         for expert, projections in self.names.experts.items():
             for projection, linear in projections.items():
                 unused = sorted(linear.keys() - known)
                 if unused:
                     reason = _UNSUPPORTED.get(unused[0], f"format {self.format.name} does not use it")
                     raise CheckpointError(f"{self.where}: unused tensor {linear[unused[0]]}: {reason}")
-                missing = sorted(expected - linear.keys())
+                missing = sorted(expected[projection] - linear.keys())
                 if missing:
                     Linear(self.reader, linear, projection, expert or 0).entry(missing[0])
 
@@ -130,7 +133,7 @@ class LayerSource:
                 first = next(number for number in range(count) if number not in self.names.experts)
                 raise CheckpointError(f"{self.where}: expert {first} is missing under {self.names.root}")
         said = self.config.num_experts
-        if said is not None and said != count:
+        if said and said != count:
             text = f"{self.where}: expert {count} is missing" if count < said else f"{self.where}: too many experts"
             raise CheckpointError(f"{text} under {self.names.root}: config.json says {said}, the files hold {count}")
         return count

@@ -86,7 +86,12 @@ def load_experts(
     return (_load(index, found, device, input_scales) for found in chosen)
 
 
-def _load(index: CheckpointIndex, names: ExpertLayer, device: torch.device | str, input_scales: bool) -> RawWeights:
+def _load(
+    index: CheckpointIndex,
+    names: ExpertLayer,
+    device: torch.device | str,
+    input_scales: bool = True,
+) -> RawWeights:
     with TensorReader(index) as reader:
         source = LayerSource(reader, names, input_scales)
         buffers = LayerBuffers(source.num_experts, device)
@@ -95,12 +100,33 @@ def _load(index: CheckpointIndex, names: ExpertLayer, device: torch.device | str
         return _raw_weights(source, buffers)
 
 
+def describe_layer(index: CheckpointIndex, names: ExpertLayer, *, quick: bool = False) -> tuple[str, RawWeights]:
+    """Name of the format, and RawWeights on the meta device, after every check that loading makes.
+
+    Args:
+        quick: read only the first expert, the others by header.
+
+    Raises:
+        CheckpointError: as load_experts.
+    """
+    with TensorReader(index) as reader:
+        source = LayerSource(reader, names)
+        buffers = LayerBuffers(source.num_experts, "meta")
+        experts = range(1 if quick else source.num_experts)
+        for expert in track(experts, f"{os.path.basename(index.path)} layer {names.number}"):
+            fill(source, expert, buffers)
+        return source.format.name, _raw_weights(source, buffers)
+
+
 def _raw_weights(source: LayerSource, buffers: LayerBuffers) -> RawWeights:
     w13, w2 = buffers.pop("w13"), buffers.pop("w2")
     if w13 is None or w2 is None:
         raise CheckpointError(f"{source.where}: holds no experts")
     w2_scale_2 = buffers.pop("w2_scale_2")
-    w13_zero_point, w2_zero_point = _zero_points(buffers)
+    # A symmetric GPTQ file stores its zero points all the same.
+    w13_zero_point, w2_zero_point = (
+        (None, None) if buffers.is_symmetric else (buffers.pop("w13_zero_point"), buffers.pop("w2_zero_point"))
+    )
     try:
         return RawWeights(
             scheme=source.scheme,
@@ -121,15 +147,6 @@ def _raw_weights(source: LayerSource, buffers: LayerBuffers) -> RawWeights:
         )
     except (ValueError, TypeError) as error:
         raise CheckpointError(str(error)) from error
-
-
-def _zero_points(buffers: LayerBuffers) -> tuple[Tensor | None, Tensor | None]:
-    """Zero points of w13 and w2; none where all of them are the middle: a symmetric GPTQ file stores them anyway."""
-    zero_points = buffers.pop("w13_zero_point"), buffers.pop("w2_zero_point")
-    middle = {torch.uint8: 8, torch.int8: 0}
-    if all(z is None or bool((z == middle[z.dtype]).all()) for z in zero_points):
-        return None, None
-    return zero_points
 
 
 def _input_scale(source: LayerSource, scale: Tensor | None, projection: str) -> Tensor | None:

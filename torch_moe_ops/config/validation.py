@@ -30,13 +30,14 @@ def validate(config: FusedMoEQuantConfig) -> None:
     tensors = named_tensors(config)
     _check_devices(tensors)
     _check_absences(config, tensors)
-    experts = _check_experts(tensors)
-    for operand, desc in (("a1", config._a1), ("a2", config._a2)):
-        _check_activation(operand, desc, experts)
     for operand, desc in (("w1", config._w1), ("w2", config._w2)):
         _check_factors(operand, desc)
     _check_layout(config)
     check_weight_scales(config)
+    # After the dimensions: a scale without its first one would otherwise set a wrong number of experts.
+    experts = _check_experts(tensors)
+    for operand, desc in (("a1", config._a1), ("a2", config._a2)):
+        _check_activation(operand, desc, experts)
     _check_constants(config)
 
 

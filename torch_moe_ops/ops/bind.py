@@ -22,9 +22,7 @@ def below_autograd() -> AbstractContextManager[Any]:
     return torch._C._AutoDispatchBelowAutograd() if torch.is_grad_enabled() else _NOTHING
 
 
-def attach(
-    name: str, cpu: Callable[..., Any], anywhere: Callable[..., Any], fake: Callable[..., Any]
-) -> None:
+def attach(name: str, cpu: Callable[..., Any], anywhere: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Give op `name` its kernels.
 
     cpu: runs where every tensor argument is on the CPU (the dispatcher guarantees it).

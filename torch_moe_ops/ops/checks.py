@@ -1,12 +1,14 @@
 """Argument checks of the expert ops, shared by implementations and fakes.
 
-What the strings and the weight shapes decide is computed once and cached (`plan`, `_weight_specs`);
-a call then compares shapes and dtypes against it.
+What the strings and the shapes of the weights decide is computed once and kept (`Plan`); a call then
+compares shapes and dtypes against it, which takes 4 us for an op of 27 arguments.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -14,13 +16,31 @@ from torch import Tensor
 
 from torch_moe_ops._check import check, describe, fail
 from torch_moe_ops.activations import ACTIVATIONS, check_activation
-from torch_moe_ops.backends.registry import BACKENDS, Backend, Sizes
+from torch_moe_ops.backends.registry import BACKENDS, Backend, Sizes, Spec
 from torch_moe_ops.ops.call import INDEX, ExpertsCall
 from torch_moe_ops.schemes import ACT_FORMATS, FLOATS, SCHEMES, ActFormat, Scheme
 
 
-class Plan(NamedTuple):
-    """What the plain string and float arguments of a call resolve to."""
+class _Spec(NamedTuple):
+    """What one scale, alpha or bias argument must be."""
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]  # allowed ones
+    dtype: torch.dtype
+    required: bool
+
+
+class _Table(NamedTuple):
+    """The arguments that follow from w13, w2 and the hidden size: which ones, and what each must be."""
+
+    num_experts: int
+    pick: Callable[[ExpertsCall], tuple[Tensor | None, ...]]
+    specs: tuple[_Spec, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What the names and constants of a call resolve to, and the tables made for it so far."""
 
     backend: Backend
     scheme: Scheme
@@ -29,104 +49,112 @@ class Plan(NamedTuple):
     alpha: float
     beta: float
     limit: float
+    same_dtype: bool  # weights and hidden states must have the same dtype
+    # (shape of w13, shape of w2, dtype, hidden size, packed) -> what the other arguments must be
+    tables: dict[tuple[Any, ...], _Table] = field(default_factory=dict)
 
 
-@cache
-def plan(
-    op: str,
-    scheme_name: str,
-    backend: str,
-    act_format: str,
-    activation: str,
-    alpha: float | None,
-    beta: float | None,
-    limit: float | None,
-    weight_policy: str,
-) -> Plan:
-    """Check the arguments that are names or constants of one op; errors are not cached."""
-    scheme = SCHEMES[scheme_name]
-    if backend not in BACKENDS:
-        fail(op, "backend", f"be one of {list(BACKENDS)}", backend)
-    if act_format not in scheme.act_formats:
-        fail(op, "act_format", f"be one of {list(scheme.act_formats)}", act_format)
-    if weight_policy != "exact":
-        fail(op, "weight_policy", "be 'exact' (other policies belong to fp8 activations on 4-bit weights)", weight_policy)
-    constants = check_activation(op, activation, alpha, beta, limit)
-    return Plan(
-        BACKENDS[backend], scheme, ACT_FORMATS[act_format], ACTIVATIONS[activation].is_gated, *constants
-    )
+_PLANS: dict[tuple[Any, ...], Plan] = {}
+_names_of = itemgetter(
+    *(INDEX[n] for n in ("scheme", "backend", "act_format", "activation", "swiglu_alpha")),
+    *(INDEX[n] for n in ("swiglu_beta", "swiglu_limit", "weight_policy")),
+)
 
 
-class _Spec(NamedTuple):
-    index: int  # into ExpertsCall
-    name: str
-    shapes: tuple[tuple[int, ...], ...]  # allowed ones
-    dtype: torch.dtype
-    required: bool
+def plan_of(op: str, call: ExpertsCall) -> Plan:
+    """Check the arguments that are names or constants. What passed once is looked up; errors are not kept."""
+    names = _names_of(call)
+    found = _PLANS.get(names)
+    return found if found is not None else _PLANS.setdefault(names, _resolve(op, call))
 
 
-@cache
-def _weight_specs(
-    scheme: Scheme, layout_of: str, sizes: Sizes, single_input_scale: bool
-) -> tuple[_Spec, ...]:
-    """Shape and dtype of every weight, scale and bias argument for given sizes."""
+def _resolve(op: str, call: ExpertsCall) -> Plan:
+    scheme = SCHEMES[call.scheme]
+    if call.backend not in BACKENDS:
+        fail(op, "backend", f"be one of {list(BACKENDS)}", call.backend)
+    if call.act_format not in scheme.act_formats:
+        fail(op, "act_format", f"be one of {list(scheme.act_formats)}", call.act_format)
+    if call.weight_policy != "exact":
+        requirement = "be 'exact' (other policies belong to fp8 activations on 4-bit weights)"
+        fail(op, "weight_policy", requirement, call.weight_policy)
+    name = call.activation
+    constants = check_activation(op, name, call.swiglu_alpha, call.swiglu_beta, call.swiglu_limit)
+    gated, plain = ACTIVATIONS[name].is_gated, scheme.name == "none"
+    return Plan(BACKENDS[call.backend], scheme, ACT_FORMATS[call.act_format], gated, *constants, plain)
+
+
+def _specs(scheme: Scheme, expected: dict[str, Spec], sizes: Sizes, packed: bool) -> list[_Spec]:
+    """Shape and dtype of every scale, alpha and bias argument for given sizes.
+
+    packed: the hidden states were quantized once, so one input scale serves all experts.
+    """
     experts, hidden, inter = sizes.num_experts, sizes.hidden_size, sizes.intermediate_size
     halves = 2 if sizes.is_gated else 1
     specs = [
-        _Spec(INDEX[name], name, (shape,), dtype, True)
-        for name, (shape, dtype) in BACKENDS[layout_of].layout.specs(scheme, sizes).items()
+        _Spec(name, (shape,), dtype, True) for name, (shape, dtype) in expected.items() if name not in ("w13", "w2")
     ]
 
     def add(name: str, *shapes: tuple[int, ...], required: bool = False) -> None:
-        specs.append(_Spec(INDEX[name], name, shapes, torch.float32, required))
+        specs.append(_Spec(name, shapes, torch.float32, required))
 
     if scheme.has_scale_2:
         add("g1_alphas", (experts,), (experts, halves), required=True)
         add("g2_alphas", (experts,), required=True)
-        add("a1_gscale", *(((),) if single_input_scale else ((), (experts,))))
+        add("a1_gscale", *(((),) if packed else ((), (experts,))))
         add("a2_gscale", (), (experts,))
     add("w13_bias", (experts, halves * inter))
     add("w2_bias", (experts, hidden))
-    return tuple(specs)
+    return specs
 
 
-def check_experts(op: str, call: ExpertsCall, devices: bool) -> tuple[Plan, int]:
-    """Check everything but the routing arguments. Returns the plan and the hidden size.
+def check_experts(op: str, call: ExpertsCall, plan: Plan, devices: bool, tracing: bool = False) -> int:
+    """Check everything but names and routing. Returns the hidden size.
 
     devices: compare devices too (not needed under the CPU dispatch key).
+    tracing: sizes may be symbolic, which have no hash: the table is then made anew.
     """
-    resolved = plan(
-        op,
-        call.scheme,
-        call.backend,
-        call.act_format,
-        call.activation,
-        call.swiglu_alpha,
-        call.swiglu_beta,
-        call.swiglu_limit,
-        call.weight_policy,
-    )
-    hidden_size, packed = _check_hidden(op, call, resolved)
-    experts = _check_weights(op, call, resolved, hidden_size, packed)
-    if call.out_dtype is not None and call.out_dtype not in FLOATS:
-        fail(op, "out_dtype", f"be None or one of {[str(d) for d in FLOATS]}", call.out_dtype)
-    offset = call.local_expert_offset
-    if offset < 0:
-        fail(op, "local_expert_offset", "be at least 0", offset)
-    if call.num_experts and not offset + experts <= call.num_experts:
-        fail(op, "num_experts", f"be 0 or at least local_expert_offset + local experts = {offset + experts}", call.num_experts)
+    hidden_size, packed = _check_hidden(op, call, plan)
+    w13, w2 = call.w13, call.w2
+    key = (w13.shape, w2.shape, w13.dtype, hidden_size, packed)
+    table = None if tracing else plan.tables.get(key)
+    if table is None:
+        table = _make_table(op, call, plan, hidden_size, packed)
+        if not tracing:
+            plan.tables[key] = table
+    for tensor, (name, shapes, dtype, required) in zip(table.pick(call), table.specs, strict=False):
+        if tensor is None:
+            if required:
+                fail(op, name, f"be a Tensor of shape {shapes[0]}", None)
+        elif tensor.shape not in shapes or tensor.dtype is not dtype or not tensor.is_contiguous():
+            _fail_tensor(op, name, shapes, dtype, tensor)
+    if not (w13.is_contiguous() and w2.is_contiguous()):
+        name = "w2" if w13.is_contiguous() else "w13"
+        fail(op, name, "be contiguous", f"strides {getattr(call, name).stride()}")
+    if plan.same_dtype and w13.dtype is not call.hidden_states.dtype:
+        fail(op, "w13", f"have dtype {call.hidden_states.dtype} like hidden_states", w13.dtype)
+    _check_range(op, call, table.num_experts)
     if devices:
         _check_devices(op, call)
-    return resolved, hidden_size
+    return hidden_size
 
 
-def _check_hidden(op: str, call: ExpertsCall, resolved: Plan) -> tuple[int, bool]:
+def _check_range(op: str, call: ExpertsCall, experts: int) -> None:
+    offset, total, out_dtype = call.local_expert_offset, call.num_experts, call.out_dtype
+    if offset < 0:
+        fail(op, "local_expert_offset", "be at least 0", offset)
+    if total and offset + experts > total:
+        fail(op, "num_experts", f"be 0 or at least local_expert_offset + local experts = {offset + experts}", total)
+    if out_dtype is not None and out_dtype not in FLOATS:
+        fail(op, "out_dtype", f"be None or one of {[str(d) for d in FLOATS]}", out_dtype)
+
+
+def _check_hidden(op: str, call: ExpertsCall, plan: Plan) -> tuple[int, bool]:
     """Hidden states, unquantized or packed. Returns the hidden size and whether they are packed."""
-    x, scale, act = call.hidden_states, call.hidden_states_scale, resolved.act
+    x, scale, act = call.hidden_states, call.hidden_states_scale, plan.act
     if x.ndim != 2:
         fail(op, "hidden_states", "have shape [num_tokens, hidden_size]", x.shape)
     if scale is None:
-        allowed = resolved.backend.hidden_dtypes
+        allowed = plan.backend.hidden_dtypes
         if x.dtype not in allowed:
             text = f"have one of the dtypes {[str(d) for d in allowed]} (packed ones need hidden_states_scale)"
             fail(op, "hidden_states", text, x.dtype)
@@ -145,9 +173,9 @@ def _check_hidden(op: str, call: ExpertsCall, resolved: Plan) -> tuple[int, bool
     return hidden_size, True
 
 
-def _check_weights(op: str, call: ExpertsCall, resolved: Plan, hidden_size: int, packed: bool) -> int:
-    """Weights, scales, alphas and biases. Returns the number of local experts."""
-    scheme, w13, w2 = resolved.scheme, call.w13, call.w2
+def _make_table(op: str, call: ExpertsCall, plan: Plan, hidden_size: int, packed: bool) -> _Table:
+    """Check w13 and w2, and say what all other weight arguments must be."""
+    scheme, w13, w2 = plan.scheme, call.w13, call.w2
     if w13.dtype not in scheme.weight_dtypes:
         allowed = " or ".join(str(d) for d in scheme.weight_dtypes)
         fail(op, "w13", f"have dtype {allowed}", w13.dtype)
@@ -155,33 +183,26 @@ def _check_weights(op: str, call: ExpertsCall, resolved: Plan, hidden_size: int,
         fail(op, "w13", "have at least 3 dimensions and one expert", w13.shape)
     if w2.ndim < 3:
         fail(op, "w2", "have at least 3 dimensions", w2.shape)
-    inter = resolved.backend.layout.intermediate_size(scheme, tuple(w2.shape))
+    inter = plan.backend.layout.intermediate_size(scheme, tuple(w2.shape))
     for name, size in (("hidden_size", hidden_size), ("intermediate_size", inter)):
         if size <= 0 or size % scheme.size_multiple:
             fail(op, name, f"be a positive multiple of {scheme.size_multiple}", size)
-    if scheme.name == "none" and w13.dtype != call.hidden_states.dtype:
-        fail(op, "w13", f"have dtype {call.hidden_states.dtype} like hidden_states", w13.dtype)
-    sizes = Sizes(w13.shape[0], hidden_size, inter, resolved.is_gated, w13.dtype)
-    # Traced sizes can be symbolic, which has no hash: the table is then made anew.
-    symbolic = any(isinstance(n, torch.SymInt) for n in (w13.shape[0], hidden_size, inter))
-    table = _weight_specs.__wrapped__ if symbolic else _weight_specs
-    for spec in table(scheme, resolved.backend.name, sizes, packed):
-        tensor = call[spec.index]
-        if tensor is None:
-            if spec.required:
-                fail(op, spec.name, f"be a Tensor of shape {spec.shapes[0]}", None)
-        elif tensor.shape not in spec.shapes or tensor.dtype is not spec.dtype or not tensor.is_contiguous():
-            _fail_tensor(op, spec, tensor)
-    return w13.shape[0]
+    sizes = Sizes(w13.shape[0], hidden_size, inter, plan.is_gated, w13.dtype)
+    expected = plan.backend.layout.specs(scheme, sizes)
+    for name, tensor in (("w13", w13), ("w2", w2)):
+        shape, dtype = expected[name]
+        if tensor.shape != shape or tensor.dtype != dtype:
+            _fail_tensor(op, name, (shape,), dtype, tensor)
+    specs = _specs(scheme, expected, sizes, packed)
+    return _Table(w13.shape[0], itemgetter(*(INDEX[spec.name] for spec in specs)), tuple(specs))
 
 
-def _fail_tensor(op: str, spec: _Spec, tensor: Tensor) -> None:
-    if tensor.dtype != spec.dtype:
-        fail(op, spec.name, f"have dtype {spec.dtype}", tensor.dtype)
-    if tuple(tensor.shape) not in spec.shapes:
-        shapes = " or ".join(dict.fromkeys(str(s) for s in spec.shapes))
-        fail(op, spec.name, f"have shape {shapes}", tensor.shape)
-    fail(op, spec.name, "be contiguous", f"strides {tensor.stride()}")
+def _fail_tensor(op: str, name: str, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, tensor: Tensor) -> None:
+    if tensor.dtype != dtype:
+        fail(op, name, f"have dtype {dtype}", tensor.dtype)
+    if tensor.shape not in shapes:
+        fail(op, name, f"have shape {' or '.join(dict.fromkeys(str(s) for s in shapes))}", tensor.shape)
+    fail(op, name, "be contiguous", f"strides {tensor.stride()}")
 
 
 def _check_devices(op: str, call: ExpertsCall) -> None:
@@ -193,23 +214,22 @@ def _check_devices(op: str, call: ExpertsCall) -> None:
 
 def check_topk(op: str, call: ExpertsCall) -> None:
     """topk_ids and topk_weights of a routed op, and the weight on the input."""
-    ids, weights, x = call.topk_ids, call.topk_weights, call.hidden_states
-    if ids.dtype != torch.int32:
+    ids, weights = call.topk_ids, call.topk_weights
+    if ids.dtype is not torch.int32:
         fail(op, "topk_ids", "have dtype torch.int32", ids.dtype)
-    if weights.dtype != torch.float32:
+    if weights.dtype is not torch.float32:
         fail(op, "topk_weights", "have dtype torch.float32", weights.dtype)
-    if ids.ndim != 2 or ids.shape[1] < 1:
-        fail(op, "topk_ids", "have shape [num_tokens, top_k] with top_k at least 1", ids.shape)
-    check(
-        ids.shape[0] == x.shape[0],
-        lambda: describe(op, "topk_ids", f"have num_tokens = {x.shape[0]} rows like hidden_states", ids.shape),
-    )
-    check(
-        weights.shape == ids.shape,
-        lambda: describe(op, "topk_weights", f"have shape {tuple(ids.shape)} like topk_ids", weights.shape),
-    )
-    if call.router_weight_on_input and ids.shape[1] != 1:
-        fail(op, "router_weight_on_input", "be False unless top_k is 1", f"top_k = {ids.shape[1]}")
+    shape, rows = ids.shape, call.hidden_states.shape[0]
+    if len(shape) != 2 or shape[1] < 1:
+        fail(op, "topk_ids", "have shape [num_tokens, top_k] with top_k at least 1", shape)
+    fits = shape[0] == rows
+    if fits is not True:  # False, or symbolic
+        check(fits, lambda: describe(op, "topk_ids", f"have num_tokens = {rows} rows like hidden_states", shape))
+    fits = weights.ndim == 2 and weights.shape[1] == shape[1] and weights.shape[0] == shape[0]
+    if fits is not True:
+        check(fits, lambda: describe(op, "topk_weights", f"have shape {tuple(shape)} like topk_ids", weights.shape))
+    if call.router_weight_on_input and shape[1] != 1:
+        fail(op, "router_weight_on_input", "be False unless top_k is 1", f"top_k = {shape[1]}")
 
 
 def check_out(op: str, out: Tensor, shape: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> None:

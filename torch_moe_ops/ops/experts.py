@@ -7,6 +7,7 @@ calls the backend that the caller named. The fake runs the same code up to the a
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -15,12 +16,10 @@ from torch import Tensor
 from torch_moe_ops._check import check, describe, fail
 from torch_moe_ops._schemas import arguments
 from torch_moe_ops.ops.bind import attach, below_autograd
-from torch_moe_ops.ops.call import FIELDS, INDEX, ExpertsCall
-from torch_moe_ops.ops.checks import Plan, check_experts, check_out, check_topk
+from torch_moe_ops.ops.call import FIELDS, ExpertsCall
+from torch_moe_ops.ops.checks import Plan, check_experts, check_out, check_topk, plan_of
 from torch_moe_ops.routing import check_route, route_reference
 from torch_moe_ops.schemes import SCHEMES, Scheme
-
-_SCHEME, _OUT_DTYPE = INDEX["scheme"], INDEX["out_dtype"]
 
 
 class _Binder:
@@ -32,26 +31,28 @@ class _Binder:
         # Fields that the op lacks are read from two constants appended to the arguments.
         absent, zero = len(self.names), len(self.names) + 1
         extra = {"scheme": zero, "act_format": zero + 1, "router_weight_on_input": zero + 2}
-        self.order = tuple(self.position.get(f, extra.get(f, absent)) for f in FIELDS)
-        self.constants = (None, scheme.name, scheme.act_formats[0], False)
+        self.pick = itemgetter(*(self.position.get(f, extra.get(f, absent)) for f in FIELDS))
+        self.tail = (*self.defaults, None, scheme.name, scheme.act_formats[0], False)
 
     def fill(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """All arguments in schema order."""
-        full = args + self.defaults[len(args) :]
-        if kwargs:
-            filled = list(full)
-            for name, value in kwargs.items():
-                filled[self.position[name]] = value
-            full = tuple(filled)
-        return full
+        """All arguments in schema order, then the constants."""
+        full = args + self.tail[len(args) :]
+        if not kwargs:
+            return full
+        filled = list(full)
+        for name, value in kwargs.items():
+            filled[self.position[name]] = value
+        return tuple(filled)
 
     def call(self, full: tuple[Any, ...]) -> ExpertsCall:
-        values = full + self.constants
-        return ExpertsCall._make([values[i] for i in self.order])
+        return tuple.__new__(ExpertsCall, self.pick(full))
 
 
 def _output(call: ExpertsCall, hidden_size: int) -> Tensor:
-    return call.hidden_states.new_empty((call.hidden_states.shape[0], hidden_size), dtype=_out_dtype(call))
+    x, dtype = call.hidden_states, call.out_dtype
+    if call.hidden_states_scale is None and (dtype is None or dtype is x.dtype):
+        return torch.empty_like(x, memory_format=torch.contiguous_format)  # twice as fast as new_empty
+    return x.new_empty((x.shape[0], hidden_size), dtype=_out_dtype(call))
 
 
 def _out_dtype(call: ExpertsCall) -> torch.dtype:
@@ -61,74 +62,78 @@ def _out_dtype(call: ExpertsCall) -> torch.dtype:
     return call.hidden_states.dtype if call.hidden_states_scale is None else torch.bfloat16
 
 
-def _run(call: ExpertsCall, resolved: Plan, out: Tensor) -> None:
+def _run(call: ExpertsCall, plan: Plan, out: Tensor) -> None:
     """Run a checked call on at least one token."""
     ready = call._replace(
         hidden_states=call.hidden_states.contiguous(),
         hidden_states_scale=None if call.hidden_states_scale is None else call.hidden_states_scale.contiguous(),
         topk_ids=call.topk_ids.contiguous(),
         topk_weights=call.topk_weights.contiguous(),
-        swiglu_alpha=resolved.alpha,
-        swiglu_beta=resolved.beta,
-        swiglu_limit=resolved.limit,
+        swiglu_alpha=plan.alpha,
+        swiglu_beta=plan.beta,
+        swiglu_limit=plan.limit,
         out_dtype=out.dtype,
     )
     with below_autograd():
-        resolved.backend.run(ready, out)
+        plan.backend.run(ready, out)
+
+
+Checked = Callable[..., tuple[ExpertsCall, Plan, int]]
 
 
 def _define_routed(scheme: Scheme) -> None:
     op = f"{scheme.op_prefix}moe_routed"
     binder = _Binder(op, scheme)
 
-    def checked(args: Any, kwargs: Any, devices: bool) -> tuple[ExpertsCall, Plan, int]:
+    def checked(args: Any, kwargs: Any, devices: bool, tracing: bool = False) -> tuple[ExpertsCall, Plan, int]:
         call = binder.call(binder.fill(args, kwargs))
-        resolved, hidden_size = check_experts(op, call, devices)
+        plan = plan_of(op, call)
+        hidden_size = check_experts(op, call, plan, devices, tracing)
         check_topk(op, call)
-        return call, resolved, hidden_size
+        return call, plan, hidden_size
 
     def make(devices: bool) -> Callable[..., Tensor]:
         def impl(*args: Any, **kwargs: Any) -> Tensor:
-            call, resolved, hidden_size = checked(args, kwargs, devices)
+            call, plan, hidden_size = checked(args, kwargs, devices)
             out = _output(call, hidden_size)
-            if out.shape[0]:
-                _run(call, resolved, out)
+            if call.topk_ids.shape[0]:
+                _run(call, plan, out)
             return out
 
         return impl
 
     def fake(*args: Any, **kwargs: Any) -> Tensor:
-        call, _, hidden_size = checked(args, kwargs, True)
+        call, _, hidden_size = checked(args, kwargs, True, tracing=True)
         return _output(call, hidden_size)
 
     attach(op, make(devices=False), make(devices=True), fake)
     _define_out(op, checked)
 
 
-def _define_out(op: str, checked: Callable[..., tuple[ExpertsCall, Plan, int]]) -> None:
+def _define_out(op: str, checked: Checked) -> None:
     returns = hasattr(torch.Tag, "out")
 
-    def prepared(args: Any, kwargs: Any, devices: bool) -> tuple[ExpertsCall, Plan, Tensor]:
+    def prepared(args: Any, kwargs: Any, devices: bool, tracing: bool = False) -> tuple[ExpertsCall, Plan, Tensor]:
         out = kwargs.pop("out")
-        call, resolved, hidden_size = checked(args, kwargs, devices)
+        call, plan, hidden_size = checked(args, kwargs, devices, tracing)
         x = call.hidden_states
         check_out(op, out, (x.shape[0], hidden_size), _out_dtype(call), x.device)
-        return call, resolved, out
+        return call, plan, out
 
     def make(devices: bool) -> Callable[..., Tensor | None]:
         def impl(*args: Any, **kwargs: Any) -> Tensor | None:
-            call, resolved, out = prepared(args, kwargs, devices)
+            call, plan, out = prepared(args, kwargs, devices)
             for name, value in zip(FIELDS, call, strict=True):
                 if isinstance(value, Tensor) and torch._C._overlaps(out, value):
                     fail(op, "out", "not share memory with an argument", name)
             if out.shape[0]:
-                _run(call, resolved, out)
+                _run(call, plan, out)
             return out if returns else None
 
         return impl
 
     def fake(*args: Any, **kwargs: Any) -> Tensor | None:
-        out = prepared(args, kwargs, True)[2]
+        out = prepared(args, kwargs, True, tracing=True)[2]
         return out if returns else None
 
     attach(f"{op}.out", make(devices=False), make(devices=True), fake)
@@ -150,7 +155,9 @@ def _define_monolithic(scheme: Scheme) -> None:
     logits_at, bias_at = binder.position["router_logits"], binder.position["routing_bias"]
     route_at = [binder.position[name] for name in _ROUTE_ARGUMENTS]
 
-    def checked(args: Any, kwargs: Any, devices: bool) -> tuple[ExpertsCall, Plan, int, tuple[Any, ...]]:
+    def checked(
+        args: Any, kwargs: Any, devices: bool, tracing: bool = False
+    ) -> tuple[ExpertsCall, Plan, int, tuple[Any, ...]]:
         full = binder.fill(args, kwargs)
         logits, bias, options = full[logits_at], full[bias_at], tuple(full[i] for i in route_at)
         check_route(op, logits, bias, *options)
@@ -159,7 +166,8 @@ def _define_monolithic(scheme: Scheme) -> None:
         if call.num_experts not in (0, experts):
             fail(op, "num_experts", f"be 0 or {experts}, the columns of router_logits", call.num_experts)
         call = call._replace(num_experts=experts, router_weight_on_input=options[0] == "llama4")
-        resolved, hidden_size = check_experts(op, call, devices)
+        plan = plan_of(op, call)
+        hidden_size = check_experts(op, call, plan, devices, tracing)
         rows = call.hidden_states.shape[0]
         check(
             logits.shape[0] == rows,
@@ -169,22 +177,22 @@ def _define_monolithic(scheme: Scheme) -> None:
             for name, tensor in (("router_logits", logits), ("routing_bias", bias)):
                 if tensor is not None and tensor.device != call.hidden_states.device:
                     fail(op, name, f"be on {call.hidden_states.device} like hidden_states", tensor.device)
-        return call, resolved, hidden_size, (logits, bias, *options)
+        return call, plan, hidden_size, (logits, bias, *options)
 
     def make(devices: bool) -> Callable[..., Tensor]:
         def impl(*args: Any, **kwargs: Any) -> Tensor:
-            call, resolved, hidden_size, routing = checked(args, kwargs, devices)
+            call, plan, hidden_size, routing = checked(args, kwargs, devices)
             out = _output(call, hidden_size)
             if out.shape[0]:
                 with below_autograd():
                     ids, weights = route_reference(*routing)
-                _run(call._replace(topk_ids=ids, topk_weights=weights), resolved, out)
+                _run(call._replace(topk_ids=ids, topk_weights=weights), plan, out)
             return out
 
         return impl
 
     def fake(*args: Any, **kwargs: Any) -> Tensor:
-        call, _, hidden_size, _ = checked(args, kwargs, True)
+        call, _, hidden_size, _ = checked(args, kwargs, True, tracing=True)
         return _output(call, hidden_size)
 
     attach(op, make(devices=False), make(devices=True), fake)

@@ -87,7 +87,5 @@ def _dynamic_gscale_nvfp4_fake(x: Tensor) -> Tensor:
     return x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
-attach(
-    "quantize_nvfp4", _quantize_nvfp4(devices=False), _quantize_nvfp4(devices=True), _quantize_nvfp4_fake
-)
+attach("quantize_nvfp4", _quantize_nvfp4(devices=False), _quantize_nvfp4(devices=True), _quantize_nvfp4_fake)
 attach("dynamic_gscale_nvfp4", _dynamic_gscale_nvfp4, _dynamic_gscale_nvfp4, _dynamic_gscale_nvfp4_fake)

@@ -24,7 +24,7 @@ def encode(x: Tensor) -> Tensor:
     """
     if x.dtype == torch.float64:
         return _FORMAT.encode(x).view(torch.float8_e4m3fn)
-    # torch's cast turns what is beyond 448 into NaN: saturate first (clamp keeps NaN).
+    # Depending on its release, torch's cast saturates or turns what is beyond 448 into NaN: saturate first (clamp keeps NaN).
     return x.float().clamp(-MAX, MAX).to(torch.float8_e4m3fn)
 
 

@@ -17,6 +17,7 @@ from torch_moe_ops.quant._blocks import align_leading, per_row, require_shape
 GROUP = 128
 
 
+@torch.no_grad()
 def quantize_fp8(x: Tensor, gscale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Quantize activations, one scale per token, or with a calibrated scale.
 
@@ -34,6 +35,7 @@ def quantize_fp8(x: Tensor, gscale: Tensor | None = None) -> tuple[Tensor, Tenso
     return e4m3.encode(x.float() * per_row("fp8.quantize_fp8", gscale, x)), gscale.reciprocal()
 
 
+@torch.no_grad()
 def quantize_fp8_group(x: Tensor, group: int = GROUP) -> tuple[Tensor, Tensor]:
     """Quantize activations, one scale per token and `group` of K; the last group may be partial.
 
@@ -45,6 +47,7 @@ def quantize_fp8_group(x: Tensor, group: int = GROUP) -> tuple[Tensor, Tensor]:
     return codes.squeeze(-2), scale.squeeze(-2)
 
 
+@torch.no_grad()
 def quantize_weight_tensor(w: Tensor) -> tuple[Tensor, Tensor]:
     """w [..., N, K] -> codes float8_e4m3fn [..., N, K], scale float32 w.shape[:-2] (one per matrix), multiplies."""
     require_floats("fp8.quantize_weight_tensor", "w", w)
@@ -54,12 +57,14 @@ def quantize_weight_tensor(w: Tensor) -> tuple[Tensor, Tensor]:
     return codes.unflatten(-1, w.shape[-2:]), scale
 
 
+@torch.no_grad()
 def quantize_weight_channel(w: Tensor) -> tuple[Tensor, Tensor]:
     """w [..., N, K] -> codes float8_e4m3fn [..., N, K], scale float32 [..., N] (one per row), multiplies."""
     require_floats("fp8.quantize_weight_channel", "w", w)
     return _quantize_rows("fp8.quantize_weight_channel", w)
 
 
+@torch.no_grad()
 def quantize_weight_block(w: Tensor, block: tuple[int, int] = (GROUP, GROUP)) -> tuple[Tensor, Tensor]:
     """Quantize by tiles; tiles at the bottom and right edge may be partial.
 

@@ -67,6 +67,7 @@ def flip_sign_bit(packed: Tensor) -> Tensor:
     return packed ^ (0x88 if packed.dtype == torch.uint8 else 0x88888888 - (1 << 32))
 
 
+@torch.no_grad()
 def quantize_weight_group(
     w: Tensor, group: int = 32, symmetric: bool = True, scale_dtype: torch.dtype = torch.bfloat16
 ) -> Int4Weight:
@@ -138,9 +139,9 @@ def dequantize(
     if zero_point is not None:
         require_shape(function, "zero_point", zero_point, tuple(scale.shape))
     if g_idx is not None:
-        scale, zero_point = (None if t is None else _per_column(function, t, codes, g_idx) for t in (scale, zero_point))
-        zero = SYMMETRIC_ZERO if zero_point is None else zero_point.to(dtype)
-        return (codes.to(dtype) - zero) * scale.to(dtype)
+        columns = None if zero_point is None else _per_column(function, zero_point, codes, g_idx)
+        zero = SYMMETRIC_ZERO if columns is None else columns.to(dtype)
+        return (codes.to(dtype) - zero) * _per_column(function, scale, codes, g_idx).to(dtype)
     groups = max(scale.shape[-1], 1) if scale.ndim else 1
     if codes.ndim == 0 or codes.shape[-1] % groups:
         text = f"a multiple of its {groups} scales, got shape {tuple(codes.shape)}"

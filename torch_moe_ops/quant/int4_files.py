@@ -10,7 +10,9 @@ from torch_moe_ops.quant._blocks import require_shape
 from torch_moe_ops.quant.int4 import Int4Weight, unpack_int32
 
 
-def unpack_gptq(qweight: Tensor, qzeros: Tensor | None, scales: Tensor, stores_zero_minus_one: bool = True) -> Int4Weight:
+def unpack_gptq(
+    qweight: Tensor, qzeros: Tensor | None, scales: Tensor, stores_zero_minus_one: bool = True
+) -> Int4Weight:
     """GPTQ, with columns in the file's order: groups are contiguous unless the file was made with desc_act.
 
     A file with a permuted g_idx is dequantized by `int4.dequantize(..., g_idx=g_idx)`; see `has_contiguous_groups`.
@@ -61,7 +63,12 @@ def _unpack_awq_words(name: str, words: Tensor) -> Tensor:
 
 
 def unpack_zero_point_rows(packed: Tensor, rows: int) -> Tensor:
-    """compressed-tensors' zero points: int32 [..., ceil(rows / 8), groups], packed along rows -> uint8 [..., rows, groups]."""
+    """compressed-tensors' zero points, packed along rows.
+
+    Args:
+        packed: int32 [..., ceil(rows / 8), groups], nibble i of word j = row 8j + i.
+    Returns: uint8 [..., rows, groups].
+    """
     require_dtype("int4_files.unpack_zero_point_rows", "packed", packed, torch.int32)
     shape = (*packed.shape[:-2], -(-rows // 8), *packed.shape[-1:])
     require_shape("int4_files.unpack_zero_point_rows", "packed", packed, shape)

@@ -16,6 +16,7 @@ _MAX = 127.0
 _WEIGHT_RANGE = 127.5
 
 
+@torch.no_grad()
 def quantize_int8(x: Tensor, gscale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Quantize activations, one scale per token, or with a calibrated scale.
 
@@ -36,6 +37,7 @@ def quantize_int8(x: Tensor, gscale: Tensor | None = None) -> tuple[Tensor, Tens
     return _round(divide(x.float(), scale[..., None]), -_MAX), scale
 
 
+@torch.no_grad()
 def quantize_weight_channel(w: Tensor, scale_dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """Quantize weights per row.
 
@@ -50,6 +52,7 @@ def quantize_weight_channel(w: Tensor, scale_dtype: torch.dtype = torch.float32)
     return codes, scale[..., 0]
 
 
+@torch.no_grad()
 def quantize_weight_group(
     w: Tensor, group: int = 128, scale_dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from torch_moe_ops.quant._blocks import require_shape, split_blocks
 BLOCK = 32
 
 
+@torch.no_grad()
 def quantize_mx(x: Tensor, element: str, rule: str = "rceil") -> tuple[Tensor, Tensor]:
     """Quantize activations or weights: one power of two per block, then the nearest element, ties to even.
 

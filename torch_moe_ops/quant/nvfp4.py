@@ -18,6 +18,7 @@ RANGE = e2m1.MAX * e4m3.MAX  # 2688
 _ONE_SIXTH = 0xAAAAAB / 2.0**26  # fl(1 / 6), bits 0x3E2AAAAB
 
 
+@torch.no_grad()
 def quantize_activation(x: Tensor, gscale: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize activations; bit-equal on every device.
 
@@ -47,6 +48,7 @@ def quantize_activation(x: Tensor, gscale: Tensor) -> tuple[Tensor, Tensor]:
     return e2m1.pack(codes.flatten(-2)), scale
 
 
+@torch.no_grad()
 def dynamic_gscale(x: Tensor) -> Tensor:
     """fl(2688 / max|x[row]|) of each row, 1 for a row of zeros: the gscale of a token that none was calibrated for.
 
@@ -59,6 +61,7 @@ def dynamic_gscale(x: Tensor) -> Tensor:
     return divide(RANGE, amax).masked_fill_(amax == 0, 1.0)
 
 
+@torch.no_grad()
 def quantize_weight(w: Tensor, scale_2: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize weights in ModelOpt's form; block scales and codes are bit-equal with that tool.
 
@@ -102,9 +105,7 @@ def _scale_2(function: str, amax: Tensor, given: Tensor | None) -> Tensor:
         raise ValueError(f"{function}: scale_2 must {text}") from None
 
 
-def dequantize(
-    codes: Tensor, scale: Tensor, alpha: Tensor | None = None, dtype: torch.dtype = torch.float32
-) -> Tensor:
+def dequantize(codes: Tensor, scale: Tensor, alpha: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
     """fl(e2m1 * fl(scale * alpha)): the order of ModelOpt, bit for bit.
 
     Args:

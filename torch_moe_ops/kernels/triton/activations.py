@@ -26,7 +26,7 @@ def _gelu(x):
 
 @triton.jit
 def _gelu_tanh(x):
-    return 0.5 * x * (1.0 + _tanh(GELU_TANH_SCALE * (x + 0.044715 * x * x * x)))
+    return 0.5 * x * (1.0 + _tanh((x + 0.044715 * x * x * x) * GELU_TANH_SCALE))
 
 
 @triton.jit

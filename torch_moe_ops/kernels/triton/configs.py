@@ -15,6 +15,7 @@ class Tile(NamedTuple):
     block_k: int
     num_warps: int
     num_stages: int
+    max_registers: int = 0  # a thread may use; 0: as many as the compiler likes
 
 
 class Config(NamedTuple):

@@ -124,7 +124,8 @@ def _bytes(scale: Tensor | None, instead: Tensor) -> Tensor:
 
 
 def _tile_constants(tile: Tile, plan: _Plan) -> dict[str, Any]:
-    return {
+    limit = {"maxnreg": tile.max_registers} if tile.max_registers else {}
+    return limit | {
         "BLOCK_N": tile.block_n,
         "BLOCK_T": plan.config.block_t,
         "BLOCK_K": tile.block_k,

@@ -1,0 +1,167 @@
+"""The Triton engine against the oracle: on the GPU where there is one, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+pytest.importorskip("triton")
+
+from triton_cases import DEVICE, empty_output, make_call, relative_error
+from torch_moe_ops.backends import triton as backend
+from torch_moe_ops.kernels.triton import launch
+from torch_moe_ops.kernels.triton.configs import Config, Tile
+from torch_moe_ops.ops.call import ExpertsCall
+
+pytestmark = pytest.mark.skipif(
+    DEVICE == "cpu" and os.environ["TRITON_INTERPRET"] != "1", reason="needs a GPU or TRITON_INTERPRET=1"
+)
+
+# Codes and block scales are exact; what is left is the order of float32 sums, which rounds the output differently.
+LIMIT = 2e-3
+ACTIVATIONS = (
+    "silu", "gelu", "gelu_tanh", "relu2", "swigluoai", "swiglustep", "situ",
+    "silu_no_mul", "gelu_no_mul", "relu2_no_mul", "identity_no_mul",
+)  # fmt: skip
+
+
+def run(call: ExpertsCall, config: Config | None = None) -> torch.Tensor:
+    out = empty_output(call)
+    if config is None:
+        backend.run(call, out)
+    else:
+        launch.run_experts(call, out, config)
+    return out
+
+
+def check(call: ExpertsCall, config: Config | None = None, limit: float = LIMIT) -> None:
+    out = run(call, config)
+    assert torch.isfinite(out).all()
+    assert relative_error(out, call) < limit
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("scheme", ("nvfp4", "none"))
+@pytest.mark.parametrize(("hidden", "inter"), ((80, 48), (128, 64), (176, 208), (256, 16)))
+def test_sizes(scheme: str, dtype: torch.dtype, hidden: int, inter: int) -> None:
+    check(make_call(scheme, dtype=dtype, hidden=hidden, inter=inter))
+
+
+@pytest.mark.parametrize(
+    ("a1", "a2"), ((500.0, 300.0), ("expert", "expert"), (None, None), (None, 300.0), ("expert", None))
+)
+@pytest.mark.parametrize(("hidden", "inter"), ((80, 48), (192, 144)))
+def test_nvfp4_activations(a1: Any, a2: Any, hidden: int, inter: int) -> None:
+    check(make_call("nvfp4", "nvfp4", a1=a1, a2=a2, hidden=hidden, inter=inter, seed=1))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("act_format", "bias"), (("none", True), ("nvfp4", False)))
+def test_activations(activation: str, act_format: str, bias: bool) -> None:
+    quantized: dict[str, Any] = {"a1": 500.0, "a2": 300.0} if act_format == "nvfp4" else {}
+    check(make_call("nvfp4", act_format, activation=activation, bias=bias, **quantized))
+
+
+def test_silu_with_limit() -> None:
+    call = make_call("none", activation="silu", constants=(None, None, 0.5))
+    check(call)
+    assert relative_error(run(call._replace(swiglu_limit=float("inf"))), call) > 0.05
+
+
+@pytest.mark.parametrize("scheme", ("nvfp4", "none"))
+def test_bias_without_gate(scheme: str) -> None:
+    check(make_call(scheme, activation="relu2_no_mul", bias=True, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("per_half", (True, False))
+def test_alphas_of_gate_and_up(per_half: bool) -> None:
+    check(make_call("nvfp4", per_half=per_half))
+
+
+@pytest.mark.parametrize("act_format", ("none", "nvfp4"))
+def test_foreign_ids_contribute_nothing(act_format: str) -> None:
+    call = make_call("nvfp4", act_format, tokens=9, foreign=True, a1="expert" if act_format == "nvfp4" else None)
+    out = run(call)
+    assert relative_error(out, call._replace(topk_weights=call.topk_weights.nan_to_num(1.0))) < LIMIT
+    assert not out[-1].any()  # every expert of the last token is foreign
+
+
+@pytest.mark.parametrize("extreme", (-(2**31), 2**31 - 1, -1))
+def test_extreme_ids_are_foreign(extreme: int) -> None:
+    call = make_call("none", foreign=True)
+    call.topk_ids[:, 0] = extreme
+    weights = call.topk_weights.nan_to_num(1.0)
+    assert relative_error(run(call), call._replace(topk_weights=weights)) < LIMIT
+
+
+def test_duplicate_ids_add() -> None:
+    call = make_call("nvfp4", top_k=3)
+    call.topk_ids[:] = 2
+    check(call)
+
+
+@pytest.mark.parametrize("scheme", ("nvfp4", "none"))
+def test_router_weight_on_input(scheme: str) -> None:
+    check(make_call(scheme, top_k=1, router_weight_on_input=True))
+
+
+def test_router_weight_on_quantized_input() -> None:
+    check(make_call("nvfp4", "nvfp4", a1=None, a2=300.0, top_k=1, router_weight_on_input=True))
+
+
+def test_packed_hidden_states() -> None:
+    from torch_moe_ops.quant.nvfp4 import quantize_activation
+
+    call = make_call("nvfp4", "nvfp4", a1=500.0, a2=300.0)
+    codes, scale = quantize_activation(call.hidden_states.cpu(), torch.tensor(500.0))
+    packed = call._replace(hidden_states=codes.to(DEVICE), hidden_states_scale=scale.to(DEVICE))
+    assert torch.equal(run(packed), run(call))
+
+
+@pytest.mark.parametrize("out_dtype", (torch.float16, torch.float32))
+def test_output_dtype(out_dtype: torch.dtype) -> None:
+    check(make_call("nvfp4", "nvfp4", a1=500.0, a2=300.0, out_dtype=out_dtype))
+
+
+def test_no_tokens() -> None:
+    call = make_call("nvfp4", tokens=0)
+    assert run(call).shape == (0, 80)
+
+
+@pytest.mark.parametrize("block_t", (8, 16, 64))
+@pytest.mark.parametrize("tile", (Tile(64, 128, 4, 3), Tile(128, 256, 8, 2)))
+def test_every_tile_gives_the_same(block_t: int, tile: Tile) -> None:
+    """Several tiles of tokens an expert, and an expert without any."""
+    call = make_call("nvfp4", tokens=30, top_k=2, hidden=272, inter=144)
+    call.topk_ids[call.topk_ids == 1] = 2
+    check(call, Config(block_t, tile, tile))
+
+
+def test_two_runs_are_bitwise_equal() -> None:
+    call = make_call("nvfp4", "nvfp4", a1=500.0, a2=300.0, tokens=33)
+    assert torch.equal(run(call), run(call))
+
+
+def test_a_nan_row_disturbs_no_other() -> None:
+    call = make_call("nvfp4", "nvfp4", a1=500.0, a2=300.0, tokens=6)
+    clean = run(call)
+    call.hidden_states[3] = float("nan")
+    assert torch.equal(run(call)[[0, 1, 2, 4, 5]], clean[[0, 1, 2, 4, 5]])
+
+
+def test_reasons_name_what_is_missing() -> None:
+    assert backend.reasons("nvfp4", "none", "cuda", (9, 0), torch.bfloat16) == []
+    assert any("'int3'" in reason for reason in backend.reasons("int3", "none", "cuda", (9, 0)))
+    assert any("'fp8'" in reason for reason in backend.reasons("nvfp4", "fp8", "cuda", (9, 0)))
+    assert any("float32" in reason for reason in backend.reasons("none", "none", "cuda", (9, 0), torch.float32))
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__, "-q"]))

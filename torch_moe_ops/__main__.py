@@ -1,0 +1,38 @@
+"""`python -m torch_moe_ops inspect PATH`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from torch_moe_ops.checkpoints import CheckpointError
+from torch_moe_ops.inspect import Inspection
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m torch_moe_ops")
+    commands = parser.add_subparsers(dest="command", required=True)
+    inspect = commands.add_parser("inspect", help="what a checkpoint holds and what can run it")
+    inspect.add_argument("path", help="folder with safetensors, or one .safetensors file")
+    inspect.add_argument("--layer", type=int, help="only this layer")
+    inspect.add_argument("--quick", action="store_true", help="headers and first experts only: no check of all scales")
+    inspect.add_argument("--no-backends", action="store_true", help="leave out what can run it")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0, 1 where a layer has a problem, 2 where the checkpoint cannot be opened."""
+    options = _parser().parse_args(arguments)
+    try:
+        found = Inspection(options.path, options.layer, quick=options.quick, backends=not options.no_backends)
+    except CheckpointError as error:
+        print(f"problem: {error}", file=sys.stderr)
+        return 2
+    for line in found.lines():
+        print(line, flush=True)
+    return 1 if found.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,24 @@
+"""Quantized experts inside transformers models; needs transformers 5.
+
+    import torch_moe_ops.transformers as moeq_transformers
+    moeq_transformers.register()
+    model = AutoModelForCausalLM.from_pretrained(folder)      # ModelOpt export: experts stay packed
+
+`register` adds the experts implementation "moeq" and a quantizer for quant_method "modelopt".
+`attach_experts` gives a model that was built in any other way the experts of a checkpoint.
+"""
+
+from __future__ import annotations
+
+try:
+    import transformers as _transformers  # noqa: F401 - only to say what is missing
+except ImportError as error:
+    raise ImportError(
+        f"torch_moe_ops.transformers needs transformers 5: pip install 'torch-moe-ops[transformers]' ({error})"
+    ) from error
+
+from torch_moe_ops.transformers.attach import attach_experts
+from torch_moe_ops.transformers.experts import ExpertWeights, moeq_experts
+from torch_moe_ops.transformers.registration import register
+
+__all__ = ["ExpertWeights", "attach_experts", "moeq_experts", "register"]

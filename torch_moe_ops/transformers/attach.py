@@ -1,0 +1,182 @@
+"""attach_experts: the experts of a checkpoint, packed, in place of a model's own."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_moe_ops.activations import apply_activation
+from torch_moe_ops.checkpoints import load_experts
+from torch_moe_ops.checkpoints.progress import track
+from torch_moe_ops.prepare import prepare
+from torch_moe_ops.prepared_weights import PreparedWeights
+from torch_moe_ops.raw_weights import RawWeights
+from torch_moe_ops.transformers.experts import IMPLEMENTATION, ExpertWeights
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+_PARAMETERS = (*_WEIGHTS, *(f"{name}_bias" for name in _WEIGHTS))
+
+
+@dataclass(frozen=True)
+class ExpertsModule:
+    """An experts module of a model and the sizes that its parameters had: (num_experts, hidden, intermediate)."""
+
+    name: str
+    layer: int
+    module: nn.Module
+    sizes: tuple[int, int, int] | None
+
+
+def find_experts(model: nn.Module) -> list[ExpertsModule]:
+    """Every module of the model that goes through the experts interface of transformers.
+
+    Raises ValueError for one outside `layers.<n>.`, whose experts could not be found in a checkpoint.
+    """
+    found = []
+    for name, module in model.named_modules():
+        # Set by transformers.integrations.moe.use_experts_implementation on each instance.
+        if not {"is_transposed", "is_concatenated", "has_gate", "has_bias"} <= module.__dict__.keys():
+            continue
+        numbers = _LAYER.findall(f"{name}.")
+        if not numbers:
+            raise ValueError(f"find_experts: module {name} must lie in layers.<n>")
+        found.append(ExpertsModule(name, int(numbers[-1]), module, _sizes(module)))
+    return found
+
+
+def _sizes(module: nn.Module) -> tuple[int, int, int] | None:
+    """From the parameters, which may be on the meta device; None where they were removed."""
+    down = getattr(module, "down_proj", None)
+    if down is None or down.ndim != 3:
+        return None
+    experts, rows, columns = down.shape
+    return (experts, columns, rows) if module.is_transposed else (experts, rows, columns)
+
+
+def remove_parameters(module: nn.Module) -> None:
+    """Drop the module's own weights and biases."""
+    for name in _PARAMETERS:
+        module._parameters.pop(name, None)
+
+
+def attach_experts(
+    model: Any,
+    path: str | os.PathLike[str],
+    *,
+    input_scales: bool = True,
+    device: torch.device | str | None = None,
+    **prepare_options: Any,
+) -> dict[str, PreparedWeights]:
+    """Give every experts module of a transformers model the quantized experts of a checkpoint.
+
+    Each module's own parameters are removed, its prepared weights become `module.moeq_weights`, and the
+    model's experts implementation becomes "moeq". The other weights of the model stay as they are. Layer by
+    layer: peak memory is the model, what was attached so far and one layer.
+
+    Args:
+        model: a PreTrainedModel whose experts go through the experts interface of transformers 5.
+        path: a checkpoint that `load_experts` reads, in any of its formats.
+        input_scales: as in `load_experts`.
+        device: None: where the parameters beside the experts (the router's) are.
+        prepare_options: given to `prepare` for every layer.
+
+    Returns: the prepared weights by module name, for `explain`.
+    Raises:
+        ValueError: no experts modules; a layer that the checkpoint lacks; sizes, gating or activation of a
+            module that differ from the checkpoint's; experts with a norm of their own, which no op applies.
+    """
+    modules = find_experts(model)
+    if not modules:
+        raise ValueError(
+            f"attach_experts: model must have experts modules with the experts interface of transformers 5, "
+            f"got {type(model).__name__} without"
+        )
+    return attach_to(model, modules, path, input_scales=input_scales, device=device, **prepare_options)
+
+
+def attach_to(
+    model: Any,
+    modules: list[ExpertsModule],
+    path: str | os.PathLike[str],
+    *,
+    input_scales: bool = True,
+    device: torch.device | str | None = None,
+    **prepare_options: Any,
+) -> dict[str, PreparedWeights]:
+    """attach_experts for modules that were found before."""
+    from torch_moe_ops.transformers.registration import register_implementation
+
+    register_implementation()
+    attached = {}
+    for found in track(modules, "experts"):
+        target = torch.device(device) if device is not None else _device_beside(model, found.name)
+        raw = load_experts(path, layer=found.layer, input_scales=input_scales)
+        _check_sizes(found, raw)
+        w = prepare(raw, device=target, **prepare_options)
+        _check_activation(found, w)
+        remove_parameters(found.module)
+        found.module.moeq_weights = ExpertWeights(w, prepare_options.get("backend", "auto"))
+        attached[found.name] = w
+    model.set_experts_implementation(IMPLEMENTATION)
+    return attached
+
+
+def _device_beside(model: nn.Module, name: str) -> torch.device:
+    """Device of the nearest parameter outside the experts module: its router's, as a rule."""
+    inside, parent = f"{name}.", name
+    while parent:
+        parent = parent.rpartition(".")[0]
+        for other, parameter in model.get_submodule(parent).named_parameters(prefix=parent):
+            if not other.startswith(inside):
+                if parameter.device.type == "meta":
+                    raise ValueError(f"attach_experts: {other} must be loaded, got it on the meta device (offloaded?)")
+                return parameter.device
+    raise ValueError(f"attach_experts: device must be given, as the model has no parameters beside {name}")
+
+
+def _check_sizes(found: ExpertsModule, raw: RawWeights) -> None:
+    module = found.module
+    if getattr(module, "has_post_expert_norm", False):
+        raise ValueError(f"attach_experts: {found.name} must have no norm after each expert: no op applies one")
+    _require(found, raw, "gating", "gated" if module.has_gate else "not gated", "gated" if raw.is_gated else "not gated")
+    if found.sizes is not None:
+        names = "num_experts, hidden_size, intermediate_size"
+        got = (raw.num_experts, raw.hidden_size, raw.intermediate_size)
+        _require(found, raw, names, found.sizes, got)
+    if found.sizes is None or getattr(module, "_is_expert_parallel", False):
+        _require(found, raw, "num_experts", getattr(module, "num_experts", raw.num_experts), raw.num_experts)
+
+
+def _require(found: ExpertsModule, raw: RawWeights, what: str, wanted: Any, got: Any) -> None:
+    if wanted != got:
+        raise ValueError(f"attach_experts: {what} of {found.name} must be {wanted} as in the model, got {got} ({raw.source})")
+
+
+@torch.no_grad()
+def _check_activation(found: ExpertsModule, w: PreparedWeights) -> None:
+    """Compare the prepared activation with what the module itself computes.
+
+    hidden_act in a config does not tell everything: gpt-oss says "silu", other models clamp.
+    """
+    values = torch.linspace(-12.0, 12.0, 2 * w.intermediate_size, device=w.device)
+    order = torch.randperm(2 * w.intermediate_size, generator=torch.Generator().manual_seed(0))
+    gate, up = values[order.to(w.device)][None].chunk(2, dim=1)
+    constants = (w.swiglu_alpha, w.swiglu_beta, w.swiglu_limit)
+    module = found.module
+    if module.has_gate:
+        halves = torch.cat((gate, up), 1) if module.is_concatenated else torch.stack((gate, up), 2).flatten(1)
+        theirs, ours = module._apply_gate(halves), apply_activation(w.activation, gate, up, *constants)
+    else:
+        theirs, ours = module.act_fn(gate), apply_activation(w.activation, None, gate, *constants)
+    if not torch.allclose(theirs, ours, rtol=1e-4, atol=1e-4):
+        worst = (theirs - ours).abs().max().item()
+        raise ValueError(
+            f"attach_experts: activation must be the one of {found.name}, got {w.activation!r} with constants "
+            f"{constants}, which differs by up to {worst:.3g}. Give activation= and its constants"
+        )

@@ -1,0 +1,83 @@
+"""The experts implementation "moeq": a transformers experts module that calls torch.ops.moeq."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from torch_moe_ops.fused import fused_moe_routed
+from torch_moe_ops.prepare import prepare, restore
+from torch_moe_ops.prepared_weights import PreparedWeights
+
+IMPLEMENTATION = "moeq"
+
+
+class ExpertWeights(nn.Module):
+    """Holds the prepared weights of one layer and moves them with the model.
+
+    No parameters or buffers: `model.half()` would round alphas and reinterpret nothing but floats, while
+    the codes and block scales of a quantized layer have the dtypes that their op needs.
+
+    Args:
+        prepared: the layer.
+        backend: as asked of `prepare`; used again when the model moves to another kind of device.
+    """
+
+    def __init__(self, prepared: PreparedWeights, backend: str = "auto") -> None:
+        super().__init__()
+        self.prepared = prepared
+        self.backend = backend
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExpertWeights:
+        """Follow `model.to(device)`: a backend's layout serves one kind of device, so another one prepares anew."""
+        device = fn(torch.empty(0, device=self.prepared.device)).device
+        w = self.prepared
+        if device.type in (w.device.type, "meta"):
+            self.prepared = w.to(device) if device != w.device else w
+            return self
+        self.prepared = prepare(
+            restore(w),
+            activation=w.activation,
+            act_format=w.act_format,
+            backend=self.backend,
+            device=device,
+            num_experts=w.num_experts,
+            local_expert_offset=w.local_expert_offset,
+            swiglu_alpha=w.swiglu_alpha,
+            swiglu_beta=w.swiglu_beta,
+            swiglu_limit=w.swiglu_limit,
+            router_weight_on_input=w.router_weight_on_input,
+            weight_policy=w.weight_policy,
+        )
+        return self
+
+    def extra_repr(self) -> str:
+        w = self.prepared
+        return (
+            f"{w.scheme}, num_experts={w.num_experts}, hidden_size={w.hidden_size}, "
+            f"intermediate_size={w.intermediate_size}, act_format={w.act_format}, backend={w.backend}"
+        )
+
+
+def moeq_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The forward of an experts module under experts_implementation="moeq".
+
+    Args:
+        self: an experts module of transformers that holds `moeq_weights` (see `attach_experts`).
+        hidden_states: [num_tokens, hidden_size].
+        top_k_index: [num_tokens, top_k] int64; an id of num_experts or more (how transformers marks the
+            experts of other ranks) or below 0 contributes nothing.
+        top_k_weights: [num_tokens, top_k], final multipliers.
+
+    Returns: [num_tokens, hidden_size] in the dtype of hidden_states. Inference only. Traces under torch.compile.
+    Raises: RuntimeError where the module has no prepared weights, or naming op and argument.
+    """
+    weights = getattr(self, "moeq_weights", None)
+    if weights is None:
+        raise RuntimeError(
+            f"experts_implementation {IMPLEMENTATION!r}: {type(self).__name__} must hold prepared weights, got none: "
+            "call torch_moe_ops.transformers.attach_experts(model, checkpoint) first"
+        )
+    return fused_moe_routed(hidden_states, top_k_index, top_k_weights, weights.prepared)
