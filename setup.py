@@ -43,7 +43,7 @@ def host_flags() -> list[str]:
 
 
 def link_flags() -> list[str]:
-    return ["-fsanitize=address,undefined"] if os.environ.get("MOEQ_SANITIZE") == "1" else ["-Wl,-s"]
+    return ["-fsanitize=address,undefined"] if os.environ.get("MOEQ_SANITIZE") == "1" else ["-Wl,-s", "-Wl,--exclude-libs,ALL"]
 
 
 def is_x86() -> bool:

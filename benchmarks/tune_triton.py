@@ -34,22 +34,25 @@ from torch_moe_ops.ops.call import ExpertsCall  # noqa: E402
 
 def candidates(fmt: str, block_t: int) -> list[Tile]:
     """Tiles worth timing for a number of tokens a tile."""
-    plain = fmt == "bf16"
+    if fmt == "bf16":
+        if block_t <= 32:
+            return [Tile(n, k, w, s) for n, w in ((64, 4), (128, 4), (128, 8)) for k, s in ((64, 4), (64, 6), (128, 4))]
+        return [Tile(n, 64, 8, s) for n in (128, 256) for s in (3, 4)] + [Tile(128, 64, 4, 3), Tile(64, 64, 4, 4)]
     if block_t <= 32:
-        depths = ((64, (4, 6)), (128, (3, 4))) if plain else ((128, (4, 6)), (256, (3, 4)))
-        return [Tile(n, k, w, s) for n, w in ((64, 4), (128, 4), (128, 8)) for k, stages in depths for s in stages]
-    k = 64 if plain else 128
-    tiles = [Tile(64, k, 4, 3), Tile(128, k, 4, 3)]
-    tiles += [Tile(n, k, 8, s) for n in (128, 256) for s in (2, 3, 4)]
-    return tiles if block_t > 128 else [*tiles, Tile(128, k, 8, 2, 128)]
+        shapes = [(64, 128, 4, 4), (64, 256, 4, 3), (128, 128, 4, 4), (128, 128, 4, 5), (128, 128, 8, 4), (128, 128, 8, 6)]
+        shapes += [(128, 256, 4, 3), (128, 256, 4, 4), (128, 256, 8, 3), (128, 256, 8, 4), (128, 128, 4, 4, 128)]
+        return [Tile(*s) for s in (*shapes, (128, 256, 4, 3, 168))]
+    shapes = [(128, 128, 4, 3), (128, 64, 4, 4), (128, 64, 4, 6), (128, 128, 8, 3), (128, 128, 8, 4)]
+    shapes += [(256, 64, 8, 4), (256, 64, 8, 6), (256, 128, 8, 3), (256, 128, 8, 4), (64, 128, 4, 3)]
+    return [Tile(*s) for s in shapes]
 
 
 def block_ts(m: int, per_expert: float) -> list[int]:
     """Tokens a tile, worth timing for m tokens and this many (token, expert) pairs an expert."""
     if per_expert <= 6:
-        return [8, 16] if m <= 8 else [16]
-    options = [t for t in (16, 32, 64, 128, 256) if per_expert / 2.1 <= t <= per_expert * 2.1]
-    return options or [128, 256]
+        return [16]
+    options = [t for t in (16, 32, 64, 128) if per_expert / 2.1 <= t <= per_expert * 2.1]
+    return options or [128]
 
 
 class Gemms:

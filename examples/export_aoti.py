@@ -85,7 +85,8 @@ def main() -> int:
             eager, exported, compiled = layer(*inputs), program.module()(*inputs), loaded(*inputs)
             differences = [(eager - other).abs().max().item() for other in (exported, compiled)]
             worst = max(worst, *differences)
-            print(f"{count:>4} tokens: eager {median_us(layer, inputs):.0f} us, package {median_us(loaded, inputs):.0f} us")
+            times = f"eager {median_us(layer, inputs):.0f} us, package {median_us(loaded, inputs):.0f} us"
+            print(f"{count:>4} tokens: {times}")
     print(f"difference  {worst:.1e} at most between eager, exported program and package (0 expected: the same kernel)")
     return 0 if worst == 0 else 1
 

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -36,7 +37,7 @@ def main(folder: Path) -> int:
 
     # After register(), from_pretrained reads the export. Linears outside the experts are dequantized.
     moeq_transformers.register(act_format="none")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
     print(f"checkpoint  {folder.name}: {type(model).__name__}, experts: {model.config._experts_implementation}")
 
     failed = False
@@ -53,7 +54,9 @@ def main(folder: Path) -> int:
         reference = expected["logits_dequant"].to(device).double()
         error = ((logits.double() - reference).norm() / reference.norm()).item()
         failed |= not error <= bound
-        print(f"{act_format:<11} logits {error:.2e} from the dequantized model's (allowed {bound:.0e}), {seconds:.1f} s")
+        print(
+            f"{act_format:<11} logits {error:.2e} from the dequantized model's (allowed {bound:.0e}), {seconds:.1f} s"
+        )
     return int(failed)
 
 
@@ -66,7 +69,9 @@ def compiled_logits(model: torch.nn.Module, input_ids: Tensor) -> Tensor:
 def report_memory(attached: dict[str, moe.PreparedWeights]) -> None:
     packed = sum(t.numel() * t.element_size() for w in attached.values() for t in w.tensors().values())
     values = sum(w.num_experts * 3 * w.hidden_size * w.intermediate_size for w in attached.values())
-    print(f"experts     {len(attached)} layers, {packed / 1024:.0f} KiB packed, {values * 2 / 1024:.0f} KiB in bfloat16")
+    print(
+        f"experts     {len(attached)} layers, {packed / 1024:.0f} KiB packed, {values * 2 / 1024:.0f} KiB in bfloat16"
+    )
 
 
 if __name__ == "__main__":

@@ -9,19 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from torch_moe_ops.raw_weights import RawWeights
-from torch_moe_ops.schemes import SCHEMES
 
 FIXTURES = Path(__file__).parent / "data" / "checkpoints"
 NVFP4_FIXTURES = sorted(folder.name for folder in FIXTURES.iterdir() if "nvfp4" in folder.name)
-
-_MISSING = {"mxfp4", "mxfp8", "mxint4", "int4", "fp8", "fp8_block", "int8"} - SCHEMES.keys()
-needs_all_schemes = pytest.mark.skipif(bool(_MISSING), reason=f"schemes that the library lacks: {sorted(_MISSING)}")
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32)
 

@@ -8,6 +8,7 @@ conversion of torch.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -63,7 +64,7 @@ def activate(name: str, gate: Tensor, up: Tensor, alpha: float, beta: float, lim
         return functional.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
     if name == "situ":
         return beta * torch.tanh(up / beta) * alpha * torch.tanh(gate / alpha) * torch.sigmoid(gate)
-    single = {
+    single: dict[str, Callable[[Tensor], Tensor]] = {
         "silu_no_mul": functional.silu,
         "gelu_no_mul": functional.gelu,
         "relu2_no_mul": lambda x: functional.relu(x).square(),

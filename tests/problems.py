@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import dataclasses
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ class Case:
     input_scale: str = "none"  # none (dynamic), tensor, expert
     seed: int = 0
     foreign: bool = False  # some ids outside the local experts
-    extra: dict[str, object] = field(default_factory=dict)
+    weight_policy: str = "exact"
 
 
 def make_raw(case: Case, device: str = "cpu") -> moe.RawWeights:
@@ -53,15 +54,10 @@ def make_raw(case: Case, device: str = "cpu") -> moe.RawWeights:
         changes["w13_scale_2"] = raw.w13_scale_2 * factors
     if case.input_scale != "none":
         shape = () if case.input_scale == "tensor" else (case.experts,)
-        changes["a13_input_scale"] = (torch.rand(shape, generator=g) + 0.5) * 4.0 / 2688
-        changes["a2_input_scale"] = (torch.rand(shape, generator=g) + 0.5) * 2.0 / 2688
-    return _replace(raw, activation=case.activation, **changes).to(device)
-
-
-def _replace(raw: moe.RawWeights, **changes: object) -> moe.RawWeights:
-    import dataclasses
-
-    return dataclasses.replace(raw, **changes)
+        largest = {"int8": 127, "fp8": 448}.get(case.act_format, 2688)
+        changes["a13_input_scale"] = (torch.rand(shape, generator=g) + 0.5) * 4.0 / largest
+        changes["a2_input_scale"] = (torch.rand(shape, generator=g) + 0.5) * 2.0 / largest
+    return dataclasses.replace(raw, activation=case.activation, **changes).to(device)
 
 
 def make_batch(case: Case, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:

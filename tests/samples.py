@@ -13,14 +13,16 @@ import torch
 
 import torch_moe_ops as moe
 from problems import Case, make_batch, make_raw
-from torch_moe_ops.schemes import SCHEMES
+from torch_moe_ops._schemas import FAMILIES
+from torch_moe_ops.backends import BACKENDS
+from torch_moe_ops.quant import mx
+from torch_moe_ops.reference_operands import MX_ELEMENTS
+from torch_moe_ops.schemes import ACT_FORMATS, SCHEMES, Scheme
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
 
-BACKENDS = ("reference", "cpu")
 
-
-def routed_cases() -> list[Case]:
+def nvfp4_cases() -> list[Case]:
     base = Case(tokens=5)
     return [
         base,
@@ -29,6 +31,7 @@ def routed_cases() -> list[Case]:
         replace(base, act_format="nvfp4", input_scale="tensor", bias=True),
         replace(base, act_format="nvfp4", input_scale="expert", per_half=True, foreign=True),
         replace(base, act_format="nvfp4", activation="relu2_no_mul", dtype=torch.float16),
+        *(replace(base, act_format="fp8", weight_policy=policy) for policy in ("exact", "packed", "folded")),
     ]
 
 
@@ -37,69 +40,118 @@ def plain_cases() -> list[Case]:
     return [base, replace(base, tokens=0), replace(base, dtype=torch.float32, bias=True, foreign=True)]
 
 
-CASES: dict[str, Callable[[], list[Case]]] = {"nvfp4": routed_cases, "none": plain_cases}
+def scheme_cases(scheme: Scheme) -> list[Case]:
+    """Every activation format of a scheme, and no token once."""
+    base = Case(scheme=scheme.name, hidden=96, inter=64, bias=True)
+    found = [replace(base, act_format=act) for act in scheme.act_formats]
+    found += [replace(base, act_format=act, input_scale="expert") for act in scheme.static_acts]
+    return [*found, replace(base, tokens=0, act_format=scheme.act_formats[0])]
+
+
+def cases(family: str) -> list[Case]:
+    if family == "nvfp4":
+        return nvfp4_cases()
+    if family == "":
+        return plain_cases()
+    return [case for scheme in FAMILIES[family] for case in scheme_cases(scheme)]
 
 
 def prepared(case: Case, backend: str, device: str) -> moe.PreparedWeights:
-    return moe.prepare(make_raw(case), act_format=case.act_format, backend=backend, device=device)
+    raw = make_raw(case)
+    return moe.prepare(
+        raw, act_format=case.act_format, backend=backend, device=device, weight_policy=case.weight_policy
+    )
 
 
-def routed_sample(case: Case, backend: str, device: str = "cpu", **options: Any) -> Sample:
+def runs(case: Case, backend: str) -> bool:
+    """Whether a backend takes the case at all."""
+    settings = {"act_format": case.act_format, "weight_policy": case.weight_policy}
+    return not moe.explain(make_raw(case), **settings).against[backend]
+
+
+def _options(case: Case, w: moe.PreparedWeights) -> dict[str, Any]:
+    scheme = SCHEMES[case.scheme]
+    element = {"element": scheme.element} if len(FAMILIES[scheme.family]) > 1 else {}
+    return {"act_format": w.act_format, "activation": w.activation, "weight_policy": case.weight_policy, **element}
+
+
+def routed_sample(case: Case, backend: str, device: str = "cpu") -> Sample:
     w = prepared(case, backend, device)
     x, ids, weights = make_batch(case, device)
-    keywords = {"act_format": w.act_format, "activation": w.activation, **options}
-    return (x, None, ids, weights, *w.op_weights(), backend), keywords
+    return (x, None, ids, weights, *w.op_weights(), backend), _options(case, w)
 
 
-def monolithic_sample(case: Case, backend: str, device: str = "cpu", **options: Any) -> Sample:
+def monolithic_sample(case: Case, backend: str, device: str = "cpu") -> Sample:
     w = prepared(case, backend, device)
     x, _, _ = make_batch(case, device)
     logits = torch.randn(case.tokens, case.experts, device=device)
-    keywords = {"act_format": w.act_format, "activation": w.activation, **options}
-    return (x, None, logits, None, *w.op_weights(), backend, "renormalize", case.top_k), keywords
+    args = (x, None, logits, None, *w.op_weights(), backend, "renormalize", case.top_k)
+    return args, _options(case, w)
 
 
-def packed_sample(backend: str, device: str = "cpu") -> Sample:
-    """Hidden states quantized beforehand."""
-    case = Case(act_format="nvfp4", input_scale="tensor")
+def packed_case(scheme: Scheme, act_format: str) -> Case:
+    scale = "tensor" if act_format == "nvfp4" else "none"
+    return Case(scheme=scheme.name, act_format=act_format, input_scale=scale, hidden=96, inter=64)
+
+
+def packed_sample(case: Case, backend: str, device: str = "cpu") -> Sample:
+    """Hidden states quantized beforehand, as `case.act_format` stores them."""
     args, keywords = routed_sample(case, backend, device)
     gscale = prepared(case, backend, device).a1_gscale
-    codes, scale = moe.quantize_nvfp4(args[0], gscale)
+    codes, scale = quantize(args[0], case, gscale)
     return (codes, scale, *args[2:]), keywords
 
 
-def _routed(scheme: str) -> Callable[[str], list[Sample]]:
+def quantize(x: torch.Tensor, case: Case, gscale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packed hidden states and their scales."""
+    act = case.act_format
+    if act == "nvfp4":
+        return moe.quantize_nvfp4(x, gscale)
+    if act == "fp8":
+        return torch.ops.moeq.quantize_fp8(x, None, SCHEMES[case.scheme].fp8_group)
+    if act == "int8":
+        return torch.ops.moeq.quantize_int8(x)
+    return mx.quantize_mx(x, MX_ELEMENTS[act])
+
+
+def _backends(device: str) -> list[str]:
+    return [name for name in BACKENDS if device == "cpu" or name != "cpu"]
+
+
+def _routed(family: str) -> Callable[[str], list[Sample]]:
     def samples(device: str) -> list[Sample]:
-        names = [b for b in BACKENDS if device == "cpu" or b != "cpu"]
-        found = [routed_sample(case, name, device) for name in names for case in CASES[scheme]()]
-        if scheme == "nvfp4":
-            found += [packed_sample(name, device) for name in names]
+        names = _backends(device)
+        found = [routed_sample(case, n, device) for n in names for case in cases(family) if runs(case, n)]
+        for scheme in FAMILIES[family]:
+            packed = [packed_case(scheme, act) for act in scheme.act_formats if act != "none"]
+            found += [packed_sample(case, n, device) for n in names for case in packed if runs(case, n)]
         return found
 
     return samples
 
 
-def _routed_out(scheme: str) -> Callable[[str], list[Sample]]:
+def _routed_out(family: str) -> Callable[[str], list[Sample]]:
     def samples(device: str) -> list[Sample]:
         found = []
-        for args, keywords in _routed(scheme)(device):
-            tokens = args[2].shape[0]
-            hidden = args[0].shape[1] * (2 if args[1] is not None else 1)
+        for args, keywords in _routed(family)(device):
+            act = ACT_FORMATS[keywords["act_format"]]
+            hidden = args[0].shape[1] * (act.pack if args[1] is not None else 1)
             dtype = torch.bfloat16 if args[1] is not None else args[0].dtype
-            found.append((args, {**keywords, "out": torch.zeros(tokens, hidden, dtype=dtype, device=device)}))
+            out = torch.zeros(args[2].shape[0], hidden, dtype=dtype, device=device)
+            found.append((args, {**keywords, "out": out}))
         return found
 
     return samples
 
 
-def _monolithic(scheme: str) -> Callable[[str], list[Sample]]:
+def _monolithic(family: str) -> Callable[[str], list[Sample]]:
     def samples(device: str) -> list[Sample]:
-        names = [b for b in BACKENDS if device == "cpu" or b != "cpu"]
+        names = _backends(device)
         return [
             monolithic_sample(case, name, device)
             for name in names
-            for case in CASES[scheme]()
-            if not case.foreign
+            for case in cases(family)
+            if not case.foreign and runs(case, name)
         ]
 
     return samples
@@ -140,17 +192,38 @@ def _unswizzle(device: str) -> list[Sample]:
     return [((moe.swizzle_scale(args[0]), 130, 6), {}) for args, _ in _swizzle(device)]
 
 
+def _quantize_mx(device: str) -> list[Sample]:
+    x = torch.randn(5, 64, device=device)
+    return [((x.bfloat16(),), {}), ((x, "floor"), {}), ((x[:0], "even"), {})]
+
+
+def _quantize_fp8(device: str) -> list[Sample]:
+    x = torch.randn(5, 200, device=device)
+    scale = torch.tensor(100.0, device=device)
+    return [((x.bfloat16(),), {}), ((x, scale), {}), ((x, None, 128), {}), ((x[:0],), {})]
+
+
+def _quantize_int8(device: str) -> list[Sample]:
+    x = torch.randn(5, 24, device=device)
+    return [((x.half(),), {}), ((x, torch.rand(5, device=device) * 30), {}), ((x[:0],), {})]
+
+
 SAMPLES: dict[str, Callable[[str], list[Sample]]] = {
+    "quantize_mxfp4": _quantize_mx,
+    "quantize_mxfp8": _quantize_mx,
+    "quantize_fp8": _quantize_fp8,
+    "quantize_int8": _quantize_int8,
     "route": _route,
     "quantize_nvfp4": _quantize_nvfp4,
     "dynamic_gscale_nvfp4": _dynamic_gscale,
     "swizzle_scale": _swizzle,
     "unswizzle_scale": _unswizzle,
 }
-for _name, _scheme in SCHEMES.items():
-    SAMPLES[f"{_scheme.op_prefix}moe"] = _monolithic(_name)
-    SAMPLES[f"{_scheme.op_prefix}moe_routed"] = _routed(_name)
-    SAMPLES[f"{_scheme.op_prefix}moe_routed.out"] = _routed_out(_name)
+for _family in FAMILIES:
+    _prefix = f"{_family}_" if _family else ""
+    SAMPLES[f"{_prefix}moe"] = _monolithic(_family)
+    SAMPLES[f"{_prefix}moe_routed"] = _routed(_family)
+    SAMPLES[f"{_prefix}moe_routed.out"] = _routed_out(_family)
 
 
 def overload(name: str) -> Any:

@@ -120,7 +120,7 @@ def test_index_promises_what_no_shard_holds(tmp_path):
     refuses(folder, "tensor ghost must be in model-00002-of-00003.safetensors", layer=1)
 
 
-@pytest.mark.parametrize("shard", ["../model.safetensors", "/etc/model.safetensors", "model.bin", 3])
+@pytest.mark.parametrize("shard", ["../model.safetensors", "/model.safetensors", "model.bin", 3])
 def test_index_points_elsewhere(tmp_path, shard):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": shard}}))
     refuses(tmp_path, "tensor a: shard must be a .safetensors file name", repr(shard))

@@ -8,7 +8,7 @@ import sys
 import expecttest
 import pytest
 import torch
-from checkpoints_support import FIXTURES, changed, needs_all_schemes, write
+from checkpoints_support import FIXTURES, changed, write
 
 from torch_moe_ops import explain
 from torch_moe_ops.__main__ import main
@@ -18,7 +18,6 @@ from torch_moe_ops.inspect import Inspection
 NAME = "qwen3_moe_modelopt_nvfp4"
 
 
-@needs_all_schemes
 class TestText(expecttest.TestCase):
     def test_fixtures(self):
         report = []

@@ -111,6 +111,15 @@ def test_modelopt_scalars_multiply_as_stored(name):
             assert raw.a2_input_scale[e] == get(down, "input_scale")
 
 
+@pytest.mark.parametrize("larger", ["gate_proj", "up_proj"])
+def test_larger_of_two_input_scales(tmp_path, larger):
+    name, root = "qwen3_moe_modelopt_nvfp4", "model.layers.0.mlp.experts.3"
+    folder = changed(tmp_path, name, lambda t: t.update({f"{root}.{larger}.input_scale": torch.tensor(0.75)}))
+    raw, before = load_experts(folder, 0), load_experts(FIXTURES / name, 0)
+    assert raw.a13_input_scale[3] == 0.75 and (before.a13_input_scale < 0.75).all()
+    assert torch.equal(raw.a13_input_scale[:3], before.a13_input_scale[:3])
+
+
 def test_gpt_oss_is_deinterleaved_with_biases_and_shared_scales():
     name = "gpt_oss_modelopt_nvfp4"
     raw, oracle, files = load_experts(FIXTURES / name, 0), expected(name), stored(name)

@@ -1,7 +1,8 @@
-"""Every other format: fixtures and vectors of third-party tools, or files written here by another encoder.
+"""Every other format: fixtures and vectors of third-party tools.
 
-Where no tool's file exists, a tool's numbers are put under the names of that format (DeepSeek-V4, compressed-tensors
-blocks, MXFP8, asymmetric int4); only GPTQ and AWQ are encoded here, in numpy, from the formats' definitions.
+Where no tool's file exists, a tool's numbers are put under the names of that format: DeepSeek-V4, Quark,
+compressed-tensors blocks, MXFP8, asymmetric int4. Fused FP8 and int8 with zero points have no tool's numbers at all:
+there the truth is the numpy arrays that the file is made of.
 """
 
 from __future__ import annotations
@@ -17,16 +18,14 @@ from checkpoints_support import (
     expected,
     expected_layers,
     int4_codes,
-    needs_all_schemes,
     stored,
     write,
 )
 from safetensors.torch import load_file
 from torch import Tensor
 
+from torch_moe_ops import dequantize_experts
 from torch_moe_ops.checkpoints import CheckpointError, load_experts
-
-pytestmark = needs_all_schemes
 
 ROOT = "model.layers.0.mlp.experts"
 VECTORS = FIXTURES.parent / "vectors"
@@ -57,6 +56,9 @@ def test_fixture_bit_for_bit(name):
         raw = load_experts(FIXTURES / name, layer)
         assert raw.scheme == SCHEMES[name]
         assert_equals_expected(raw, name, layer)
+        for which, values in zip(("w13", "w2"), dequantize_experts(raw), strict=True):
+            for expert in (0, 1):
+                assert torch.equal(values[expert], expected(name)[f"layers.{layer}.{which}_deq_e{expert}"])
 
 
 def test_all_fixtures_are_covered():
@@ -211,6 +213,48 @@ def test_fused_llama4_fp8(tmp_path, scale_shape):
     assert raw.a13_input_scale.item() == 0.25 and raw.a2_input_scale.item() == 0.5
 
 
+@pytest.mark.parametrize(("inter", "fits"), [(128, True), (112, False)])
+def test_fused_fp8_blocks(tmp_path, inter, fits):
+    """[E, 2I, H] with the tiles of gate and up in one grid: only where no tile spans both."""
+    generator = torch.Generator().manual_seed(6)
+    root = "model.layers.0.mlp.experts"
+    w13 = torch.randn(2, 2 * inter, 144, generator=generator).to(torch.float8_e4m3fn)
+    w2 = torch.randn(2, 144, inter, generator=generator).to(torch.float8_e4m3fn)
+    tensors = {
+        f"{root}.gate_up_proj": w13,
+        f"{root}.gate_up_proj_scale_inv": torch.rand(2, 2, 2, generator=generator) + 0.5,
+        f"{root}.down_proj": w2,
+        f"{root}.down_proj_scale_inv": torch.rand(2, 2, 1, generator=generator) + 0.5,
+    }
+    config = {**CONFIG, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    folder = write(tmp_path, tensors, config)
+    if not fits:
+        with pytest.raises(CheckpointError, match=r"gate_up_proj .*multiples of 128, else a tile spans both, got 224"):
+            load_experts(folder, 0)
+        return
+    raw = load_experts(folder, 0)
+    assert raw.scheme == "fp8_block"
+    assert torch.equal(raw.w13.view(torch.uint8), w13.view(torch.uint8))
+    assert torch.equal(raw.w13_scale, tensors[f"{root}.gate_up_proj_scale_inv"])
+    assert torch.equal(raw.w2_scale, tensors[f"{root}.down_proj_scale_inv"])
+
+
+def test_deepseek_v4_fp8_tiles_as_exponents(tmp_path):
+    """e8m0 scales of 128 x 128 tiles are not those of MXFP8's blocks of 32."""
+    name = "qwen3_moe_fp8_block"
+    powers = lambda t: torch.full(t.shape, 0.25).to(torch.float8_e8m0fnu)  # noqa: E731
+    tensors = renamed(name, {"weight_scale_inv": "scale"}, weight_scale_inv=powers)
+    raw = load_experts(write(tmp_path, tensors, CONFIG), 0)
+    assert raw.scheme == "fp8_block" and (raw.w13_scale == 0.25).all() and (raw.w2_scale == 0.25).all()
+
+
+def test_gpt_oss_blocks_are_interleaved_whatever_the_model_is_called(tmp_path):
+    name = "gpt_oss_mxfp4"
+    raw = load_experts(write(tmp_path, stored(name), {"model_type": "derived_from_it", "hidden_act": "silu"}), 0)
+    assert raw.activation == "swigluoai"
+    assert_equals_expected(raw, name)
+
+
 def vector_experts(file: str, parts: dict[str, str], name: str, align: int = 1) -> tuple[dict[str, Tensor], Tensor]:
     """Two experts cut from a tool's 200 x 96 matrix: tensors, and the tool's dequantized rows [2, 3, 96, 96]."""
     vectors = load_file(VECTORS / file)
@@ -242,6 +286,21 @@ def test_mxfp8(tmp_path, tool):
     assert_equals_rows(raw, rows)
 
 
+def test_fused_llama4_mxfp8(tmp_path):
+    """ModelOpt's codes and scales, fused and transposed as its export of Llama4 does."""
+    tensors, rows = vector_experts(
+        "mxfp8.safetensors", {"weight": "codes", "weight_scale": "scales"}, "modelopt/main_bf16/"
+    )
+    fused = {}
+    for name, halves in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+        for part, suffix in (("weight", ""), ("weight_scale", "_weight_scale")):
+            experts = [torch.cat([tensors[f"{ROOT}.{e}.{p}.{part}"] for p in halves]).t() for e in (0, 1)]
+            fused[f"{ROOT}.{name}{suffix}"] = torch.stack(experts)
+    raw = load_experts(write(tmp_path, fused, {"model_type": "llama4_text", "hidden_act": "silu"}), 0)
+    assert raw.scheme == "mxfp8"
+    assert_equals_rows(raw, rows)
+
+
 @pytest.mark.parametrize(("kind", "scheme"), [("sym", "mxint4"), ("asym", "int4")])
 def test_compressed_tensors_int4(tmp_path, kind, scheme):
     parts = {"weight_packed": "packed", "weight_scale": "scale"}
@@ -267,11 +326,11 @@ def test_compressed_tensors_int4_zero_points_in_bytes(tmp_path):
         load_experts(write(tmp_path, tensors, CONFIG), 0)
 
 
-@pytest.mark.parametrize("group", [28, 56])
+@pytest.mark.parametrize("group", [32, 64])
 def test_int8_groups_and_zero_points(tmp_path, group):
     generator = np.random.default_rng(4)
     tensors, want = {}, []
-    for projection, (n, k) in zip(PROJECTIONS, ((56, 112), (56, 112), (112, 56)), strict=True):
+    for projection, (n, k) in zip(PROJECTIONS, ((64, 128), (64, 128), (128, 64)), strict=True):
         codes = generator.integers(-128, 128, (n, k)).astype(np.int8)
         scale = generator.random((n, k // group)).astype(np.float32) + 0.5
         zero = generator.integers(-128, 128, (n, k // group)).astype(np.int8)
@@ -289,97 +348,3 @@ def test_compressed_tensors_int4_shape_is_checked(tmp_path):
     folder = changed(tmp_path, "qwen3_moe_ct_int4_g32", lambda t: t.update({key: torch.tensor([160, 32])}))
     with pytest.raises(CheckpointError, match=rf"{key} \(expert 2, up\) must be \[160, 64\]"):
         load_experts(folder, 0)
-
-
-class TestGptqAwq:
-    """numpy encoders of the two formats; the truth is the codes, zeros and scales they start from."""
-
-    HIDDEN, INTER, EXPERTS, GROUP = 64, 48, 3, 16
-
-    def problem(self, symmetric: bool) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        rng = np.random.default_rng(11)
-        made = {}
-        for e in range(self.EXPERTS):
-            for p in PROJECTIONS:
-                n, k = (self.HIDDEN, self.INTER) if p == "down_proj" else (self.INTER, self.HIDDEN)
-                codes = rng.integers(0, 16, (n, k))
-                zeros = np.full((n, k // self.GROUP), 8) if symmetric else rng.integers(0, 16, (n, k // self.GROUP))
-                scales = (rng.random((n, k // self.GROUP)) + 0.5).astype(np.float16)
-                made[f"{ROOT}.{e}.{p}"] = codes, zeros, scales
-        return made
-
-    @staticmethod
-    def words(codes: np.ndarray, order: tuple[int, ...]) -> np.ndarray:
-        """[n, 8m] -> int32 [n, m]; nibble i of a word is column order[i] of its eight."""
-        out = np.zeros((codes.shape[0], codes.shape[1] // 8), dtype=np.uint32)
-        for nibble, column in enumerate(order):
-            out |= codes[:, column::8].astype(np.uint32) << np.uint32(4 * nibble)
-        return out.view(np.int32)
-
-    def gptq(self, problem, *, version: int, g_idx: bool) -> dict[str, Tensor]:
-        tensors = {}
-        straight = tuple(range(8))
-        for root, (codes, zeros, scales) in problem.items():
-            stored_zeros = zeros.T if version == 2 else (zeros.T - 1) % 16
-            tensors[f"{root}.qweight"] = torch.from_numpy(self.words(codes, straight).T.copy())
-            tensors[f"{root}.qzeros"] = torch.from_numpy(self.words(stored_zeros, straight))
-            tensors[f"{root}.scales"] = torch.from_numpy(scales.T.copy())
-            if g_idx:
-                tensors[f"{root}.g_idx"] = torch.arange(codes.shape[1], dtype=torch.int32) // self.GROUP
-        return tensors
-
-    def awq(self, problem) -> dict[str, Tensor]:
-        tensors = {}
-        order = (0, 2, 4, 6, 1, 3, 5, 7)
-        for root, (codes, zeros, scales) in problem.items():
-            tensors[f"{root}.qweight"] = torch.from_numpy(self.words(codes.T, order))
-            tensors[f"{root}.qzeros"] = torch.from_numpy(self.words(zeros.T, order))
-            tensors[f"{root}.scales"] = torch.from_numpy(scales.T.copy())
-        return tensors
-
-    def check(self, raw, problem):
-        assert raw.scheme == "int4" and raw.w13_scale.dtype == torch.float16
-        for e in range(self.EXPERTS):
-            values = {}
-            for p in PROJECTIONS:
-                codes, zeros, scales = problem[f"{ROOT}.{e}.{p}"]
-                spread = [np.repeat(x, self.GROUP, axis=1).astype(np.float32) for x in (zeros, scales)]
-                values[p] = (codes - spread[0]) * spread[1]
-            want = np.concatenate([values["gate_proj"], values["up_proj"]])
-            np.testing.assert_array_equal(decode(raw, "w13", e), want)
-            np.testing.assert_array_equal(decode(raw, "w2", e), values["down_proj"])
-
-    @pytest.mark.parametrize("symmetric", [True, False])
-    @pytest.mark.parametrize("version", [1, 2])
-    def test_gptq(self, tmp_path, symmetric, version):
-        problem = self.problem(symmetric)
-        quantization = {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2" if version == 2 else "gptq"}
-        folder = write(
-            tmp_path,
-            self.gptq(problem, version=version, g_idx=version == 1),
-            {**CONFIG, "quantization_config": quantization},
-        )
-        raw = load_experts(folder, 0)
-        assert (raw.w13_zero_point is None) == symmetric
-        self.check(raw, problem)
-
-    @pytest.mark.parametrize("symmetric", [True, False])
-    def test_awq(self, tmp_path, symmetric):
-        problem = self.problem(symmetric)
-        quantization = {"quant_method": "awq", "bits": 4, "version": "gemm"}
-        folder = write(tmp_path, self.awq(problem), {**CONFIG, "quantization_config": quantization})
-        self.check(load_experts(folder, 0), problem)
-
-    def test_activation_order_is_refused(self, tmp_path):
-        tensors = self.gptq(self.problem(True), version=1, g_idx=True)
-        key = f"{ROOT}.1.down_proj.g_idx"
-        tensors[key] = tensors[key].flip(0)
-        with pytest.raises(CheckpointError, match=rf"{key} \(expert 1, down\) must be in order: .*desc_act"):
-            load_experts(write(tmp_path, tensors, CONFIG), 0)
-
-    def test_eight_bits_are_refused(self, tmp_path):
-        tensors = self.gptq(self.problem(True), version=1, g_idx=False)
-        key = f"{ROOT}.0.gate_proj.qzeros"
-        tensors[key] = tensors[key].repeat(1, 2)
-        with pytest.raises(CheckpointError, match=rf"{key} \(expert 0, gate\) must have shape \(4, 6\), got \(4, 12\)"):
-            load_experts(write(tmp_path, tensors, CONFIG), 0)

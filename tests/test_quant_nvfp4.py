@@ -40,7 +40,7 @@ def quantize_block(x: np.ndarray, gscale: np.float32) -> tuple[list[int], int]:
         inverse = np.float32(np.float32(1) / gscale)
         factor = np.float32(np.float32(1) / np.float32(scale * inverse))
     scaled = [np.float32(v * factor) for v in x]
-    return [nearest_code(np.abs(y), E2M1) + 8 * int(np.signbit(y)) for y in scaled], byte
+    return [nearest_code(np.abs(y), E2M1) + 8 * int(np.signbit(y) and not np.isnan(y)) for y in scaled], byte
 
 
 def assert_same_as_scalar(x: Tensor, gscale: Tensor) -> None:

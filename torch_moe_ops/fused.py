@@ -5,12 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torch_moe_ops._schemas import FAMILIES
 from torch_moe_ops.prepared_weights import PreparedWeights
 from torch_moe_ops.routing import Routing
 from torch_moe_ops.schemes import SCHEMES
 
 _ROUTED = {name: getattr(torch.ops.moeq, f"{s.op_prefix}moe_routed") for name, s in SCHEMES.items()}
 _MONOLITHIC = {name: getattr(torch.ops.moeq, f"{s.op_prefix}moe") for name, s in SCHEMES.items()}
+# A family of several schemes (mxfp6) is told by an argument which one is meant.
+_ELEMENT = {n: (s.element,) if len(FAMILIES[s.family]) > 1 else () for n, s in SCHEMES.items()}
 
 
 def fused_moe(
@@ -56,6 +59,7 @@ def fused_moe(
         w.swiglu_limit,
         w.num_experts,
         w.local_expert_offset,
+        *_ELEMENT[w.scheme],
         routing.n_group,
         routing.topk_group,
         routing.routed_scaling_factor,
@@ -100,6 +104,7 @@ def fused_moe_routed(
         w.swiglu_limit,
         w.num_experts,
         w.local_expert_offset,
+        *_ELEMENT[w.scheme],
         w.router_weight_on_input,
         w.weight_policy,
         out_dtype,

@@ -52,7 +52,8 @@ def prepare(
         swiglu_alpha, swiglu_beta, swiglu_limit: None: what the checkpoint says, else the activation's own.
         router_weight_on_input: top-1 models whose routing weight multiplies the token (routed op only;
             the monolithic op does it for routing method "llama4").
-        weight_policy: "exact".
+        weight_policy: "exact"; "packed" or "folded" for nvfp4 weights with act_format "fp8": each
+            weight is rounded once to e4m3 under a power of two per row (docs/numerics.md).
 
     Raises:
         ValueError: an argument does not fit, or no backend (or not the forced one) can run the
@@ -111,8 +112,10 @@ def _settings(
     act = act_format or scheme.act_formats[0]
     if act not in scheme.act_formats:
         raise ValueError(f"prepare: act_format must be one of {list(scheme.act_formats)}, got {act!r}")
-    if weight_policy != "exact":
-        raise ValueError(f"prepare: weight_policy must be 'exact' for act_format {act!r}, got {weight_policy!r}")
+    policies = scheme.policies if act == "fp8" else ("exact",)
+    if weight_policy not in policies:
+        what = f"for scheme {scheme.name!r} and act_format {act!r}"
+        raise ValueError(f"prepare: weight_policy must be one of {list(policies)} {what}, got {weight_policy!r}")
     if local_expert_offset < 0:
         raise ValueError(f"prepare: local_expert_offset must be at least 0, got {local_expert_offset}")
     needed = local_expert_offset + raw.num_experts
@@ -141,8 +144,8 @@ def _settings(
 
 def problem_of(raw: RawWeights, settings: dict[str, Any], device: torch.device) -> Problem:
     """The problem that a layer poses on a device."""
-    quantized = settings["act_format"] != "none"
-    scales = [s for s in (raw.a13_input_scale, raw.a2_input_scale) if s is not None and quantized]
+    static = settings["act_format"] in SCHEMES[raw.scheme].static_acts
+    scales = [s for s in (raw.a13_input_scale, raw.a2_input_scale) if s is not None and static]
     kind = "none" if not scales else "expert" if any(s.ndim for s in scales) else "tensor"
     shared = ("scheme", "activation", "act_format", "weight_policy", "num_experts", "num_local_experts")
     shared += ("local_expert_offset", "hidden_size", "intermediate_size", "router_weight_on_input")
@@ -165,7 +168,7 @@ def device_fields(device: torch.device) -> dict[str, Any]:
 def _tensors(raw: RawWeights, backend: Backend, settings: dict[str, Any], device: torch.device) -> dict[str, Tensor]:
     """Every tensor of PreparedWeights, contiguous and on `device`."""
     tensors = {name: getattr(raw, name) for name in _KEPT if getattr(raw, name) is not None}
-    tensors |= _scalars(raw, quantized=settings["act_format"] != "none")
+    tensors |= _scalars(raw, static=settings["act_format"] in SCHEMES[raw.scheme].static_acts)
     tensors |= backend.prepare(raw)
     padded = backend.layout.intermediate_size(SCHEMES[raw.scheme], tuple(tensors["w2"].shape))
     if raw.w13_bias is not None:
@@ -184,21 +187,26 @@ def _own(tensor: Tensor, raw: RawWeights, device: torch.device) -> Tensor:
     return moved.clone() if shared and moved.device == raw.device else moved
 
 
-def _scalars(raw: RawWeights, quantized: bool) -> dict[str, Tensor]:
-    """Alphas and gscales: with an input scale alpha = fl(input_scale * scale_2), gscale = fl(1 / input_scale)."""
+def _scalars(raw: RawWeights, static: bool) -> dict[str, Tensor]:
+    """Alphas and gscales.
+
+    static: the activation format takes calibrated scales. Then gscale = fl(1 / input_scale), and
+    alpha = fl(input_scale * scale_2) where the scheme has alphas; a kernel of a scheme that has none
+    multiplies by fl(1 / gscale) itself.
+    """
     tensors: dict[str, Tensor] = {}
     pairs = (
-        ("1", raw.w13_scale_2, raw.a13_input_scale),
-        ("2", raw.w2_scale_2, raw.a2_input_scale),
+        ("1", raw.w13_scale_2, raw.a13_input_scale if static else None),
+        ("2", raw.w2_scale_2, raw.a2_input_scale if static else None),
     )
     for gemm, scale_2, input_scale in pairs:
+        if input_scale is not None:
+            tensors[f"a{gemm}_gscale"] = input_scale.reciprocal()
         if scale_2 is None:
             continue
         alphas = scale_2.squeeze(1) if scale_2.ndim == 2 and scale_2.shape[1] == 1 else scale_2
-        if quantized and input_scale is not None:
-            factor = input_scale[:, None] if input_scale.ndim and alphas.ndim == 2 else input_scale
-            alphas = factor * alphas
-            tensors[f"a{gemm}_gscale"] = input_scale.reciprocal()
+        if input_scale is not None:
+            alphas = (input_scale[:, None] if input_scale.ndim and alphas.ndim == 2 else input_scale) * alphas
         tensors[f"g{gemm}_alphas"] = alphas
     return tensors
 

@@ -3,55 +3,114 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_moe_ops.quant import nvfp4
+from torch_moe_ops.quant import fp8, int4, int8, mx, nvfp4
 from torch_moe_ops.raw_weights import RawWeights
 from torch_moe_ops.schemes import FLOATS, get_scheme
 
 
-def quantize_experts(
-    w13: Tensor,
-    w2: Tensor,
-    scheme: str = "nvfp4",
-    *,
-    activation: str | None = None,
-    w13_bias: Tensor | None = None,
-    w2_bias: Tensor | None = None,
-    a13_input_scale: Tensor | None = None,
-    a2_input_scale: Tensor | None = None,
-) -> RawWeights:
+def quantize_experts(w13: Tensor, w2: Tensor, scheme: str = "nvfp4", **fields: Any) -> RawWeights:
     """Quantize experts online, by the weight form of each scheme (for nvfp4: bit-equal with ModelOpt).
 
     Args:
         w13: [num_experts, 2 * intermediate_size, hidden_size], rows [gate; up] (only up where the
             activation is not gated), bfloat16, float16 or float32.
         w2: [num_experts, hidden_size, intermediate_size].
-        scheme: a weight scheme, "none" to keep the weights.
-        activation, w13_bias, w2_bias, a13_input_scale, a2_input_scale: passed on to RawWeights.
+        scheme: a weight scheme, "none" to keep the weights. Groups: int4 and int8 one scale per row,
+            or 128 of K where K is a multiple; fp8 one scale per row. Exponents of MX blocks: rceil.
+        fields: passed on to RawWeights (activation, biases, input scales, ...).
 
-    Gate and up of an expert share one scale_2, as the exporting tools do for fused weights.
+    Gate and up of an expert share one nvfp4 scale_2, as the exporting tools do for fused weights.
     Peak memory beyond the result is one expert in float32.
     """
-    get_scheme(scheme)
+    sizes = get_scheme(scheme)
     for name, weight in (("w13", w13), ("w2", w2)):
         if weight.ndim != 3 or weight.dtype not in FLOATS:
             raise ValueError(
                 f"quantize_experts: {name} must have 3 dimensions and a dtype of {[str(d) for d in FLOATS]}, "
                 f"got {tuple(weight.shape)} {weight.dtype}"
             )
-    tensors = _QUANTIZERS[scheme](w13, w2)
-    return RawWeights(
-        scheme=scheme,
-        **tensors,
-        activation=activation,
-        w13_bias=w13_bias,
-        w2_bias=w2_bias,
-        a13_input_scale=a13_input_scale,
-        a2_input_scale=a2_input_scale,
-    )
+        sizes.storage_k(weight.shape[2])
+    tensors: dict[str, Tensor] = {}
+    for name, weight in (("w13", w13), ("w2", w2)):
+        # The halves of w13 are tiled separately.
+        halves = 2 if name == "w13" and w13.shape[1] == 2 * w2.shape[2] else 1
+        for part, tensor in _quantize_matrix(scheme, weight, halves).items():
+            tensors[f"{name}{part}"] = tensor
+    if "w13_scale_2" in tensors:
+        tensors["w13_scale_2"] = tensors["w13_scale_2"][:, None]
+    return RawWeights(scheme=scheme, **tensors, **fields)
+
+
+def _quantize_matrix(scheme: str, weight: Tensor, halves: int) -> dict[str, Tensor]:
+    """All experts of one weight, one at a time into preallocated storage."""
+    if scheme == "none":
+        return {"": weight}
+    out: dict[str, Tensor] = {}
+    for e in range(weight.shape[0]):
+        for part, tensor in _QUANTIZERS[scheme](weight[e], halves).items():
+            if part not in out:
+                out[part] = tensor.new_empty((weight.shape[0], *tensor.shape))
+            out[part][e] = tensor
+    return out
+
+
+Parts = dict[str, Tensor]
+
+
+def _nvfp4(w: Tensor, halves: int) -> Parts:
+    codes, scale, scale_2 = nvfp4.quantize_weight(w)
+    return {"": codes, "_scale": scale, "_scale_2": scale_2}
+
+
+def _mx(element: str) -> Callable[[Tensor, int], Parts]:
+    def quantize(w: Tensor, halves: int) -> Parts:
+        codes, scale = mx.quantize_mx(w, element)
+        return {"": codes, "_scale": scale}
+
+    return quantize
+
+
+def _int4(group: int) -> Callable[[Tensor, int], Parts]:
+    def quantize(w: Tensor, halves: int) -> Parts:
+        size = group or (128 if w.shape[1] % 128 == 0 else -1)
+        codes, scale, _ = int4.quantize_weight_group(w, size)
+        return {"": int4.pack_int32(codes), "_scale": scale}
+
+    return quantize
+
+
+def _fp8(w: Tensor, halves: int) -> Parts:
+    codes, scale = fp8.quantize_weight_channel(w)
+    return {"": codes, "_scale": scale[:, None]}
+
+
+def _fp8_block(w: Tensor, halves: int) -> Parts:
+    pairs = [fp8.quantize_weight_block(half) for half in w.chunk(halves)]
+    return {"": torch.cat([codes for codes, _ in pairs]), "_scale": torch.cat([scale for _, scale in pairs])}
+
+
+def _int8(w: Tensor, halves: int) -> Parts:
+    codes, scale = int8.quantize_weight_channel(w)
+    return {"": codes, "_scale": scale[:, None]}
+
+
+_QUANTIZERS: dict[str, Callable[[Tensor, int], Parts]] = {
+    "nvfp4": _nvfp4,
+    "mxfp4": _mx("e2m1"),
+    "mxfp8": _mx("e4m3"),
+    "mxfp6_e3m2": _mx("e3m2"),
+    "mxfp6_e2m3": _mx("e2m3"),
+    "mxint4": _int4(32),
+    "int4": _int4(0),
+    "fp8": _fp8,
+    "fp8_block": _fp8_block,
+    "int8": _int8,
+}
 
 
 def dequantize_experts(raw: RawWeights) -> tuple[Tensor, Tensor]:
@@ -63,46 +122,38 @@ def dequantize_experts(raw: RawWeights) -> tuple[Tensor, Tensor]:
     w13 = torch.empty(raw.num_experts, raw.w13.shape[1], raw.hidden_size, device=raw.device)
     w2 = torch.empty(raw.num_experts, raw.hidden_size, raw.intermediate_size, device=raw.device)
     for e in range(raw.num_experts):
-        scale_2 = None if raw.w13_scale_2 is None else raw.w13_scale_2[e].expand(halves)
-        pieces = _rows(raw.w13, raw.w13_scale, e, halves)
-        for half, (codes, scale) in enumerate(pieces):
-            target = w13[e].view(halves, -1, raw.hidden_size)[half]
-            target.copy_(_DEQUANTIZERS[raw.scheme](codes, scale, None if scale_2 is None else scale_2[half]))
-        codes, scale = _rows(raw.w2, raw.w2_scale, e, 1)[0]
-        factor = None if raw.w2_scale_2 is None else raw.w2_scale_2[e]
-        w2[e].copy_(_DEQUANTIZERS[raw.scheme](codes, scale, factor))
+        w13[e] = _dequantize_matrix(raw, "w13", e, halves)
+        w2[e] = _dequantize_matrix(raw, "w2", e, 1)
     return w13, w2
 
 
-def _rows(weight: Tensor, scale: Tensor | None, e: int, halves: int) -> list[tuple[Tensor, Tensor | None]]:
-    """Expert e, split into its halves of rows."""
-    codes = weight[e].chunk(halves)
-    scales = [None] * halves if scale is None else list(scale[e].chunk(halves))
-    return list(zip(codes, scales, strict=True))
+def _dequantize_matrix(raw: RawWeights, name: str, e: int, halves: int) -> Tensor:
+    codes = getattr(raw, name)[e]
+    scale, zero_point, scale_2 = (
+        None if (t := getattr(raw, f"{name}_{part}")) is None else t[e] for part in ("scale", "zero_point", "scale_2")
+    )
+    if raw.scheme == "none":
+        return codes.float()
+    if raw.scheme == "nvfp4":
+        factors = scale_2.expand(halves) if scale_2.ndim else scale_2[None]  # type: ignore[union-attr]
+        pieces = zip(codes.chunk(halves), scale.chunk(halves), factors, strict=True)  # type: ignore[union-attr]
+        return torch.cat([nvfp4.dequantize(*piece) for piece in pieces])
+    if raw.scheme in _MX:
+        return mx.dequantize_mx(codes, scale, _MX[raw.scheme])  # type: ignore[arg-type]
+    if raw.scheme in ("int4", "mxint4"):
+        return int4.dequantize(int4.unpack_int32(codes), scale, zero_point)  # type: ignore[arg-type]
+    if raw.scheme == "int8":
+        return int8.dequantize_group(codes, scale, zero_point)  # type: ignore[arg-type]
+    return _dequantize_fp8(raw.scheme, codes, scale, halves)  # type: ignore[arg-type]
 
 
-def _quantize_nvfp4(w13: Tensor, w2: Tensor) -> dict[str, Tensor]:
-    experts = w13.shape[0]
-    out: dict[str, Tensor] = {}
-    for name, weight in (("w13", w13), ("w2", w2)):
-        rows, k = weight.shape[1:]
-        get_scheme("nvfp4").storage_k(k)
-        codes = weight.new_empty((experts, rows, k // 2), dtype=torch.uint8)
-        scale = weight.new_empty((experts, rows, k // 16), dtype=torch.float8_e4m3fn)
-        scale_2 = weight.new_empty((experts,), dtype=torch.float32)
-        for e in range(experts):
-            codes[e], scale[e], scale_2[e] = nvfp4.quantize_weight(weight[e])
-        out |= {name: codes, f"{name}_scale": scale, f"{name}_scale_2": scale_2}
-    out["w13_scale_2"] = out["w13_scale_2"][:, None]
-    return out
+_MX = {"mxfp4": "e2m1", "mxfp8": "e4m3", "mxfp6_e3m2": "e3m2", "mxfp6_e2m3": "e2m3"}
 
 
-_QUANTIZERS: dict[str, Callable[[Tensor, Tensor], dict[str, Tensor]]] = {
-    "none": lambda w13, w2: {"w13": w13, "w2": w2},
-    "nvfp4": _quantize_nvfp4,
-}
-
-_DEQUANTIZERS: dict[str, Callable[[Tensor, Tensor | None, Tensor | None], Tensor]] = {
-    "none": lambda weight, scale, scale_2: weight.float(),
-    "nvfp4": nvfp4.dequantize,
-}
+def _dequantize_fp8(scheme: str, codes: Tensor, scale: Tensor, halves: int) -> Tensor:
+    if scheme == "fp8_block":
+        pieces = zip(codes.chunk(halves), scale.chunk(halves), strict=True)
+        return torch.cat([fp8.dequantize_block(*piece) for piece in pieces])
+    rows = codes.shape[0]
+    per_row = scale[:, 0] if scale.ndim == 2 else scale.repeat_interleave(rows // scale.shape[0])
+    return fp8.dequantize(codes, per_row)

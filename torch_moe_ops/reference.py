@@ -69,12 +69,8 @@ def _expert(
     call: ExpertsCall, e: int, x: Tensor, x_scale: Tensor | None, emulate: bool, dtype: torch.dtype
 ) -> Tensor:
     """One expert on the rows that visit it: [rows, hidden_size] before the routing weight."""
-    a1 = activation_operand(call, 1, e, x, x_scale, emulate, dtype)
-    acc = a1.values @ weight_operand(call, 13, e, dtype).T
     halves = 2 if ACTIVATIONS[call.activation].is_gated else 1
-    pieces = [
-        _scaled(piece, call.g1_alphas, e, half, a1) for half, piece in enumerate(acc.chunk(halves, dim=1))
-    ]
+    pieces = _gemm(call, 1, e, halves, activation_operand(call, 1, e, x, x_scale, emulate, dtype), dtype)
     if call.w13_bias is not None:
         bias = call.w13_bias[e].to(dtype).chunk(halves)
         pieces = [piece + b for piece, b in zip(pieces, bias, strict=True)]
@@ -83,25 +79,38 @@ def _expert(
     h = apply_activation(call.activation, gate, pieces[-1], *constants)
     if emulate and call.act_format == "none":
         h = h.float().to(_activation_dtype(call)).to(dtype)  # rounded once
-    a2 = activation_operand(call, 2, e, h, None, emulate, dtype)
-    y = _scaled(a2.values @ weight_operand(call, 2, e, dtype).T, call.g2_alphas, e, 0, a2)
+    y = _gemm(call, 2, e, 1, activation_operand(call, 2, e, h, None, emulate, dtype), dtype)[0]
     return y if call.w2_bias is None else y + call.w2_bias[e].to(dtype)
+
+
+def _gemm(call: ExpertsCall, gemm: int, e: int, halves: int, a: Operand, dtype: torch.dtype) -> list[Tensor]:
+    """a @ W.T in real values, one piece per half of W's rows.
+
+    fl(acc * fl(alpha * row factor)): what multiplies a whole row of an operand is applied to the accumulator.
+    """
+    w = weight_operand(call, gemm, e, halves, dtype)
+    exact_integers = call.act_format == "int8" and w.factor is not None
+    wide = torch.float64 if exact_integers else dtype  # int8 products are summed without rounding
+    acc = (a.values.to(wide) @ w.values.to(wide).T).to(dtype)
+    alphas = call.g1_alphas if gemm == 1 else call.g2_alphas
+    pieces = []
+    for half, piece in enumerate(acc.chunk(halves, dim=1)):
+        factor = None if alphas is None else _alpha(alphas, e, half)
+        for row_factor in (None if w.factor is None else w.factor.chunk(halves)[half].T, a.factor):
+            if row_factor is not None:
+                factor = row_factor if factor is None else factor * row_factor
+        pieces.append(piece if factor is None else piece * factor.to(dtype))
+    return pieces
+
+
+def _alpha(alphas: Tensor, e: int, half: int) -> Tensor:
+    """[E], or [E, halves]."""
+    return alphas[e] if alphas.ndim == 1 else alphas[e, half]
 
 
 def _activation_dtype(call: ExpertsCall) -> torch.dtype:
     x = call.hidden_states
     return x.dtype if call.hidden_states_scale is None else call.out_dtype
-
-
-def _scaled(acc: Tensor, alphas: Tensor | None, e: int, half: int, operand: Operand) -> Tensor:
-    """fl(acc * fl(alpha * row factor)): alphas multiply accumulators, never operands."""
-    factor: Tensor | None = None
-    if alphas is not None:
-        per_half = alphas.ndim == 2
-        factor = alphas[e, half if alphas.shape[1] == 2 else 0] if per_half else alphas[e]
-    if operand.factor is not None:
-        factor = operand.factor if factor is None else factor * operand.factor
-    return acc if factor is None else acc * factor.to(acc.dtype)
 
 
 def _combine(call: ExpertsCall, y: Tensor, local: Tensor, dtype: torch.dtype) -> Tensor:

@@ -28,7 +28,7 @@ FORMATS = {"nvfp4": ("nvfp4", "none"), "none": ("none",)}
 
 
 def _specs(scheme: Scheme, sizes: Sizes) -> dict[str, Spec]:
-    return _cpu_layout.packed_shapes(
+    shapes = _cpu_layout.packed_shapes(
         scheme.name,
         sizes.num_experts,
         sizes.hidden_size,
@@ -36,6 +36,7 @@ def _specs(scheme: Scheme, sizes: Sizes) -> dict[str, Spec]:
         sizes.is_gated,
         sizes.weight_dtype,
     )
+    return {name: ((shape,), (dtype,)) for name, (shape, dtype) in shapes.items()}
 
 
 def prepare(raw: RawWeights) -> dict[str, Tensor]:
@@ -56,8 +57,8 @@ def restore(scheme: Scheme, tensors: Mapping[str, Tensor], sizes: Sizes) -> dict
     restored = {}
     for name, gated, size_n, size_k in (("w13", sizes.is_gated, rows, hidden), ("w2", False, hidden, inter)):
         restored[name] = _cpu_layout.unpack_weight(scheme.name, tensors[name], size_n, size_k, gated)
-        if scheme.block:
-            scale, groups = tensors[f"{name}_scale"], size_k // scheme.block
+        if scheme.scales is not None:
+            scale, groups = tensors[f"{name}_scale"], size_k // scheme.scales.size
             restored[f"{name}_scale"] = _cpu_layout.unpack_scale(scheme.name, scale, size_n, groups, gated)
     return restored
 

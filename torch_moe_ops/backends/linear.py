@@ -14,15 +14,15 @@ ARGUMENTS = ("w13", "w13_scale", "w13_zero_point", "w2", "w2_scale", "w2_zero_po
 
 
 def specs(scheme: Scheme, sizes: Sizes) -> dict[str, Spec]:
-    """w13 [E, rows, K storage], w2 [E, hidden_size, K storage], block scales [.., K / block]."""
+    """w13 [E, rows, K storage], w2 [E, hidden_size, K storage], scales as `schemes.Scales` says."""
     experts, hidden, inter = sizes.num_experts, sizes.hidden_size, sizes.intermediate_size
-    rows = 2 * inter if sizes.is_gated else inter
+    halves = 2 if sizes.is_gated else 1
     table: dict[str, Spec] = {}
-    for name, n, k in (("w13", rows, hidden), ("w2", hidden, inter)):
-        table[name] = ((experts, n, k // scheme.pack), sizes.weight_dtype)
-        if scheme.block:
-            assert scheme.scale_dtype is not None
-            table[f"{name}_scale"] = ((experts, n, k // scheme.block), scheme.scale_dtype)
+    for name, n, k, parts in (("w13", halves * inter, hidden, halves), ("w2", hidden, inter, 1)):
+        table[name] = (((experts, n, k // scheme.pack),), (sizes.weight_dtype,))
+        if scheme.scales is not None:
+            shapes = tuple((experts, *shape) for shape in scheme.scales.shapes(n, k, parts))
+            table[f"{name}_scale"] = (shapes, scheme.scales.dtypes)
     return table
 
 

@@ -64,9 +64,13 @@ _ALWAYS_SHOWN = ("scheme", "act_format", "activation", "device", "num_experts", 
 
 @dataclass(frozen=True)
 class Requirement:
-    """A condition with its reason: `unmet(problem)` is None where it holds, else a clause that says why not."""
+    """A condition with its reason: `unmet(problem)` is None where it holds, else a clause that says why not.
+
+    of_machine: it asks what is installed here, not what the problem is.
+    """
 
     unmet: Callable[[Problem], str | None]
+    of_machine: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,14 +84,16 @@ class Sizes:
     weight_dtype: torch.dtype
 
 
-Spec = tuple[tuple[int, ...], torch.dtype]
+# The allowed shapes and the allowed dtypes of one argument.
+Spec = tuple[tuple[tuple[int, ...], ...], tuple[torch.dtype, ...]]
 
 
 @dataclass(frozen=True)
 class Layout:
     """Where the codes and block scales of a prepared layer lie.
 
-    specs: sizes -> {argument: (shape, dtype)} for w13, w2, their block scales and zero points.
+    specs: sizes -> {argument: (shapes, dtypes)} for w13, w2 and their scales; one of each must match.
+        Zero points are shaped like the scales.
     intermediate_size: shape of w2 -> intermediate size, padding of the layout included.
     """
 
@@ -104,6 +110,7 @@ class Backend:
     restore: {argument: tensor} and sizes -> the same arguments as RawWeights holds them, bit for bit.
     run: fills `out` [num_tokens, hidden_size] (contiguous, of call.out_dtype; at least one token).
     notes: what a user should know where the backend fits ("pads ...", "emulates ..."), else "".
+    verified: how its results on such a problem are checked: "tested" on that hardware, or "by contract".
     """
 
     name: str
@@ -115,10 +122,15 @@ class Backend:
     hidden_dtypes: tuple[torch.dtype, ...] = FLOATS
     notes: Callable[[Problem], str] = lambda problem: ""
     auto: bool = True
+    verified: Callable[[Problem], str] = lambda problem: "tested"
 
     def reasons(self, problem: Problem) -> list[str]:
-        """Every reason why this backend cannot run the problem."""
+        """Every reason why this backend cannot run the problem here."""
         return [reason for r in self.requires if (reason := r.unmet(problem)) is not None]
+
+    def fits_anywhere(self, problem: Problem) -> bool:
+        """Whether the backend runs the problem where it is installed."""
+        return all(r.of_machine or r.unmet(problem) is None for r in self.requires)
 
 
 BACKENDS: dict[str, Backend] = {}  # in order of preference
@@ -170,4 +182,4 @@ def formats(table: Mapping[str, tuple[str, ...]]) -> Requirement:
 
 def available(probe: Callable[[], str | None]) -> Requirement:
     """A part of the library or a package is there: probe() is None, or says why not."""
-    return Requirement(lambda problem: probe())
+    return Requirement(lambda problem: probe(), of_machine=True)

@@ -18,7 +18,7 @@ from torch_moe_ops._check import check, describe, fail
 from torch_moe_ops.activations import ACTIVATIONS, check_activation
 from torch_moe_ops.backends.registry import BACKENDS, Backend, Sizes, Spec
 from torch_moe_ops.ops.call import INDEX, ExpertsCall
-from torch_moe_ops.schemes import ACT_FORMATS, FLOATS, SCHEMES, ActFormat, Scheme
+from torch_moe_ops.schemes import ACT_FORMATS, FLOATS, SCHEMES, ZERO_POINT_DTYPES, ActFormat, Scheme
 
 
 class _Spec(NamedTuple):
@@ -26,7 +26,7 @@ class _Spec(NamedTuple):
 
     name: str
     shapes: tuple[tuple[int, ...], ...]  # allowed ones
-    dtype: torch.dtype
+    dtypes: tuple[torch.dtype, ...]  # allowed ones
     required: bool
 
 
@@ -49,7 +49,7 @@ class Plan:
     alpha: float
     beta: float
     limit: float
-    same_dtype: bool  # weights and hidden states must have the same dtype
+    unusual: bool  # more to check than shapes and dtypes
     # (shape of w13, shape of w2, dtype, hidden size, packed) -> what the other arguments must be
     tables: dict[tuple[Any, ...], _Table] = field(default_factory=dict)
 
@@ -74,36 +74,39 @@ def _resolve(op: str, call: ExpertsCall) -> Plan:
         fail(op, "backend", f"be one of {list(BACKENDS)}", call.backend)
     if call.act_format not in scheme.act_formats:
         fail(op, "act_format", f"be one of {list(scheme.act_formats)}", call.act_format)
-    if call.weight_policy != "exact":
-        requirement = "be 'exact' (other policies belong to fp8 activations on 4-bit weights)"
+    policies = scheme.policies if call.act_format == "fp8" else ("exact",)
+    if call.weight_policy not in policies:
+        requirement = f"be one of {list(policies)} for scheme {scheme.name!r} and act_format {call.act_format!r}"
         fail(op, "weight_policy", requirement, call.weight_policy)
     name = call.activation
     constants = check_activation(op, name, call.swiglu_alpha, call.swiglu_beta, call.swiglu_limit)
-    gated, plain = ACTIVATIONS[name].is_gated, scheme.name == "none"
-    return Plan(BACKENDS[call.backend], scheme, ACT_FORMATS[call.act_format], gated, *constants, plain)
+    unusual = scheme.name == "none" or scheme.has_zero_point or call.act_format not in scheme.static_acts
+    act, gated = ACT_FORMATS[call.act_format], ACTIVATIONS[name].is_gated
+    return Plan(BACKENDS[call.backend], scheme, act, gated, *constants, unusual)
 
 
-def _specs(scheme: Scheme, expected: dict[str, Spec], sizes: Sizes, packed: bool) -> list[_Spec]:
-    """Shape and dtype of every scale, alpha and bias argument for given sizes.
+_F32 = (torch.float32,)
+
+
+def _specs(plan: Plan, expected: dict[str, Spec], sizes: Sizes, packed: bool) -> list[_Spec]:
+    """What every scale, alpha and bias argument must be for given sizes.
 
     packed: the hidden states were quantized once, so one input scale serves all experts.
     """
     experts, hidden, inter = sizes.num_experts, sizes.hidden_size, sizes.intermediate_size
     halves = 2 if sizes.is_gated else 1
-    specs = [
-        _Spec(name, (shape,), dtype, True) for name, (shape, dtype) in expected.items() if name not in ("w13", "w2")
-    ]
-
-    def add(name: str, *shapes: tuple[int, ...], required: bool = False) -> None:
-        specs.append(_Spec(name, shapes, torch.float32, required))
-
-    if scheme.has_scale_2:
-        add("g1_alphas", (experts,), (experts, halves), required=True)
-        add("g2_alphas", (experts,), required=True)
-        add("a1_gscale", *(((),) if packed else ((), (experts,))))
-        add("a2_gscale", (), (experts,))
-    add("w13_bias", (experts, halves * inter))
-    add("w2_bias", (experts, hidden))
+    specs = [_Spec(name, *spec, True) for name, spec in expected.items() if name not in ("w13", "w2")]
+    if plan.scheme.has_zero_point:
+        dtypes = (ZERO_POINT_DTYPES[plan.scheme.name],)
+        specs += [_Spec(f"{n}_zero_point", expected[f"{n}_scale"][0], dtypes, False) for n in ("w13", "w2")]
+    if plan.scheme.has_scale_2:
+        specs.append(_Spec("g1_alphas", ((experts,), (experts, halves)), _F32, True))
+        specs.append(_Spec("g2_alphas", ((experts,),), _F32, True))
+    if plan.act.name in plan.scheme.static_acts:
+        specs.append(_Spec("a1_gscale", ((),) if packed else ((), (experts,)), _F32, False))
+        specs.append(_Spec("a2_gscale", ((), (experts,)), _F32, False))
+    specs.append(_Spec("w13_bias", ((experts, halves * inter),), _F32, False))
+    specs.append(_Spec("w2_bias", ((experts, hidden),), _F32, False))
     return specs
 
 
@@ -121,21 +124,37 @@ def check_experts(op: str, call: ExpertsCall, plan: Plan, devices: bool, tracing
         table = _make_table(op, call, plan, hidden_size, packed)
         if not tracing:
             plan.tables[key] = table
-    for tensor, (name, shapes, dtype, required) in zip(table.pick(call), table.specs, strict=False):
+    for tensor, (name, shapes, dtypes, required) in zip(table.pick(call), table.specs, strict=False):
         if tensor is None:
             if required:
                 fail(op, name, f"be a Tensor of shape {shapes[0]}", None)
-        elif tensor.shape not in shapes or tensor.dtype is not dtype or not tensor.is_contiguous():
-            _fail_tensor(op, name, shapes, dtype, tensor)
+        elif tensor.shape not in shapes or tensor.dtype not in dtypes or not tensor.is_contiguous():
+            _fail_tensor(op, name, shapes, dtypes, tensor)
     if not (w13.is_contiguous() and w2.is_contiguous()):
         name = "w2" if w13.is_contiguous() else "w13"
         fail(op, name, "be contiguous", f"strides {getattr(call, name).stride()}")
-    if plan.same_dtype and w13.dtype is not call.hidden_states.dtype:
-        fail(op, "w13", f"have dtype {call.hidden_states.dtype} like hidden_states", w13.dtype)
+    if plan.unusual:
+        _check_unusual(op, call, plan)
     _check_range(op, call, table.num_experts)
     if devices:
         _check_devices(op, call)
     return hidden_size
+
+
+def _check_unusual(op: str, call: ExpertsCall, plan: Plan) -> None:
+    """What only some schemes and activation formats have to obey."""
+    w13, x = call.w13, call.hidden_states
+    if plan.scheme.name == "none" and w13.dtype is not x.dtype:
+        fail(op, "w13", f"have dtype {x.dtype} like hidden_states", w13.dtype)
+    if plan.act.name not in plan.scheme.static_acts:
+        for name, gscale in (("a1_gscale", call.a1_gscale), ("a2_gscale", call.a2_gscale)):
+            if gscale is not None:
+                fail(op, name, f"be None for act_format {plan.act.name!r}", gscale.shape)
+    pairs = (("w13", call.w13_zero_point, call.w13_scale), ("w2", call.w2_zero_point, call.w2_scale))
+    for name, zero_point, scale in pairs:
+        if zero_point is not None and scale is not None and zero_point.shape != scale.shape:
+            text = f"have shape {tuple(scale.shape)} like {name}_scale"
+            fail(op, f"{name}_zero_point", text, zero_point.shape)
 
 
 def _check_range(op: str, call: ExpertsCall, experts: int) -> None:
@@ -164,11 +183,11 @@ def _check_hidden(op: str, call: ExpertsCall, plan: Plan) -> tuple[int, bool]:
     if x.dtype != act.dtype:
         fail(op, "hidden_states", f"have dtype {act.dtype} (packed, as hidden_states_scale is given)", x.dtype)
     hidden_size = x.shape[1] * act.pack
-    expected = (x.shape[0], hidden_size // act.block)
+    expected = (x.shape[0], plan.scheme.act_scale_columns(act, hidden_size))
     check(scale.shape == expected, lambda: describe(op, "hidden_states_scale", f"have shape {expected}", scale.shape))
     if scale.dtype != act.scale_dtype:
         fail(op, "hidden_states_scale", f"have dtype {act.scale_dtype}", scale.dtype)
-    if call.a1_gscale is None:
+    if act.name == "nvfp4" and call.a1_gscale is None:
         fail(op, "a1_gscale", "be given where hidden_states are packed (the scale they were quantized with)", None)
     return hidden_size, True
 
@@ -190,16 +209,18 @@ def _make_table(op: str, call: ExpertsCall, plan: Plan, hidden_size: int, packed
     sizes = Sizes(w13.shape[0], hidden_size, inter, plan.is_gated, w13.dtype)
     expected = plan.backend.layout.specs(scheme, sizes)
     for name, tensor in (("w13", w13), ("w2", w2)):
-        shape, dtype = expected[name]
-        if tensor.shape != shape or tensor.dtype != dtype:
-            _fail_tensor(op, name, (shape,), dtype, tensor)
-    specs = _specs(scheme, expected, sizes, packed)
+        shapes, dtypes = expected[name]
+        if tensor.shape not in shapes or tensor.dtype not in dtypes:
+            _fail_tensor(op, name, shapes, dtypes, tensor)
+    specs = _specs(plan, expected, sizes, packed)
     return _Table(w13.shape[0], itemgetter(*(INDEX[spec.name] for spec in specs)), tuple(specs))
 
 
-def _fail_tensor(op: str, name: str, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, tensor: Tensor) -> None:
-    if tensor.dtype != dtype:
-        fail(op, name, f"have dtype {dtype}", tensor.dtype)
+def _fail_tensor(
+    op: str, name: str, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...], tensor: Tensor
+) -> None:
+    if tensor.dtype not in dtypes:
+        fail(op, name, f"have dtype {' or '.join(str(d) for d in dtypes)}", tensor.dtype)
     if tensor.shape not in shapes:
         fail(op, name, f"have shape {' or '.join(dict.fromkeys(str(s) for s in shapes))}", tensor.shape)
     fail(op, name, "be contiguous", f"strides {tensor.stride()}")

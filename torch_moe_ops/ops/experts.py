@@ -14,18 +14,19 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops._check import check, describe, fail
-from torch_moe_ops._schemas import arguments
+from torch_moe_ops._schemas import FAMILIES, arguments
 from torch_moe_ops.ops.bind import attach, below_autograd
 from torch_moe_ops.ops.call import FIELDS, ExpertsCall
 from torch_moe_ops.ops.checks import Plan, check_experts, check_out, check_topk, plan_of
 from torch_moe_ops.routing import check_route, route_reference
-from torch_moe_ops.schemes import SCHEMES, Scheme
 
 
 class _Binder:
     """Turns the positional arguments of one op into an ExpertsCall, plus what the op has besides."""
 
-    def __init__(self, op: str, scheme: Scheme):
+    def __init__(self, op: str, family: str):
+        schemes = FAMILIES[family]
+        scheme = schemes[0]
         self.names, self.defaults = arguments(op)
         self.position = {name: i for i, name in enumerate(self.names)}
         # Fields that the op lacks are read from two constants appended to the arguments.
@@ -33,6 +34,9 @@ class _Binder:
         extra = {"scheme": zero, "act_format": zero + 1, "router_weight_on_input": zero + 2}
         self.pick = itemgetter(*(self.position.get(f, extra.get(f, absent)) for f in FIELDS))
         self.tail = (*self.defaults, None, scheme.name, scheme.act_formats[0], False)
+        # A family with several elements says by an argument which scheme is meant.
+        self.elements = {s.element: s.name for s in schemes} if len(schemes) > 1 else {}
+        self.op = op
 
     def fill(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """All arguments in schema order, then the constants."""
@@ -45,7 +49,13 @@ class _Binder:
         return tuple(filled)
 
     def call(self, full: tuple[Any, ...]) -> ExpertsCall:
-        return tuple.__new__(ExpertsCall, self.pick(full))
+        call = tuple.__new__(ExpertsCall, self.pick(full))
+        return self._named(call, full[self.position["element"]]) if self.elements else call
+
+    def _named(self, call: ExpertsCall, element: str) -> ExpertsCall:
+        if element not in self.elements:
+            fail(self.op, "element", f"be one of {list(self.elements)}", element)
+        return call._replace(scheme=self.elements[element])
 
 
 def _output(call: ExpertsCall, hidden_size: int) -> Tensor:
@@ -81,9 +91,9 @@ def _run(call: ExpertsCall, plan: Plan, out: Tensor) -> None:
 Checked = Callable[..., tuple[ExpertsCall, Plan, int]]
 
 
-def _define_routed(scheme: Scheme) -> None:
-    op = f"{scheme.op_prefix}moe_routed"
-    binder = _Binder(op, scheme)
+def _define_routed(family: str) -> None:
+    op = f"{family}_moe_routed" if family else "moe_routed"
+    binder = _Binder(op, family)
 
     def checked(args: Any, kwargs: Any, devices: bool, tracing: bool = False) -> tuple[ExpertsCall, Plan, int]:
         call = binder.call(binder.fill(args, kwargs))
@@ -149,9 +159,9 @@ _ROUTE_ARGUMENTS = (
 )
 
 
-def _define_monolithic(scheme: Scheme) -> None:
-    op = f"{scheme.op_prefix}moe"
-    binder = _Binder(op, scheme)
+def _define_monolithic(family: str) -> None:
+    op = f"{family}_moe" if family else "moe"
+    binder = _Binder(op, family)
     logits_at, bias_at = binder.position["router_logits"], binder.position["routing_bias"]
     route_at = [binder.position[name] for name in _ROUTE_ARGUMENTS]
 
@@ -198,6 +208,6 @@ def _define_monolithic(scheme: Scheme) -> None:
     attach(op, make(devices=False), make(devices=True), fake)
 
 
-for _scheme in SCHEMES.values():
-    _define_routed(_scheme)
-    _define_monolithic(_scheme)
+for _family in FAMILIES:
+    _define_routed(_family)
+    _define_monolithic(_family)

@@ -1,4 +1,4 @@
-"""The activation quantizer ops: the exact algorithm of the numerics contract, on every device."""
+"""The activation quantizer ops: the exact algorithms of the numerics contract, on every device."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from torch import Tensor
 from torch_moe_ops import _ext
 from torch_moe_ops._check import check, describe, fail
 from torch_moe_ops.ops.bind import attach, below_autograd
-from torch_moe_ops.quant import nvfp4
-from torch_moe_ops.schemes import ACT_FORMATS, FLOATS
+from torch_moe_ops.quant import fp8, int8, mx, nvfp4
+from torch_moe_ops.schemes import ACT_FORMATS, FLOATS, ceil_div
+
+RULES = ("floor", "rceil", "even")
+Pair = tuple[Tensor, Tensor]
 
 
 def _check_rows(op: str, x: Tensor, act_format: str) -> None:
@@ -24,53 +27,113 @@ def _check_rows(op: str, x: Tensor, act_format: str) -> None:
     check(k % multiple == 0 and k > 0, lambda: describe(op, "x", f"have K a positive multiple of {multiple}", k))
 
 
-def _check_gscale(op: str, x: Tensor, gscale: Tensor) -> None:
+def _check_gscale(op: str, x: Tensor, gscale: Tensor | None) -> None:
+    if gscale is None:
+        return
     if gscale.dtype != torch.float32:
         fail(op, "gscale", "have dtype torch.float32", gscale.dtype)
     rows = x.shape[:-1]
     if gscale.ndim:
         text = f"have shape () or {tuple(rows)} (one per row)"
         check(gscale.shape == rows, lambda: describe(op, "gscale", text, gscale.shape))
-
-
-def _same_device(op: str, x: Tensor, gscale: Tensor) -> None:
     if gscale.device != x.device:
         fail(op, "gscale", f"be on {x.device} like x", gscale.device)
 
 
-def _quantize_nvfp4(devices: bool) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    op = "quantize_nvfp4"
+def _empty(x: Tensor, act_format: str, scale_columns: int | None) -> Pair:
+    """Codes [..., K storage], and scales [..., columns] (None: [...])."""
+    act, rows, k = ACT_FORMATS[act_format], x.shape[:-1], x.shape[-1]
+    scale_shape = rows if scale_columns is None else (*rows, scale_columns)
+    codes = x.new_empty((*rows, k // act.pack), dtype=act.dtype)
+    return codes, x.new_empty(scale_shape, dtype=act.scale_dtype)
 
-    def impl(x: Tensor, gscale: Tensor) -> tuple[Tensor, Tensor]:
-        _check_rows(op, x, "nvfp4")
-        _check_gscale(op, x, gscale)
-        if not devices:
-            with below_autograd():
-                return nvfp4.quantize_activation(x, gscale)
-        _same_device(op, x, gscale)
+
+def _attach(op: str, checks: Callable[..., None], run: Callable[..., Pair], fake: Callable[..., Pair]) -> None:
+    """One body for every device, and a fake that makes the same checks."""
+
+    def impl(*args: object, **kwargs: object) -> Pair:
+        checks(*args, **kwargs)
         with below_autograd():
-            if x.is_cuda and _ext.has_cuda_extension():
-                return _quantize_nvfp4_cuda(x, gscale)
-            return nvfp4.quantize_activation(x, gscale)
+            return run(*args, **kwargs)
 
-    return impl
+    def checked_fake(*args: object, **kwargs: object) -> Pair:
+        checks(*args, **kwargs)
+        return fake(*args, **kwargs)
+
+    attach(op, impl, impl, checked_fake)
 
 
-def _quantize_nvfp4_cuda(x: Tensor, gscale: Tensor) -> tuple[Tensor, Tensor]:
+def _check_nvfp4(x: Tensor, gscale: Tensor) -> None:
+    _check_rows("quantize_nvfp4", x, "nvfp4")
+    _check_gscale("quantize_nvfp4", x, gscale)
+
+
+def _run_nvfp4(x: Tensor, gscale: Tensor) -> Pair:
+    if not (x.is_cuda and _ext.has_cuda_extension()):
+        return nvfp4.quantize_activation(x, gscale)
     rows, k = x.shape[:-1], x.shape[-1]
     per_row = gscale.reshape(-1).contiguous() if gscale.ndim else gscale
     codes, scale = torch.ops.moeq_C.quantize_nvfp4_cuda(x.reshape(-1, k).contiguous(), per_row)
     return codes.view(*rows, k // 2), scale.view(*rows, k // 16)
 
 
-def _quantize_nvfp4_fake(x: Tensor, gscale: Tensor) -> tuple[Tensor, Tensor]:
-    op = "quantize_nvfp4"
-    _check_rows(op, x, "nvfp4")
+_attach("quantize_nvfp4", _check_nvfp4, _run_nvfp4, lambda x, gscale: _empty(x, "nvfp4", x.shape[-1] // 16))
+
+
+def _attach_mx(op: str, act_format: str, element: str) -> None:
+    def checks(x: Tensor, rule: str = "rceil") -> None:
+        _check_rows(op, x, act_format)
+        if rule not in RULES:
+            fail(op, "rule", f"be one of {list(RULES)}", rule)
+
+    def run(x: Tensor, rule: str = "rceil") -> Pair:
+        return mx.quantize_mx(x, element, rule)
+
+    def fake(x: Tensor, rule: str = "rceil") -> Pair:
+        return _empty(x, act_format, x.shape[-1] // 32)
+
+    _attach(op, checks, run, fake)
+
+
+_attach_mx("quantize_mxfp4", "mxfp4", "e2m1")
+_attach_mx("quantize_mxfp8", "mxfp8", "e4m3")
+
+
+def _check_fp8(x: Tensor, gscale: Tensor | None = None, group: int = 0) -> None:
+    op = "quantize_fp8"
+    _check_rows(op, x, "fp8")
     _check_gscale(op, x, gscale)
-    _same_device(op, x, gscale)
-    rows, k = x.shape[:-1], x.shape[-1]
-    codes = x.new_empty((*rows, k // 2), dtype=torch.uint8)
-    return codes, x.new_empty((*rows, k // 16), dtype=torch.float8_e4m3fn)
+    if group < 0:
+        fail(op, "group", "be 0 (the whole row) or positive", group)
+    if group and gscale is not None:
+        fail(op, "group", "be 0 where gscale is given", group)
+
+
+def _run_fp8(x: Tensor, gscale: Tensor | None = None, group: int = 0) -> Pair:
+    if group:
+        return fp8.quantize_fp8_group(x, group)
+    codes, scale = fp8.quantize_fp8(x, gscale)
+    return codes, scale.expand(x.shape[:-1])[..., None].contiguous()
+
+
+def _fake_fp8(x: Tensor, gscale: Tensor | None = None, group: int = 0) -> Pair:
+    return _empty(x, "fp8", ceil_div(x.shape[-1], group) if group else 1)
+
+
+_attach("quantize_fp8", _check_fp8, _run_fp8, _fake_fp8)
+
+
+def _check_int8(x: Tensor, gscale: Tensor | None = None) -> None:
+    _check_rows("quantize_int8", x, "int8")
+    _check_gscale("quantize_int8", x, gscale)
+
+
+def _run_int8(x: Tensor, gscale: Tensor | None = None) -> Pair:
+    codes, scale = int8.quantize_int8(x, gscale)
+    return codes, scale.expand(x.shape[:-1])[..., None].contiguous()
+
+
+_attach("quantize_int8", _check_int8, _run_int8, lambda x, gscale=None: _empty(x, "int8", 1))
 
 
 def _dynamic_gscale_nvfp4(x: Tensor) -> Tensor:
@@ -87,5 +150,4 @@ def _dynamic_gscale_nvfp4_fake(x: Tensor) -> Tensor:
     return x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
-attach("quantize_nvfp4", _quantize_nvfp4(devices=False), _quantize_nvfp4(devices=True), _quantize_nvfp4_fake)
 attach("dynamic_gscale_nvfp4", _dynamic_gscale_nvfp4, _dynamic_gscale_nvfp4, _dynamic_gscale_nvfp4_fake)

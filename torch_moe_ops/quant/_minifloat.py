@@ -19,7 +19,7 @@ class Minifloat:
     nan_code: int | None = None  # magnitude bits of NaN; None: there is none, NaN saturates
 
     def encode(self, y: Tensor) -> Tensor:
-        """uint8 codes of float32 or float64 y: nearest, ties to even, saturating; the sign is the IEEE sign."""
+        """uint8 codes of float32 or float64 y: nearest, ties to even, saturating. IEEE sign, but + for NaN."""
         is_nan = y.isnan()
         # After fmin a NaN is the maximum.
         a = torch.fmin(y.abs(), y.new_full((), self.max))
@@ -31,7 +31,8 @@ class Minifloat:
         code = units + ((exponent - self.min_exponent) << self.mantissa_bits)
         if self.nan_code is not None:
             code = torch.where(is_nan, self.nan_code, code)
-        return (code | (torch.signbit(y).to(torch.int32) << (self.width - 1))).to(torch.uint8)
+        sign = torch.signbit(y).logical_and_(~is_nan)
+        return (code | (sign.to(torch.int32) << (self.width - 1))).to(torch.uint8)
 
     def decode(self, codes: Tensor) -> Tensor:
         """float32 values of uint8 codes; for formats without NaN. Exact."""

@@ -24,7 +24,7 @@ def encode(y: Tensor) -> Tensor:
         y: bfloat16, float16, float32 or float64, any shape.
     Returns: uint8, same shape, one code (0..15) an element. The sign bit is the IEEE sign of y, so -0.0 and
         negatives that round to zero give 8. Infinity saturates; NaN is outside the contract and gives
-        magnitude 6, so that it cannot disturb its neighbours.
+        code 7, whatever its sign.
     """
     a = y.abs() if y.dtype == torch.float64 else y.float().abs()
     # As a function of the value the code is concave: 2a up to 2, a + 2 up to 4, a / 2 + 4 beyond. So the
@@ -34,7 +34,9 @@ def encode(y: Tensor) -> Tensor:
     torch.minimum(code, a.round().add_(2), out=code)
     torch.minimum(code, a.mul_(0.5).round_().add_(4), out=code)
     code = code.clamp_max_(7).nan_to_num_(nan=7).to(torch.uint8)
-    return code | (torch.signbit(y).to(torch.uint8) << 3)
+    # 0 * infinity is a negative NaN on x86 and a positive one on CUDA: its sign must not reach the code.
+    sign = torch.signbit(y).logical_and_(y == y)
+    return code | (sign.to(torch.uint8) << 3)
 
 
 def decode(codes: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ def encode(x: Tensor) -> Tensor:
     """
     if x.dtype == torch.float64:
         return _FORMAT.encode(x).view(torch.float8_e4m3fn)
-    # Depending on its release, torch's cast saturates or turns what is beyond 448 into NaN: saturate first (clamp keeps NaN).
+    # torch's cast makes NaN of what is beyond 448, in some releases; clamp saturates, and keeps NaN.
     return x.float().clamp(-MAX, MAX).to(torch.float8_e4m3fn)
 
 

@@ -29,7 +29,7 @@ class ExpertsModule:
 
     name: str
     layer: int
-    module: nn.Module
+    module: Any  # an nn.Module with the attributes that use_experts_implementation gives it
     sizes: tuple[int, int, int] | None
 
 
@@ -50,8 +50,12 @@ def find_experts(model: nn.Module) -> list[ExpertsModule]:
     return found
 
 
-def _sizes(module: nn.Module) -> tuple[int, int, int] | None:
-    """From the parameters, which may be on the meta device; None where they were removed."""
+def _sizes(module: Any) -> tuple[int, int, int] | None:
+    """From the parameters, which may be on the meta device, or from what was attached before."""
+    attached = getattr(module, "moeq_weights", None)
+    if attached is not None:
+        w = attached.prepared
+        return w.num_experts, w.hidden_size, w.intermediate_size
     down = getattr(module, "down_proj", None)
     if down is None or down.ndim != 3:
         return None
@@ -144,18 +148,22 @@ def _check_sizes(found: ExpertsModule, raw: RawWeights) -> None:
     module = found.module
     if getattr(module, "has_post_expert_norm", False):
         raise ValueError(f"attach_experts: {found.name} must have no norm after each expert: no op applies one")
-    _require(found, raw, "gating", "gated" if module.has_gate else "not gated", "gated" if raw.is_gated else "not gated")
+    _require(
+        found, raw, "gating", "gated" if module.has_gate else "not gated", "gated" if raw.is_gated else "not gated"
+    )
     if found.sizes is not None:
         names = "num_experts, hidden_size, intermediate_size"
         got = (raw.num_experts, raw.hidden_size, raw.intermediate_size)
         _require(found, raw, names, found.sizes, got)
-    if found.sizes is None or getattr(module, "_is_expert_parallel", False):
-        _require(found, raw, "num_experts", getattr(module, "num_experts", raw.num_experts), raw.num_experts)
+    # Under expert parallelism the module counts this rank's experts only; a checkpoint has all of them.
+    _require(found, raw, "num_experts", getattr(module, "num_experts", raw.num_experts), raw.num_experts)
 
 
 def _require(found: ExpertsModule, raw: RawWeights, what: str, wanted: Any, got: Any) -> None:
     if wanted != got:
-        raise ValueError(f"attach_experts: {what} of {found.name} must be {wanted} as in the model, got {got} ({raw.source})")
+        raise ValueError(
+            f"attach_experts: {what} of {found.name} must be {wanted} as in the model, got {got} ({raw.source})"
+        )
 
 
 @torch.no_grad()

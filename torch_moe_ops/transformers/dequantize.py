@@ -75,6 +75,8 @@ class DequantizeLinear(ConversionOps):
     def convert(
         self,
         input_dict: dict[str, Any],
+        source_patterns: list[str] | None = None,
+        target_patterns: list[str] | None = None,
         full_layer_name: str | None = None,
         model: Any = None,
         **kwargs: Any,

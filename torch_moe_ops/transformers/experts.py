@@ -17,8 +17,8 @@ IMPLEMENTATION = "moeq"
 class ExpertWeights(nn.Module):
     """Holds the prepared weights of one layer and moves them with the model.
 
-    No parameters or buffers: `model.half()` would round alphas and reinterpret nothing but floats, while
-    the codes and block scales of a quantized layer have the dtypes that their op needs.
+    Not parameters or buffers: `model.half()` would convert alphas and e4m3 block scales, and the op needs
+    each in the dtype that it has.
 
     Args:
         prepared: the layer.

@@ -30,8 +30,7 @@ class ModelOptConfig(QuantizationConfigMixin):
     """
 
     def __init__(self, **settings: Any) -> None:
-        self.__dict__.update(settings)
-        self.quant_method = METHOD
+        self.__dict__.update(settings, quant_method=METHOD)
 
 
 class ModelOptQuantizer(HfQuantizer):
@@ -44,11 +43,11 @@ class ModelOptQuantizer(HfQuantizer):
     """
 
     requires_calibration = False
-    serialized_names: ClassVar[dict[str, list[str]]] = {"weight": list(PARTS)}
     load_options: ClassVar[dict[str, Any]] = {}  # set by `register`
 
     def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
+        self.serialized_names = {"weight": list(PARTS)}
         self.dtype = torch.get_default_dtype()
         self._path = ""
         self._experts: list[ExpertsModule] = []

@@ -33,7 +33,9 @@ def register(*, input_scales: bool = True, **prepare_options: Any) -> None:
 
     other = AUTO_QUANTIZER_MAPPING.get(METHOD)
     if other not in (None, ModelOptQuantizer):
-        raise ValueError(f"register: quant_method {METHOD!r} belongs to {other.__module__}.{other.__qualname__} already")
+        raise ValueError(
+            f"register: quant_method {METHOD!r} belongs to {other.__module__}.{other.__qualname__} already"
+        )
     register_implementation()
     AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = ModelOptConfig
     AUTO_QUANTIZER_MAPPING[METHOD] = ModelOptQuantizer

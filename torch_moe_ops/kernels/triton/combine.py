@@ -15,18 +15,20 @@ def combine_kernel(
     ids_ptr,
     weights_ptr,
     out_ptr,
-    top_k,
     num_experts,
     expert_offset,
+    TOP_K: tl.constexpr,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
     WEIGHTED: tl.constexpr,
+    SPECULATE: tl.constexpr,
     USE_PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid: (tokens, cdiv(H, BLOCK)). y: float32 [T * top_k, H]; slots of foreign experts are never read.
+    """Grid: (tokens, cdiv(H, BLOCK)). y: float32 [T * top_k, H]; what it holds for slots of foreign experts is ignored.
 
     WEIGHTED: False where the router weight went on the input.
+    SPECULATE: read a slot without waiting to know whether it is foreign: sooner, but more bytes where many are.
     """
     if PDL:
         tl_cuda.gdc_wait()
@@ -34,12 +36,18 @@ def combine_kernel(
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros((BLOCK,), tl.float32)
-    for j in range(top_k):
-        slot = token * top_k + j
+    # Unrolled, so that the loads of all slots are in flight together.
+    for j in tl.static_range(TOP_K):
+        slot = token * TOP_K + j
         local = tl.load(ids_ptr + slot) - expert_offset
-        if (local >= 0) & (local < num_experts):
-            y = tl.load(y_ptr + slot * H + n, mask=n < H, other=0.0)
-            if WEIGHTED:
-                y = y * tl.load(weights_ptr + slot)
-            acc += y
+        mine = (local >= 0) & (local < num_experts)
+        if SPECULATE:
+            y = tl.where(mine, tl.load(y_ptr + slot * H + n, mask=n < H, other=0.0), 0.0)
+        else:
+            y = tl.load(y_ptr + slot * H + n, mask=n < tl.where(mine, H, 0), other=0.0)
+        if WEIGHTED:
+            # The weight of a foreign slot may be anything, NaN included.
+            weight = tl.load(weights_ptr + slot)
+            y = y * tl.where(mine, weight, 0.0)
+        acc += y
     tl.store(out_ptr + token * H + n, narrow(acc, out_ptr.dtype.element_ty, USE_PTX), mask=n < H)

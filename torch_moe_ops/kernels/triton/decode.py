@@ -13,27 +13,36 @@ import triton.language as tl
 from torch_moe_ops.kernels.triton.quantize import decode_e2m1, decode_e4m3
 
 
-def _pair(nibble: int, is_bf16: bool) -> str:
-    """PTX that decodes codes `nibble` and `nibble + 4` of the word $8, scaled by s, into $nibble and $nibble+4.
+def _pair_bf16(nibble: int) -> str:
+    """PTX: codes `nibble` and `nibble + 4` of the word $8, times s, to $nibble and $nibble + 4, as bfloat16.
 
-    The sign goes to bit 15, the magnitude to the three bits from the exponent's second lowest one on.
+    The sign goes to bit 15, the magnitude to bits 6 to 8. One product does both shifts: the two copies
+    of a nibble, 6 bits apart, do not overlap, and no carry leaves their half of the word.
     """
-    magnitude_mask, magnitude_at = ("0x01C001C0", 6) if is_bf16 else ("0x0E000E00", 9)
+    word = "$8" if nibble < 2 else "u"
+    mask, factor = ("0x000F000F", 4160) if nibble % 2 == 0 else ("0x00F000F0", 260)
+    return (
+        f"and.b32 a, {word}, {mask}; mul.lo.u32 a, a, {factor}; and.b32 a, a, 0x81C081C0;"
+        f" fma.rn.bf16x2 a, a, s, z; mov.b32 {{${nibble}, ${nibble + 4}}}, a;\n"
+    )
+
+
+def _pair_f16(nibble: int) -> str:
+    """The same in float16, whose magnitude bits 9 to 11 are too near to the sign for one product."""
     left = 12 - 4 * nibble
     sign = f"shl.b32 b, $8, {left};" if left else "mov.b32 b, $8;"
-    shift = magnitude_at - 4 * nibble
+    shift = 9 - 4 * nibble
     move = f"shl.b32 a, $8, {shift};" if shift >= 0 else f"shr.b32 a, $8, {-shift};"
-    multiply = "fma.rn.bf16x2 a, a, s, z;" if is_bf16 else "mul.rn.f16x2 a, a, s;"
     return (
-        f"{sign} {move} and.b32 a, a, {magnitude_mask};"
-        f" lop3.b32 a, b, 0x80008000, a, 0xEA; {multiply} mov.b32 {{${nibble}, ${nibble + 4}}}, a;\n"
+        f"{sign} {move} and.b32 a, a, 0x0E000E00; lop3.b32 a, b, 0x80008000, a, 0xEA;"
+        f" mul.rn.f16x2 a, a, s; mov.b32 {{${nibble}, ${nibble + 4}}}, a;\n"
     )
 
 
 def _eight_codes(is_bf16: bool) -> str:
     # bfloat16 has a multiply of its own only from SM90 on: x * s - 0 is the same number.
-    head = "{\n.reg .b32 a, b, s, z;\nmov.b32 s, {$9, $9}; mov.b32 z, 0x80008000;\n"
-    return head + "".join(_pair(nibble, is_bf16) for nibble in range(4)) + "}\n"
+    head = "{\n.reg .b32 a, b, s, u, z;\nmov.b32 s, {$9, $9}; mov.b32 z, 0x80008000; shr.u32 u, $8, 8;\n"
+    return head + "".join((_pair_bf16 if is_bf16 else _pair_f16)(nibble) for nibble in range(4)) + "}\n"
 
 
 _DECODE_BF16 = tl.constexpr(_eight_codes(True))

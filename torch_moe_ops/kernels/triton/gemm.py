@@ -8,7 +8,7 @@ from triton.language.extra import cuda as tl_cuda
 
 from torch_moe_ops.kernels.triton.activations import activate_gated, activate_plain
 from torch_moe_ops.kernels.triton.decode import NVFP4_ACCUMULATOR_SCALE
-from torch_moe_ops.kernels.triton.mainloop import multiply, tile_of
+from torch_moe_ops.kernels.triton.mainloop import multiply, prefetch_rows, tile_of
 from torch_moe_ops.kernels.triton.permute import reorder, reordered_position
 from torch_moe_ops.kernels.triton.quantize import narrow, quantize_blocks
 
@@ -30,6 +30,38 @@ def _halves(acc, HALF: tl.constexpr, BLOCK_T: tl.constexpr):
     pairs = acc.reshape(HALF // 8, 2, 8, BLOCK_T).permute(0, 2, 3, 1)
     gate, up = pairs.split()
     return gate.reshape(HALF, BLOCK_T), up.reshape(HALF, BLOCK_T)
+
+
+@triton.jit
+def _gemm1_columns(column_tile, INTER: tl.constexpr, IS_GATED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The rows of w13 that a tile multiplies; those beyond the last one are repeated, and never stored."""
+    n = tl.arange(0, BLOCK_N)
+    if IS_GATED:
+        # Runs of 8 rows: a gate row and its up row then belong to the same thread of the tensor core's tile.
+        inner = column_tile * (BLOCK_N // 2) + (n // 16) * 8 + n % 8
+        columns = ((n // 8) % 2) * INTER + tl.minimum(inner, INTER - 1)
+    else:
+        columns = tl.minimum(column_tile * BLOCK_N + n, INTER - 1)
+    return columns
+
+
+@triton.jit
+def _prefetch_gemm1(
+    w_ptr, ids_ptr, num_slots, num_experts, expert_offset, H: tl.constexpr, INTER: tl.constexpr,
+    IS_GATED: tl.constexpr, COLUMN_TILES: tl.constexpr, BLOCK_N: tl.constexpr, BYTES: tl.constexpr,
+):  # fmt: skip
+    """Tiles and slots are as many and hit the same experts where tokens are few: take the slot's expert.
+
+    The ids are older than the schedule: the kernel that made them ended before the prologue let this one start.
+    """
+    program = tl.program_id(0)
+    slot = program // COLUMN_TILES
+    if slot < num_slots:
+        local = tl.load(ids_ptr + slot) - expert_offset
+        if (local >= 0) & (local < num_experts):
+            columns = _gemm1_columns(program % COLUMN_TILES, INTER, IS_GATED, BLOCK_N)
+            rows_of_w: tl.constexpr = 2 * INTER if IS_GATED else INTER
+            prefetch_rows(w_ptr, local.to(tl.int64), columns, rows_of_w, H // 2, BYTES)
 
 
 @triton.jit
@@ -60,6 +92,10 @@ def gemm1_kernel(
     bias_ptr,
     gscale_ptr,
     h_ptr,
+    ids_ptr,
+    num_slots,
+    num_experts,
+    expert_offset,
     num_tiles_max,
     top_k,
     alpha,
@@ -83,6 +119,7 @@ def gemm1_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr,
     USE_PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -91,20 +128,18 @@ def gemm1_kernel(
     ALPHAS: alphas per expert, 1 or 2 (gate, up). GSCALE: what to do with h before it is stored:
     "none" (round), "tensor" or "expert" (NVFP4 with gscale [] or [E]). SLOT_ROWS: operand rows are slots.
     """
-    if PDL:
-        tl_cuda.gdc_wait()
-        tl_cuda.gdc_launch_dependents()
     width: tl.constexpr = BLOCK_N // 2 if IS_GATED else BLOCK_N
     column_tiles: tl.constexpr = (I_PADDED + width - 1) // width
+    if PDL:
+        if PREFETCH > 0:
+            _prefetch_gemm1(
+                w_ptr, ids_ptr, num_slots, num_experts, expert_offset, H, INTER, IS_GATED, column_tiles, BLOCK_N, PREFETCH
+            )
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
     valid, expert, column_tile, start, num_rows, row_tile = tile_of(table_ptr, num_tiles_max, column_tiles)
     if valid:
-        n = tl.arange(0, BLOCK_N)
-        if IS_GATED:
-            # Runs of 8 rows: a gate row and its up row then belong to the same thread of the tensor core's tile.
-            inner = column_tile * width + (n // 16) * 8 + n % 8
-            columns = ((n // 8) % 2) * INTER + tl.minimum(inner, INTER - 1)
-        else:
-            columns = tl.minimum(column_tile * width + n, INTER - 1)
+        columns = _gemm1_columns(column_tile, INTER, IS_GATED, BLOCK_N)
         token = row_tile * BLOCK_T + tl.arange(0, BLOCK_T)
         live = token < num_rows
         rows = (start + tl.minimum(token, num_rows - 1)).to(tl.int64)
@@ -163,21 +198,28 @@ def gemm2_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr,
     USE_PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """y = alpha2 * (W2 @ operand) + bias, float32 [slots, H]: the routing weight comes in the combine."""
+    column_tiles: tl.constexpr = (H + BLOCK_N - 1) // BLOCK_N
+    # The schedule was complete before GEMM1 let this kernel start: no need to wait for GEMM1 to read it.
+    valid, expert, column_tile, start, num_rows, row_tile = tile_of(table_ptr, num_tiles_max, column_tiles)
+    n = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns = tl.minimum(n, H - 1)
     if PDL:
+        if PREFETCH > 0:
+            if valid:
+                prefetch_rows(w_ptr, expert, columns, H, INTER // 2, PREFETCH)
         tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
-    column_tiles: tl.constexpr = (H + BLOCK_N - 1) // BLOCK_N
-    valid, expert, column_tile, start, num_rows, row_tile = tile_of(table_ptr, num_tiles_max, column_tiles)
     if valid:
-        n = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
         token = row_tile * BLOCK_T + tl.arange(0, BLOCK_T)
         rows = (start + tl.minimum(token, num_rows - 1)).to(tl.int64)
+        slot = tl.load(row_slot_ptr + rows).to(tl.int64)
         acc = multiply(
-            operand_ptr, rows, w_ptr, scale_ptr, expert, tl.minimum(n, H - 1), SCHEME, H, INTER, OPERAND_STRIDE,
+            operand_ptr, rows, w_ptr, scale_ptr, expert, columns, SCHEME, H, INTER, OPERAND_STRIDE,
             BLOCK_N, BLOCK_T, BLOCK_K, STAGES, USE_PTX,
         )  # fmt: skip
         factor = tl.load(factor_ptr + rows) if HAS_FACTOR else None
@@ -185,6 +227,5 @@ def gemm2_kernel(
         y = _scaled(acc, alpha, factor, SCHEME, HAS_FACTOR)
         if HAS_BIAS:
             y += tl.load(bias_ptr + expert * H + n, mask=n < H, other=0.0)[:, None]
-        slot = tl.load(row_slot_ptr + rows).to(tl.int64)
         out = y_ptr + slot[:, None] * H + n[None, :]
         tl.store(out, y.trans(), mask=(token < num_rows)[:, None] & (n < H)[None, :])

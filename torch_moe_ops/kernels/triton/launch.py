@@ -17,7 +17,10 @@ from torch_moe_ops.kernels.triton.prologue import prologue_kernel, requantize_ke
 from torch_moe_ops.kernels.triton.schedule import FIELDS, TAIL, max_tiles
 from torch_moe_ops.ops.call import ExpertsCall
 
-_PIECE = 1024  # activation values that one prologue program handles
+_PIECES = (256, 1024)  # activation values that one program handles, of few rows and of many
+_MANY_ROWS = 128
+_FEW_SLOTS = 128  # up to which launches are short enough for a prefetch to matter
+_PREFETCH_BYTES = 1024
 
 
 class _Plan(NamedTuple):
@@ -115,6 +118,17 @@ def _launch(kernel: Any, grid: tuple[int, ...], plan: _Plan, *args: Any, **const
     kernel[grid](*args, **plan.target, **constants)
 
 
+def _piece(rows: int, stride: int) -> int:
+    # 256 at least: with fewer values than threads Triton 3.6 gave wrong blocks (SM90, 64 values, 4 warps).
+    return min(_PIECES[rows >= _MANY_ROWS], max(_PIECES[0], triton.next_power_of_2(stride)))
+
+
+def _prefetch(plan: _Plan, k: int) -> int:
+    """Bytes of each weight row to ask for before the kernel ahead has ended; 0: none."""
+    few = plan.num_slots <= _FEW_SLOTS
+    return _PREFETCH_BYTES if few and plan.packed and plan.target["PDL"] and k % 32 == 0 else 0
+
+
 def _words(weight: Tensor, plan: _Plan) -> Tensor:
     return weight.view(torch.int32) if plan.packed else weight
 
@@ -136,7 +150,7 @@ def _tile_constants(tile: Tile, plan: _Plan) -> dict[str, Any]:
 
 def _run_prologue(call: ExpertsCall, plan: _Plan, b: _Buffers) -> None:
     experts = call.w13.shape[0]
-    piece = min(_PIECE, triton.next_power_of_2(plan.x_stride))
+    piece = _piece(b.operand.shape[0], plan.x_stride)
     rows = 0 if plan.mode == "none" else b.operand.shape[0] * triton.cdiv(plan.x_stride, piece)
     x = call.hidden_states
     _launch(
@@ -164,8 +178,10 @@ def _run_prologue(call: ExpertsCall, plan: _Plan, b: _Buffers) -> None:
         WEIGHTED=call.router_weight_on_input,
         REORDER=plan.packed,
         BLOCK_TOKENS=plan.config.block_t,
-        CHUNK=min(2048, max(128, triton.next_power_of_2(plan.num_slots))),
+        CHUNK=min(2048, max(64, triton.next_power_of_2(plan.num_slots))),
         BINS=max(32, triton.next_power_of_2(experts)),
+        # One warp reduces without waiting for others, which is most of what a small schedule does.
+        num_warps=4 if plan.num_slots > 256 else 1,
     )
 
 
@@ -191,6 +207,10 @@ def _run_gemm1(call: ExpertsCall, plan: _Plan, b: _Buffers, h: Tensor, dynamic: 
         b.factor if call.w13_bias is None else call.w13_bias,
         b.factor if gscale is None else gscale,
         h,
+        call.topk_ids,
+        plan.num_slots,
+        call.w13.shape[0],
+        call.local_expert_offset,
         plan.num_tiles,
         call.topk_ids.shape[1],
         call.swiglu_alpha,
@@ -210,6 +230,7 @@ def _run_gemm1(call: ExpertsCall, plan: _Plan, b: _Buffers, h: Tensor, dynamic: 
         SLOT_ROWS=plan.mode == "expert",
         GSCALE="none" if gscale is None else "expert" if gscale.ndim else "tensor",
         REORDER=plan.packed and not dynamic,
+        PREFETCH=_prefetch(plan, plan.hidden_size),
         **_tile_constants(tile, plan),
     )
 
@@ -236,12 +257,13 @@ def _run_gemm2(call: ExpertsCall, plan: _Plan, b: _Buffers, dynamic: bool) -> No
         OPERAND_STRIDE=plan.h_stride,
         HAS_BIAS=call.w2_bias is not None,
         HAS_FACTOR=dynamic,
+        PREFETCH=_prefetch(plan, plan.intermediate_size),
         **_tile_constants(tile, plan),
     )
 
 
 def _run_requantize(plan: _Plan, b: _Buffers, h: Tensor) -> None:
-    piece = min(_PIECE, triton.next_power_of_2(plan.h_stride))
+    piece = _piece(plan.num_slots, plan.h_stride)
     _launch(
         requantize_kernel,
         (plan.num_slots, triton.cdiv(plan.h_stride, piece)),
@@ -257,7 +279,8 @@ def _run_requantize(plan: _Plan, b: _Buffers, h: Tensor) -> None:
 
 
 def _run_combine(call: ExpertsCall, plan: _Plan, b: _Buffers, out: Tensor) -> None:
-    block = min(1024, triton.next_power_of_2(plan.hidden_size))
+    # A few tokens: short pieces, to have more of them.
+    block = min(1024 if out.shape[0] >= 128 else 256, triton.next_power_of_2(plan.hidden_size))
     _launch(
         combine_kernel,
         (out.shape[0], triton.cdiv(plan.hidden_size, block)),
@@ -266,12 +289,14 @@ def _run_combine(call: ExpertsCall, plan: _Plan, b: _Buffers, out: Tensor) -> No
         call.topk_ids,
         call.topk_weights,
         out,
-        call.topk_ids.shape[1],
         call.w13.shape[0],
         call.local_expert_offset,
+        TOP_K=call.topk_ids.shape[1],
         H=plan.hidden_size,
         BLOCK=block,
         WEIGHTED=not call.router_weight_on_input,
+        SPECULATE=out.shape[0] < _MANY_ROWS,
+        num_warps=4 if block > 256 else 2,
     )
 
 

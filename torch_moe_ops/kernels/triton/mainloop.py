@@ -12,6 +12,23 @@ import triton.language as tl
 from torch_moe_ops.kernels.triton.decode import decode_nvfp4
 
 
+_PREFETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;")
+
+
+@triton.jit
+def prefetch_rows(w_ptr, expert, columns, N: tl.constexpr, ROW_BYTES: tl.constexpr, BYTES: tl.constexpr):
+    """Ask the L2 for the first BYTES of each weight row, without waiting (SM90 and later; rows 16-byte aligned).
+
+    What a program can do for itself while the kernel before it still runs.
+    """
+    row = w_ptr.to(tl.pointer_type(tl.uint8)) + expert * (N * ROW_BYTES) + columns * ROW_BYTES
+    size: tl.constexpr = BYTES if BYTES < ROW_BYTES else ROW_BYTES
+    tl.inline_asm_elementwise(
+        _PREFETCH, "=r,l,r", [row.to(tl.int64), tl.full(columns.shape, size, tl.int32)], dtype=tl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
+
+
 @triton.jit
 def tile_of(table_ptr, num_tiles_max, COLUMN_TILES: tl.constexpr):
     """This program's (valid, expert, column tile, first row, end row, row tile).

@@ -1,0 +1,152 @@
+"""Writes docs/ops.md from the schemas: every op, its schema, and what each argument means.
+
+    python scripts/op_docs.py [--write]
+
+Without --write it prints the page. A test fails when an op or an argument has no text here, or when
+the page is out of date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+from torch_moe_ops._schemas import FAMILIES, SCHEMAS, arguments
+from torch_moe_ops.schemes import Scheme
+
+PAGE = Path(__file__).parent.parent / "docs" / "ops.md"
+
+HEADER = """# Ops of `torch.ops.moeq`
+
+Made by `scripts/op_docs.py` from the schemas. All ops are pure (except `.out`), inference only, return fresh
+contiguous tensors, have fakes, and are capturable where their backend is. Errors are `RuntimeError`s of the form
+`moeq::<op>: <argument> must <requirement>, got <value>`. Pairs hold exactly:
+`X_moe(x, logits, ...) == X_moe_routed(x, *route(logits, ...), ...)`.
+
+The value that an expert op computes, and every rounding step, is in [numerics.md](numerics.md).
+Shapes of weights and scales are those of the linear layout; a backend with a layout of its own takes what `prepare` made.
+"""
+
+WEIGHTS = {
+    "nvfp4": "e2m1 codes, an e4m3 scale per 16 of K, a float32 factor per matrix in the alphas",
+    "mxfp4": "e2m1 codes, an e8m0 scale per 32 of K",
+    "mxfp8": "e4m3 codes, an e8m0 scale per 32 of K",
+    "mxfp6": "e3m2 or e2m3 codes, one a byte, an e8m0 scale per 32 of K",
+    "mxint4": "signed 4-bit integers stored as value + 8, a bfloat16 scale per 32 of K",
+    "int4": "4-bit integers with a scale per group of 32, 64, 128 or the whole row, optional zero points (GPTQ, AWQ)",
+    "fp8": "e4m3 codes, a float32 scale per tensor, half of w13, or row",
+    "fp8_block": "e4m3 codes, a float32 scale per 128x128 tile (gate and up tiled separately)",
+    "int8": "int8 codes, a scale per row or per group, optional zero points",
+    "": "bfloat16, float16 or float32, the dtype of the hidden states",
+}
+
+OTHER_OPS = {
+    "route": "Router logits to expert ids and weights. Ties go to the lowest index; a NaN ranks last; ids are always "
+    "top_k distinct experts. `routed_scaling_factor` is folded into the weights, once.",
+    "quantize_nvfp4": "NVFP4 codes and block scales of activations: value = code * scale / gscale.",
+    "quantize_mxfp4": "MXFP4 codes, two a byte, and e8m0 scales: value = code * 2^(scale - 127).",
+    "quantize_mxfp8": "MXFP8: e4m3 codes and e8m0 scales: value = code * 2^(scale - 127).",
+    "quantize_fp8": "e4m3 codes and float32 scales that multiply: one per token, or per `group` of K, or from `gscale`.",
+    "quantize_int8": "int8 codes and float32 scales that multiply: one per token, or from `gscale`.",
+    "dynamic_gscale_nvfp4": "The gscale of each row for quantize_nvfp4: 2688 / amax, 1 for a row of zeros.",
+    "swizzle_scale": "Block scales in the 128x4 tiling that NVIDIA's kernels read, zeros in the padding.",
+    "unswizzle_scale": "Inverse of swizzle_scale.",
+}
+
+ARGUMENTS = {
+    "hidden_states": "[num_tokens, hidden_size] bfloat16, float16 or float32; or packed as act_format stores them.",
+    "hidden_states_scale": "None, or the scales of packed hidden states in the linear layout "
+    "(nvfp4: float8_e4m3fn [num_tokens, hidden_size/16]; fp8, int8: float32 [num_tokens, 1], fp8_block one per 128; "
+    "MX: uint8 [num_tokens, hidden_size/32]).",
+    "topk_ids": "[num_tokens, top_k] int32, global expert ids; one outside [local_expert_offset, + local experts) "
+    "contributes nothing, whatever its value.",
+    "topk_weights": "[num_tokens, top_k] float32, final multipliers.",
+    "router_logits": "[num_tokens, num_experts] bfloat16, float16 or float32; computed on in float32.",
+    "routing_bias": "None or float32 [num_experts]: added for the selection only.",
+    "w13": "[local experts, 2 * intermediate_size, hidden_size storage], rows [gate; up]; only up where not gated.",
+    "w13_scale": "Scales of w13; multiply.",
+    "w13_zero_point": "None, or shaped like w13_scale: subtracted from the codes.",
+    "g1_alphas": "float32 [local experts], or [local experts, 2] for gate and up: multiply the accumulators of w13. "
+    "The weights' factor, times the input scale where a1_gscale is given.",
+    "w13_bias": "None or float32 [local experts, rows of w13], in real units.",
+    "w2": "[local experts, hidden_size, intermediate_size storage].",
+    "w2_scale": "Scales of w2; multiply.",
+    "w2_zero_point": "None, or shaped like w2_scale.",
+    "g2_alphas": "float32 [local experts]: multiply the accumulators of w2.",
+    "w2_bias": "None or float32 [local experts, hidden_size].",
+    "a1_gscale": "None (dynamic, one per token), or float32 [] or [local experts]: multiplies the hidden states before "
+    "they are quantized.",
+    "a2_gscale": "The same for the intermediate.",
+    "backend": "The name under which the weights were prepared.",
+    "act_format": "How GEMM operands are made from activations.",
+    "activation": "A name of `torch_moe_ops.activations.ACTIVATIONS`; gated unless it ends in `_no_mul`.",
+    "swiglu_alpha": "None: the activation's own constant.",
+    "swiglu_beta": "None: the activation's own constant.",
+    "swiglu_limit": "None: the activation's own constant (often no limit).",
+    "num_experts": "Global number of experts; 0: as many as are needed.",
+    "local_expert_offset": "Global id of the first local expert.",
+    "element": "Which element the weights hold.",
+    "router_weight_on_input": "top_k 1 only: the weight multiplies the token, before quantization, and not the output.",
+    "weight_policy": '"exact"; for nvfp4 weights with fp8 activations also "packed" and "folded".',
+    "out_dtype": "None: the dtype of unquantized hidden states, bfloat16 for packed ones.",
+    "routing_method": "A name of `torch_moe_ops.routing.ROUTING_METHODS`.",
+    "top_k": "Experts a token, 1 to 32.",
+    "n_group": "Groups of experts, 0 or 1: none.",
+    "topk_group": "Groups that stay.",
+    "routed_scaling_factor": "Multiplies the weights.",
+    "renormalize": "None: as the method says.",
+    "x": "[..., K] bfloat16, float16 or float32.",
+    "gscale": "float32, [] or one per row [...]: multiplies x before it is rounded.",
+    "rule": 'Of the block exponent: "rceil" (never clips), "floor" (OCP), "even".',
+    "group": "Values of K that share a scale; 0: the whole row. The last group may be partial.",
+    "scale": "[..., rows, cols], any dtype of 1 or 2 bytes.",
+    "swizzled": "[..., padded rows * padded cols].",
+    "rows": "Before padding.",
+    "cols": "Before padding.",
+}
+
+
+def _summary(name: str) -> str:
+    if name in OTHER_OPS:
+        return OTHER_OPS[name]
+    base = name.removesuffix(".out")
+    family = re.fullmatch(r"(?:(\w+)_)?moe(?:_routed)?", base)
+    assert family, name
+    schemes = FAMILIES[family[1] or ""]
+    kind = "Experts with routing that the caller supplies" if base.endswith("routed") else "Router and experts"
+    into = ", written into `out` (contiguous, sharing memory with no argument)" if name.endswith(".out") else ""
+    return f"{kind}{into}. Weights: {WEIGHTS[family[1] or '']}. {_formats(schemes[0])}"
+
+
+def _formats(scheme: Scheme) -> str:
+    return f"`act_format`: {', '.join(f'`{a}`' for a in scheme.act_formats)}."
+
+
+def page() -> str:
+    """The whole text of docs/ops.md."""
+    parts = [HEADER, "## Arguments\n", *(f"- `{name}`: {text}" for name, text in sorted(ARGUMENTS.items())), ""]
+    for name in sorted(SCHEMAS):
+        schema = SCHEMAS[name].replace("-> Tensor(a!)", "-> ()")  # () before torch 2.13
+        parts += [f"## `{name}`\n", _summary(name) + "\n", f"```\n{name}{schema}\n```\n"]
+    return "\n".join(parts)
+
+
+def missing() -> list[str]:
+    """Arguments and ops without a text."""
+    named = {a for name in SCHEMAS for a in arguments(name)[0]}
+    families = {name for name in FAMILIES if name not in WEIGHTS}
+    return sorted(named - ARGUMENTS.keys()) + sorted(families)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true")
+    if parser.parse_args().write:
+        PAGE.write_text(page())
+    else:
+        print(page())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Pages that are made by scripts are up to date, and every op and argument has a text."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import torch_moe_ops as moe
+from torch_moe_ops._schemas import SCHEMAS
+
+ROOT = Path(__file__).parent.parent
+
+
+def _script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_op_and_argument_has_a_text() -> None:
+    docs = _script("op_docs")
+    assert docs.missing() == []
+    for name in SCHEMAS:
+        assert f"## `{name}`" in docs.page()
+
+
+def test_the_page_of_ops_is_up_to_date() -> None:
+    assert (ROOT / "docs" / "ops.md").read_text() == _script("op_docs").page()
+
+
+def test_the_support_table_is_up_to_date() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert readme == _script("support_table").readme_with_table(readme)
+
+
+def test_the_readme_names_what_exists() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for name in set(re.findall(r"\bmoe\.(\w+)", readme)):
+        assert hasattr(moe, name), name
+    for path in re.findall(r"\]\((?!http)([^)#]+)\)", readme):
+        assert (ROOT / path).exists(), path
+
+
+def test_public_names_have_docstrings() -> None:
+    for name in moe.__all__:
+        if not name.startswith("__"):
+            assert getattr(moe, name).__doc__, name

@@ -1,0 +1,88 @@
+"""Every example runs as a user runs it, and the figures that it prints are checked."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fixtures_nvfp4 import CHECKPOINTS
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def _run(name: str, *arguments: str | Path, status: int = 0) -> str:
+    """Standard output of an example; its exit status must be `status`."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+    )
+    assert done.returncode == status, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def _figure(pattern: str, text: str) -> float:
+    """The number that the group of `pattern` finds, in a line of its own."""
+    match = re.search(pattern, text, re.MULTILINE)
+    assert match is not None, f"{pattern!r} is not in:\n{text}"
+    return float(match[1])
+
+
+def test_quickstart() -> None:
+    out = _run("quickstart.py")
+    assert re.search(r"^checkpoint +qwen3_moe_modelopt_nvfp4, layer 0$", out, re.MULTILINE)
+    assert re.search(r"^sizes +8 experts, hidden 64, intermediate 48$", out, re.MULTILINE)
+    assert re.search(r"^  -> \w+", out, re.MULTILINE), "explain() marks the chosen backend"
+    assert _figure(r"^error +(\S+) relative L2", out) <= 4e-3
+    assert 0 < _figure(r"^time +(\S+) ms for 64 tokens", out) < 1000
+
+
+def test_quickstart_takes_a_checkpoint_and_a_layer() -> None:
+    """Biases, and an activation with constants."""
+    out = _run("quickstart.py", CHECKPOINTS / "gpt_oss_modelopt_nvfp4", "--layer", "0", "--tokens", "5")
+    assert "checkpoint  gpt_oss_modelopt_nvfp4, layer 0" in out
+    assert "activation='swigluoai'" in out
+    assert _figure(r"^error +(\S+) relative L2", out) <= 4e-3
+
+
+def test_quickstart_fails_where_the_result_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """The exit status is what a script sees."""
+    spec = importlib.util.spec_from_file_location("quickstart", ROOT / "examples" / "quickstart.py")
+    assert spec is not None and spec.loader is not None
+    quickstart = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(quickstart)
+    monkeypatch.setattr(sys, "argv", ["quickstart.py", "--tokens", "3"])
+    monkeypatch.setattr(quickstart.torch, "compile", lambda module, fullgraph: lambda *args: module(*args) * 1.01)
+    assert quickstart.main() == 1
+    assert _figure(r"^error +(\S+) relative L2", capsys.readouterr().out) == pytest.approx(0.01, rel=0.3)
+
+
+@pytest.mark.slow
+def test_transformers_qwen3_moe() -> None:
+    pytest.importorskip("transformers", minversion="5.23", reason="needs transformers >= 5.23")
+    out = _run("transformers_qwen3_moe.py")
+    assert "Qwen3MoeForCausalLM, experts: moeq" in out
+    assert _figure(r"^none +logits (\S+) from", out) <= 1e-5
+    assert 1e-2 < _figure(r"^nvfp4 +logits (\S+) from", out) <= 0.2
+    assert _figure(r"layers, (\d+) KiB packed", out) < 0.3 * _figure(r"packed, (\d+) KiB in bfloat16", out)
+
+
+@pytest.mark.slow
+def test_export_aoti(tmp_path: Path) -> None:
+    package = tmp_path / "layer.pt2"
+    out = _run("export_aoti.py", "--package", package)
+    assert re.search(r"^exported .*: moeq.nvfp4_moe.default, bound to backend '\w+'$", out, re.MULTILINE)
+    assert _figure(r"^package +(\d+) KiB", out) == round(package.stat().st_size / 1024)
+    assert _figure(r"\((\d+) KiB of weights", out) > 30
+    assert _figure(r"^difference +(\S+) at most", out) == 0

@@ -1,0 +1,288 @@
+"""transformers models whose experts run through torch.ops.moeq, against logits of dequantized weights."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import torch_moe_ops as moe
+from fixtures_nvfp4 import CHECKPOINTS
+from tolerances import F32, relative_l2
+from torch_moe_ops.schemes import SCHEMES
+
+transformers = pytest.importorskip("transformers", minversion="5.23", reason="needs transformers >= 5.23")
+
+import torch_moe_ops.transformers as moeq_transformers  # noqa: E402
+from torch_moe_ops.transformers.attach import find_experts  # noqa: E402
+from torch_moe_ops.transformers.dequantize import dequantize_linear  # noqa: E402
+
+# (checkpoint, weight scheme): every ModelOpt export among the fixtures.
+MODELOPT = [
+    ("qwen3_moe_modelopt_nvfp4", "nvfp4"),
+    ("qwen3_moe_modelopt_nvfp4_w4a16", "nvfp4"),
+    ("mixtral_modelopt_nvfp4", "nvfp4"),
+    ("deepseek_v3_modelopt_nvfp4", "nvfp4"),
+    ("gpt_oss_modelopt_nvfp4", "nvfp4"),
+    ("nemotron_h_modelopt_nvfp4", "nvfp4"),
+    ("qwen3_moe_modelopt_fp8", "fp8"),
+]
+QWEN = "qwen3_moe_modelopt_nvfp4"
+# Rounding what enters each expert GEMM to 4 bits moves the logits of these models by 0.06 to 0.12.
+W4A4_LOGITS = 0.2
+
+
+def _load(folder: Path | str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    moeq_transformers.register(**options)
+    return transformers.AutoModelForCausalLM.from_pretrained(CHECKPOINTS / folder, dtype=dtype)
+
+
+def _logits(model: Any, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=False).logits
+
+
+def _expected(name: str) -> dict[str, Tensor]:
+    return load_file(CHECKPOINTS / name / "expected.safetensors")
+
+
+@pytest.mark.parametrize(("name", "scheme"), MODELOPT)
+def test_weight_only_logits_equal_the_dequantized_model(name: str, scheme: str) -> None:
+    if scheme not in SCHEMES:
+        pytest.skip(f"the library has no scheme {scheme} yet")
+    want = _expected(name)
+    model = _load(name, act_format="none")
+    assert relative_l2(_logits(model, want["input_ids"]), want["logits_dequant"]) < F32
+
+
+@pytest.mark.parametrize("name", [name for name, scheme in MODELOPT if scheme == "nvfp4"])
+def test_w4a4_logits(name: str) -> None:
+    """Close to the dequantized model, and as the emulating reference computes them."""
+    want = _expected(name)
+    model = _load(name, act_format="nvfp4", backend="cpu")
+    logits = _logits(model, want["input_ids"])
+    assert 1e-2 < relative_l2(logits, want["logits_dequant"]) < W4A4_LOGITS
+    moeq_transformers.attach_experts(model, CHECKPOINTS / name, act_format="nvfp4", backend="reference")
+    # Another order of float32 sums may move single codes, far less than the quantization itself does.
+    assert relative_l2(logits, _logits(model, want["input_ids"])) < 1e-2
+
+
+def test_experts_stay_packed_and_linears_do_not() -> None:
+    model = _load(QWEN, torch.bfloat16, act_format="none")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert max(p.ndim for p in model.parameters()) == 2
+    modules = find_experts(model)
+    assert [found.layer for found in modules] == [0, 1]
+    for found in modules:
+        w = found.module.moeq_weights.prepared
+        raw = moe.load_experts(CHECKPOINTS / QWEN, layer=found.layer)
+        assert moe.restore(w).equal(raw)
+    assert model.config._experts_implementation == "moeq"
+    want = _expected(QWEN)
+    assert relative_l2(_logits(model, want["input_ids"]), want["logits_dequant"]) < 3e-2
+
+
+@pytest.mark.parametrize("name", ["gpt_oss_modelopt_nvfp4", "nemotron_h_modelopt_nvfp4", "deepseek_v3_modelopt_nvfp4"])
+def test_one_graph(name: str) -> None:
+    want = _expected(name)
+    model = _load(name, act_format="none")
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda ids: _logits(model, ids), fullgraph=True, backend="aot_eager")
+    assert relative_l2(compiled(want["input_ids"]), want["logits_dequant"]) < F32
+
+
+def test_inductor_compiles_the_whole_model() -> None:
+    want = _expected(QWEN)
+    model = _load(QWEN, act_format="none")
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda ids: _logits(model, ids), fullgraph=True)
+    assert relative_l2(compiled(want["input_ids"]), want["logits_dequant"]) < F32
+
+
+def test_generate_equals_greedy_decoding_without_a_cache() -> None:
+    model = _load(QWEN, act_format="none")
+    ids = _expected(QWEN)["input_ids"][:1, :5]
+    generated = model.generate(ids, max_new_tokens=4, do_sample=False)
+    for _ in range(4):
+        ids = torch.cat((ids, _logits(model, ids)[:, -1:].argmax(-1)), 1)
+    assert torch.equal(generated, ids)
+
+
+def _plain_model(name: str) -> Any:
+    """The fixture's architecture with random unquantized weights, in float32."""
+    config = transformers.AutoConfig.from_pretrained(CHECKPOINTS / name)
+    del config.quantization_config
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("name", [QWEN, "gpt_oss_modelopt_nvfp4", "nemotron_h_modelopt_nvfp4"])
+def test_experts_module_equals_transformers_own(name: str) -> None:
+    """transformers' own experts on dequantized weights are the oracle, also for ids that no expert here has."""
+    model = _plain_model(name)
+    found = find_experts(model)[0]
+    oracle = copy.deepcopy(found.module)
+    w13, w2 = moe.dequantize_experts(moe.load_experts(CHECKPOINTS / name, layer=found.layer))
+    if not oracle.is_concatenated:
+        w13 = torch.stack(w13.chunk(2, dim=1), 2).flatten(1, 2)
+    first = oracle.gate_up_proj if oracle.has_gate else oracle.up_proj
+    first.data = w13.mT if oracle.is_transposed else w13
+    oracle.down_proj.data = w2.mT if oracle.is_transposed else w2
+    if oracle.has_bias:
+        raw = moe.load_experts(CHECKPOINTS / name, layer=found.layer)
+        oracle.gate_up_proj_bias.data = torch.stack(raw.w13_bias.float().chunk(2, dim=1), 2).flatten(1)
+        oracle.down_proj_bias.data = raw.w2_bias.float()
+    moeq_transformers.attach_experts(model, CHECKPOINTS / name, act_format="none")
+    oracle.config = copy.deepcopy(oracle.config)
+    oracle.config._experts_implementation = "batched_mm"
+    oracle._is_expert_parallel = True  # else batched_mm reads beyond the last expert
+
+    hidden = torch.randn(9, w2.shape[1])
+    ids = torch.stack([torch.randperm(w2.shape[0])[:3] for _ in range(9)])
+    weights = torch.rand(9, 3)
+    ids[2, 1] = ids[5] = w2.shape[0]  # what transformers writes for experts of other ranks
+    with torch.no_grad():
+        out = found.module(hidden, ids, weights)
+        assert relative_l2(out, oracle(hidden, ids, weights)) < F32
+        assert not out[5].any()
+        ids[2, 1] = -1
+        assert torch.equal(found.module(hidden, ids, weights), out)
+
+
+def test_attach_experts_of_compressed_tensors() -> None:
+    """transformers would drop weight_global_scale of this format; the experts come from the files instead."""
+    name = "qwen3_moe_ct_nvfp4"
+    model = _plain_model(name)
+    attached = moeq_transformers.attach_experts(model, CHECKPOINTS / name, act_format="none", backend="cpu")
+    assert [w.g1_alphas.shape[1] for w in attached.values()] == [2]
+    others = load_file(CHECKPOINTS / name / "model.safetensors")
+    others = {key: value for key, value in others.items() if ".experts." not in key}
+    assert not any(model.load_state_dict(others))
+    want = _expected(name)
+    assert relative_l2(_logits(model, want["input_ids"]), want["logits_dequant"]) < F32
+
+
+def test_weights_follow_the_model_but_keep_their_dtypes() -> None:
+    model = _load(QWEN, act_format="nvfp4").to(torch.float16)
+    holder = find_experts(model)[0].module.moeq_weights
+    before = holder.prepared
+    assert before.g1_alphas.dtype == torch.float32
+    assert not model.state_dict().keys() & {"moeq_weights"}
+    holder.to("meta")
+    assert {t.device.type for t in holder.prepared.tensors().values()} == {"meta"}
+    assert holder.prepared.metadata() == before.metadata()
+
+
+def _edited(tmp_path: Path, edit: Callable[[dict[str, Tensor]], None], name: str = QWEN) -> Path:
+    """A copy of a checkpoint with other tensors."""
+    folder = tmp_path / name
+    shutil.copytree(CHECKPOINTS / name, folder)
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+_PROJ = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("edit", "text"),
+    [
+        (lambda t: t.update({f"{_PROJ}.pre_quant_scale": torch.ones(64)}), f"tensor {_PROJ}.pre_quant_scale: nothing"),
+        (lambda t: t.pop(f"{_PROJ}.weight_scale_2"), f"tensor {_PROJ}.weight_scale_2 is missing"),
+        (
+            lambda t: t.update({f"{_PROJ}.weight": t[f"{_PROJ}.weight"].int()}),
+            f"tensor {_PROJ}.weight must have dtype U8",
+        ),
+        (lambda t: t[f"{_PROJ}.weight_scale_2"].fill_(torch.inf), "weight_scale_2 must be finite and positive, got"),
+        (lambda t: t.pop(f"{_PROJ}.weight_scale"), "must have a weight_scale beside it for dtype torch.uint8"),
+        (lambda t: t.pop("model.layers.1.mlp.experts.3.up_proj.weight"), "expert 3, up: tensor weight is missing"),
+    ],
+)
+def test_damaged_checkpoints_do_not_load(
+    edit: Callable[[dict[str, Tensor]], None], text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        _load(_edited(tmp_path, edit))
+    # transformers collects the errors of conversions in its log and raises one of its own.
+    assert text in str(error.value) + caplog.text
+
+
+def test_a_model_that_bypasses_the_experts_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch_moe_ops.transformers.quantizer.find_experts", lambda model: [])
+    with pytest.raises(
+        ValueError, match=r"Qwen3MoeForCausalLM must run its experts .* got other modules in layers \[0, 1\]"
+    ):
+        _load(QWEN)
+
+
+def test_attach_experts_refuses_what_does_not_fit() -> None:
+    with pytest.raises(ValueError, match=r"model must have experts modules .* got Linear without"):
+        moeq_transformers.attach_experts(torch.nn.Linear(2, 2), CHECKPOINTS / QWEN)
+    model = _plain_model(QWEN)
+    with pytest.raises(
+        ValueError, match=r"num_experts, hidden_size, intermediate_size of model.layers.0.mlp.experts must"
+    ):
+        moeq_transformers.attach_experts(model, CHECKPOINTS / "mixtral_modelopt_nvfp4")
+    with pytest.raises(ValueError, match=r"activation must be the one of model.layers.0.mlp.experts, got 'gelu_tanh'"):
+        moeq_transformers.attach_experts(model, CHECKPOINTS / QWEN, activation="gelu_tanh")
+    with pytest.raises(ValueError, match="activation must be the one of"):
+        moeq_transformers.attach_experts(model, CHECKPOINTS / QWEN, swiglu_limit=7.0)
+    with pytest.raises(ValueError, match=r"gating of .* must be not gated as in the model, got gated"):
+        for found in find_experts(model):
+            found.module.has_gate = False
+        moeq_transformers.attach_experts(model, CHECKPOINTS / QWEN)
+
+
+def test_attach_experts_refuses_offloaded_models() -> None:
+    model = _plain_model(QWEN).to("meta")
+    with pytest.raises(ValueError, match=r"model.layers.0.mlp.gate.weight must be loaded, got it on the meta device"):
+        moeq_transformers.attach_experts(model, CHECKPOINTS / QWEN)
+
+
+def test_experts_without_weights_say_so() -> None:
+    moeq_transformers.register()
+    model = _plain_model(QWEN)
+    model.set_experts_implementation("moeq")
+    with pytest.raises(RuntimeError, match="Qwen3MoeExperts must hold prepared weights, got none: call"):
+        _logits(model, torch.zeros(1, 3, dtype=torch.int64))
+
+
+def test_another_modelopt_quantizer_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+
+    monkeypatch.setitem(AUTO_QUANTIZER_MAPPING, "modelopt", dict)
+    with pytest.raises(ValueError, match=r"'modelopt' belongs to builtins\.dict already"):
+        moeq_transformers.register()
+
+
+def test_saving_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not serializable"):
+        _load(QWEN).save_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (6,), (6, 1)])
+def test_fp8_linears_are_dequantized_per_tensor_and_row(shape: tuple[int, ...]) -> None:
+    weight = torch.randn(6, 32).to(torch.float8_e4m3fn)
+    scale = torch.rand(shape) + 0.5
+    result = dequantize_linear("q_proj.weight", weight, {"weight_scale": scale})
+    rows = scale.double().reshape(-1).expand(6) if scale.numel() == 1 else scale.double().reshape(6)
+    exact = torch.stack([weight[i].double() * rows[i] for i in range(6)])
+    torch.testing.assert_close(result.double(), exact, rtol=2**-24, atol=0)
+
+
+def test_fp8_linears_in_tiles_are_refused() -> None:
+    weight = torch.zeros(256, 256).to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"weight_scale must have one element, or one per row \(256\), got \(2, 2\)"):
+        dequantize_linear("q_proj.weight", weight, {"weight_scale": torch.ones(2, 2)})
