@@ -1,7 +1,6 @@
 """The main job: an NVFP4 checkpoint -> one `torch.ops.moeq.nvfp4_moe` call in a compiled model.
 
     python examples/quickstart.py [CHECKPOINT] [--layer N] [--top-k K] [--tokens T]
-
 Exit status 1: the result is further from the reference than rounding explains.
 """
 
@@ -51,11 +50,11 @@ class MoELayer(nn.Module):
         )
 
 
-def median_ms(layer: Callable[..., Tensor], *args: Tensor) -> float:
+def median_ms(function: Callable[..., Tensor], *args: Tensor) -> float:
     times = []
     for _ in range(20):
         start = time.perf_counter()
-        layer(*args)
+        function(*args)
         if args[0].is_cuda:
             torch.cuda.synchronize()
         times.append((time.perf_counter() - start) * 1e3)
@@ -72,30 +71,27 @@ def main() -> int:
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-    if args.layer is None:
-        raw = next(moe.load_experts(args.checkpoint, layer=None))
-    else:
-        raw = moe.load_experts(args.checkpoint, layer=args.layer)
+    layers = moe.load_experts(args.checkpoint, layer=args.layer)
+    raw = layers if isinstance(layers, moe.RawWeights) else next(layers)  # layer=None yields all of them
     if raw.scheme != "nvfp4":
         sys.exit(f"{raw.source}: this example calls nvfp4_moe, the experts are {raw.scheme} (see moe.fused_moe)")
-    print(f"checkpoint  {args.checkpoint.name}, {raw.source.rpartition(' layer ')[1].strip()} {raw.source.split()[-1]}")
+    print(f"checkpoint  {raw.source}")
     print(f"sizes       {raw.num_experts} experts, hidden {raw.hidden_size}, intermediate {raw.intermediate_size}")
-
     weights = moe.prepare(raw, device=device)
     print(moe.explain(weights))
 
     hidden_states = torch.randn(args.tokens, raw.hidden_size, device=device).bfloat16()
     router_logits = torch.randn(args.tokens, raw.num_experts, device=device)
-    print(f"compiling for {device} ...", flush=True)
-    layer = torch.compile(MoELayer(weights, args.top_k), fullgraph=True)
-    out = layer(hidden_states, router_logits)
+    print(f"compiling for {args.tokens} tokens on {device} ...", flush=True)
+    compiled = torch.compile(MoELayer(weights, args.top_k), fullgraph=True)
+    out = compiled(hidden_states, router_logits)
 
     # The oracle: pure torch, every rounding step of the numerics contract.
     oracle = MoELayer(moe.prepare(raw, device=device, backend="reference"), args.top_k)
     expected = oracle(hidden_states, router_logits).double()
     error = ((out.double() - expected).norm() / expected.norm()).item()
     print(f"error       {error:.2e} relative L2 against the reference (allowed {MAX_ERROR:.0e})")
-    print(f"time        {median_ms(layer, hidden_states, router_logits):.3f} ms for {args.tokens} tokens, median of 20")
+    print(f"time        {median_ms(compiled, hidden_states, router_logits):.3f} ms, median of 20 calls")
     return 0 if error <= MAX_ERROR else 1  # a NaN fails, too
 
 

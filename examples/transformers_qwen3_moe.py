@@ -37,7 +37,8 @@ def main(folder: Path) -> int:
 
     # After register(), from_pretrained reads the export. Linears outside the experts are dequantized.
     moeq_transformers.register(act_format="none")
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.to(device)
     print(f"checkpoint  {folder.name}: {type(model).__name__}, experts: {model.config._experts_implementation}")
 
     failed = False

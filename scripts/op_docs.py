@@ -25,7 +25,7 @@ contiguous tensors, have fakes, and are capturable where their backend is. Error
 `X_moe(x, logits, ...) == X_moe_routed(x, *route(logits, ...), ...)`.
 
 The value that an expert op computes, and every rounding step, is in [numerics.md](numerics.md).
-Shapes of weights and scales are those of the linear layout; a backend with a layout of its own takes what `prepare` made.
+Shapes of weights and scales are those of the linear layout; a backend with another layout takes what `prepare` made.
 """
 
 WEIGHTS = {
@@ -47,7 +47,7 @@ OTHER_OPS = {
     "quantize_nvfp4": "NVFP4 codes and block scales of activations: value = code * scale / gscale.",
     "quantize_mxfp4": "MXFP4 codes, two a byte, and e8m0 scales: value = code * 2^(scale - 127).",
     "quantize_mxfp8": "MXFP8: e4m3 codes and e8m0 scales: value = code * 2^(scale - 127).",
-    "quantize_fp8": "e4m3 codes and float32 scales that multiply: one per token, or per `group` of K, or from `gscale`.",
+    "quantize_fp8": "e4m3 codes and float32 scales that multiply: per token, per `group` of K, or from `gscale`.",
     "quantize_int8": "int8 codes and float32 scales that multiply: one per token, or from `gscale`.",
     "dynamic_gscale_nvfp4": "The gscale of each row for quantize_nvfp4: 2688 / amax, 1 for a row of zeros.",
     "swizzle_scale": "Block scales in the 128x4 tiling that NVIDIA's kernels read, zeros in the padding.",

@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from problems import Case, make_batch, make_raw
 
 import torch_moe_ops as moe
-from problems import Case, make_batch, make_raw
 from torch_moe_ops._schemas import FAMILIES
 from torch_moe_ops.backends import BACKENDS
 from torch_moe_ops.quant import mx

@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 import torch
+from problems import Case, make_raw
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 import torch_moe_ops as moe
-from problems import Case, make_raw
 from torch_moe_ops.backends import BACKENDS, register
 from torch_moe_ops.backends.registry import available, formats, multiple_of, one_of
 
@@ -20,7 +20,9 @@ class TestExplain(TestCase):
     def test_a_gpu_problem_on_every_backend(self) -> None:
         problem = dataclasses.replace(PROBLEM, device="cuda", capability=(9, 0))
         lines = str(moe.explain(problem)).splitlines()
-        self.assertTrue(lines[0].startswith("Problem(scheme='nvfp4', act_format='nvfp4', activation='silu', device='cuda'"))
+        self.assertTrue(
+            lines[0].startswith("Problem(scheme='nvfp4', act_format='nvfp4', activation='silu', device='cuda'")
+        )
         names = [line.split()[1] for line in lines[1:]]
         self.assertEqual(names, list(BACKENDS))
         cpu = next(line for line in lines if line.split()[1] == "cpu")
@@ -53,13 +55,15 @@ def test_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     assert moe.prepare(make_raw(Case())).backend == "reference"
     assert moe.prepare(make_raw(Case()), backend="cpu").backend == "cpu"  # the argument wins
     monkeypatch.setenv("MOEQ_BACKEND", "nonsense")
-    with pytest.raises(ValueError, match="backend must be 'auto' or one of .*, got 'nonsense'"):
+    with pytest.raises(ValueError, match=r"backend must be 'auto' or one of .*, got 'nonsense'"):
         moe.prepare(make_raw(Case()))
 
 
 def test_a_forced_backend_that_does_not_fit_raises_with_the_table() -> None:
     problem_raw = make_raw(Case())
-    with pytest.raises(ValueError, match=r"(?s)backend 'cpu' cannot run this problem\nProblem\(.*device must be one of"):
+    with pytest.raises(
+        ValueError, match=r"(?s)backend 'cpu' cannot run this problem\nProblem\(.*device must be one of"
+    ):
         moe.prepare(problem_raw, backend="cpu", device="meta")
 
 

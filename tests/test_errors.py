@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-
 from problems import Case
 from samples import SAMPLES, monolithic_sample, overload, packed_sample, routed_sample
+
 from torch_moe_ops._schemas import FAMILIES, SCHEMAS, arguments
 from torch_moe_ops.backends import BACKENDS
 

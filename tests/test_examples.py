@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from fixtures_nvfp4 import CHECKPOINTS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,17 +38,17 @@ def _figure(pattern: str, text: str) -> float:
 
 def test_quickstart() -> None:
     out = _run("quickstart.py")
-    assert re.search(r"^checkpoint +qwen3_moe_modelopt_nvfp4, layer 0$", out, re.MULTILINE)
+    assert re.search(r"^checkpoint +\S+qwen3_moe_modelopt_nvfp4 layer 0$", out, re.MULTILINE)
     assert re.search(r"^sizes +8 experts, hidden 64, intermediate 48$", out, re.MULTILINE)
     assert re.search(r"^  -> \w+", out, re.MULTILINE), "explain() marks the chosen backend"
     assert _figure(r"^error +(\S+) relative L2", out) <= 4e-3
-    assert 0 < _figure(r"^time +(\S+) ms for 64 tokens", out) < 1000
+    assert 0 < _figure(r"^time +(\S+) ms, median", out) < 1000
 
 
 def test_quickstart_takes_a_checkpoint_and_a_layer() -> None:
     """Biases, and an activation with constants."""
     out = _run("quickstart.py", CHECKPOINTS / "gpt_oss_modelopt_nvfp4", "--layer", "0", "--tokens", "5")
-    assert "checkpoint  gpt_oss_modelopt_nvfp4, layer 0" in out
+    assert "gpt_oss_modelopt_nvfp4 layer 0" in out
     assert "activation='swigluoai'" in out
     assert _figure(r"^error +(\S+) relative L2", out) <= 4e-3
 

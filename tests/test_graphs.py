@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from problems import Case, make_batch, make_raw
 from torch._dynamo.testing import EagerAndRecordGraphs, normalize_gm
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 import torch_moe_ops as moe
-from problems import Case, make_batch, make_raw
 
 CASE = Case(act_format="nvfp4", input_scale="tensor", experts=4, top_k=2)
 ROUTING = moe.Routing("renormalize", 2)
@@ -38,7 +38,10 @@ class TestPinnedGraph(TestCase):
             layer(x, torch.randn(tokens, CASE.experts))
         # One graph for the first size, one dynamic graph for all others.
         self.assertEqual(len(recorder.graphs), 2)
-        self.assertExpectedInline(_op_lines(recorder.graphs[1]), """nvfp4_moe: "bf16[s0, 64]" = torch.ops.moeq.nvfp4_moe(l_x_, None, l_logits_, None, l_w_w13, l_w_w13_scale, l_w_g1_alphas, None, l_w_w2, l_w_w2_scale, l_w_g2_alphas, None, l_w_a1_gscale, l_w_a2_gscale, 'reference', 'renormalize', 2, 'nvfp4', 'silu', None, None, None, 4, 0, 0, 0, 1.0, None, 'exact', None)""")
+        self.assertExpectedInline(
+            _op_lines(recorder.graphs[1]),
+            """nvfp4_moe: "bf16[s0, 64]" = torch.ops.moeq.nvfp4_moe(l_x_, None, l_logits_, None, l_w_w13, l_w_w13_scale, l_w_g1_alphas, None, l_w_w2, l_w_w2_scale, l_w_g2_alphas, None, l_w_a1_gscale, l_w_a2_gscale, 'reference', 'renormalize', 2, 'nvfp4', 'silu', None, None, None, 4, 0, 0, 0, 1.0, None, 'exact', None)""",
+        )
 
     def test_routed_graph(self) -> None:
         w = _weights()
@@ -51,7 +54,10 @@ class TestPinnedGraph(TestCase):
 
         layer(*make_batch(CASE))
         self.assertEqual(len(recorder.graphs), 1)
-        self.assertExpectedInline(_op_lines(recorder.graphs[0]), """nvfp4_moe_routed: "bf16[5, 64]" = torch.ops.moeq.nvfp4_moe_routed(l_x_, None, l_ids_, l_weights_, l_w_w13, l_w_w13_scale, l_w_g1_alphas, None, l_w_w2, l_w_w2_scale, l_w_g2_alphas, None, l_w_a1_gscale, l_w_a2_gscale, 'reference', 'nvfp4', 'silu', None, None, None, 4, 0, False, 'exact', None)""")
+        self.assertExpectedInline(
+            _op_lines(recorder.graphs[0]),
+            """nvfp4_moe_routed: "bf16[5, 64]" = torch.ops.moeq.nvfp4_moe_routed(l_x_, None, l_ids_, l_weights_, l_w_w13, l_w_w13_scale, l_w_g1_alphas, None, l_w_w2, l_w_w2_scale, l_w_g2_alphas, None, l_w_a1_gscale, l_w_a2_gscale, 'reference', 'nvfp4', 'silu', None, None, None, 4, 0, False, 'exact', None)""",
+        )
 
 
 def _op_lines(gm: torch.fx.GraphModule) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-import torch_moe_ops as moe
 from fixtures_nvfp4 import CHECKPOINTS, LAYERS, Expected, expected
 from tolerances import BF16, F32, W4A4, relative_l2
+
+import torch_moe_ops as moe
 from torch_moe_ops.ops.call import ExpertsCall
 
 layers = pytest.mark.parametrize(("name", "layer"), LAYERS)

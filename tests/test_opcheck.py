@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from samples import SAMPLES, overload
+
 from torch_moe_ops._schemas import SCHEMAS
 
 

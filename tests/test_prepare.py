@@ -8,15 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from fixtures_nvfp4 import CHECKPOINTS, LAYERS
 from hypothesis import given
 from hypothesis import strategies as st
+from problems import Case, make_batch, make_raw
 
 import torch_moe_ops as moe
-from fixtures_nvfp4 import CHECKPOINTS, LAYERS
-from problems import Case, make_batch, make_raw
 from torch_moe_ops.backends import BACKENDS
 
-RUNNABLE = [name for name in BACKENDS if not moe.explain(moe.Problem("nvfp4", hidden_size=64, intermediate_size=48)).against[name]]
+RUNNABLE = [
+    name
+    for name in BACKENDS
+    if not moe.explain(moe.Problem("nvfp4", hidden_size=64, intermediate_size=48)).against[name]
+]
 backends = pytest.mark.parametrize("backend", RUNNABLE)
 
 cases = st.builds(

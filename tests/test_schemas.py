@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+from samples import overload
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from samples import overload
 from torch_moe_ops._schemas import SCHEMAS
 
 
@@ -18,7 +18,9 @@ class TestSchemas(TestCase):
             tags = sorted(str(t).removeprefix("Tag.") for t in op.tags)
             tags = [t for t in tags if t != "out"]  # only where torch has it
             lines.append(f"{schema}  [{', '.join(tags)}]")
-        self.assertExpectedInline("\n".join(lines), """\
+        self.assertExpectedInline(
+            "\n".join(lines),
+            """\
 moeq::dynamic_gscale_nvfp4(Tensor x) -> Tensor  [pt2_compliant_tag]
 moeq::fp8_block_moe(Tensor hidden_states, Tensor? hidden_states_scale, Tensor router_logits, Tensor? routing_bias, Tensor w13, Tensor w13_scale, Tensor? w13_bias, Tensor w2, Tensor w2_scale, Tensor? w2_bias, str backend, str routing_method, int top_k, str act_format="fp8", str activation="silu", float? swiglu_alpha=None, float? swiglu_beta=None, float? swiglu_limit=None, int num_experts=0, int local_expert_offset=0, int n_group=0, int topk_group=0, float routed_scaling_factor=1., bool? renormalize=None, str weight_policy="exact", ScalarType? out_dtype=None) -> Tensor  [pt2_compliant_tag]
 moeq::fp8_block_moe_routed(Tensor hidden_states, Tensor? hidden_states_scale, Tensor topk_ids, Tensor topk_weights, Tensor w13, Tensor w13_scale, Tensor? w13_bias, Tensor w2, Tensor w2_scale, Tensor? w2_bias, str backend, str act_format="fp8", str activation="silu", float? swiglu_alpha=None, float? swiglu_beta=None, float? swiglu_limit=None, int num_experts=0, int local_expert_offset=0, bool router_weight_on_input=False, str weight_policy="exact", ScalarType? out_dtype=None) -> Tensor  [pt2_compliant_tag]
@@ -57,7 +59,8 @@ moeq::quantize_mxfp8(Tensor x, str rule="rceil") -> (Tensor codes, Tensor scale)
 moeq::quantize_nvfp4(Tensor x, Tensor gscale) -> (Tensor codes, Tensor scale)  [pt2_compliant_tag]
 moeq::route(Tensor router_logits, Tensor? routing_bias, str routing_method, int top_k, int n_group=0, int topk_group=0, float routed_scaling_factor=1., bool? renormalize=None) -> (Tensor topk_ids, Tensor topk_weights)  [pt2_compliant_tag]
 moeq::swizzle_scale(Tensor scale) -> Tensor  [pt2_compliant_tag]
-moeq::unswizzle_scale(Tensor swizzled, int rows, int cols) -> Tensor  [pt2_compliant_tag]""")
+moeq::unswizzle_scale(Tensor swizzled, int rows, int cols) -> Tensor  [pt2_compliant_tag]""",
+        )
 
     def test_out_is_tagged_where_torch_can(self) -> None:
         for name in SCHEMAS:

@@ -13,12 +13,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+from fixtures_nvfp4 import CHECKPOINTS
 from safetensors.torch import load_file, save_file
+from tolerances import F32, relative_l2
 from torch import Tensor
 
 import torch_moe_ops as moe
-from fixtures_nvfp4 import CHECKPOINTS
-from tolerances import F32, relative_l2
 from torch_moe_ops.schemes import SCHEMES
 
 transformers = pytest.importorskip("transformers", minversion="5.23", reason="needs transformers >= 5.23")

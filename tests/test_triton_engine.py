@@ -15,6 +15,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from triton_cases import DEVICE, empty_output, make_call, relative_error
+
 from torch_moe_ops.backends import triton as backend
 from torch_moe_ops.kernels.triton import launch
 from torch_moe_ops.kernels.triton.configs import Config, Tile

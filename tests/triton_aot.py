@@ -40,9 +40,7 @@ class Recorder:
             values = {name: v for name, v in values.items() if name in names}
             signature |= dict.fromkeys(values, "constexpr")
             aligned = {
-                (i,): [["tt.divisibility", 16]]
-                for i, name in enumerate(names)
-                if signature[name].startswith("*")
+                (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")
             }
             source = ASTSource(kernel, signature, values, aligned)
             yield kernel.fn.__name__, triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

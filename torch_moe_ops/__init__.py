@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from torch_moe_ops import _schemas  # schemas first: kernels attach to them
-from torch_moe_ops import ops  # isort: skip
+from torch_moe_ops import config, ops
 from torch_moe_ops._version import __version__
 from torch_moe_ops.backends.registry import Problem
 from torch_moe_ops.checkpoints import CheckpointError, load_experts
@@ -23,8 +22,6 @@ from torch_moe_ops.quantize_experts import dequantize_experts, quantize_experts
 from torch_moe_ops.raw_weights import RawWeights
 from torch_moe_ops.routing import Routing
 
-
-
 __all__ = [
     "CheckpointError",
     "PreparedWeights",
@@ -32,6 +29,7 @@ __all__ = [
     "RawWeights",
     "Routing",
     "__version__",
+    "config",
     "dequantize_experts",
     "dequantize_nvfp4",
     "dynamic_gscale_nvfp4",

@@ -7,7 +7,7 @@ graph stays valid. Kernels attach to these names from Python (`ops/`) and from C
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -52,9 +52,7 @@ _ACTIVATION = (
     "int num_experts=0, int local_expert_offset=0"
 )
 _TAIL = 'str weight_policy="exact", ScalarType? out_dtype=None'
-_METHOD = (
-    "int n_group=0, int topk_group=0, float routed_scaling_factor=1.0, bool? renormalize=None"
-)
+_METHOD = "int n_group=0, int topk_group=0, float routed_scaling_factor=1.0, bool? renormalize=None"
 
 
 FAMILIES: dict[str, tuple[Scheme, ...]] = {}  # op family -> its schemes; mxfp6 has one per element
@@ -122,7 +120,7 @@ def _define_all() -> None:
 _define_all()
 
 
-@lru_cache(maxsize=None)
+@cache
 def arguments(name: str) -> tuple[tuple[str, ...], tuple[Any, ...]]:
     """Names of an op's positional arguments, and a default for each (None where it has none)."""
     schema = torch._C.parse_schema(f"moeq::{name}{SCHEMAS[name]}")

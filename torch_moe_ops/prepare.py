@@ -147,7 +147,14 @@ def problem_of(raw: RawWeights, settings: dict[str, Any], device: torch.device) 
     static = settings["act_format"] in SCHEMES[raw.scheme].static_acts
     scales = [s for s in (raw.a13_input_scale, raw.a2_input_scale) if s is not None and static]
     kind = "none" if not scales else "expert" if any(s.ndim for s in scales) else "tensor"
-    shared = ("scheme", "activation", "act_format", "weight_policy", "num_experts", "num_local_experts")
+    shared: tuple[str, ...] = (
+        "scheme",
+        "activation",
+        "act_format",
+        "weight_policy",
+        "num_experts",
+        "num_local_experts",
+    )
     shared += ("local_expert_offset", "hidden_size", "intermediate_size", "router_weight_on_input")
     return Problem(
         **{name: settings[name] for name in shared},
@@ -165,7 +172,7 @@ def device_fields(device: torch.device) -> dict[str, Any]:
     return {"device": device.type, "capability": capability}
 
 
-def _tensors(raw: RawWeights, backend: Backend, settings: dict[str, Any], device: torch.device) -> dict[str, Tensor]:
+def _tensors(raw: RawWeights, backend: Backend, settings: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Every tensor of PreparedWeights, contiguous and on `device`."""
     tensors = {name: getattr(raw, name) for name in _KEPT if getattr(raw, name) is not None}
     tensors |= _scalars(raw, static=settings["act_format"] in SCHEMES[raw.scheme].static_acts)
@@ -232,7 +239,7 @@ def restore(w: PreparedWeights) -> RawWeights:
     arguments = {name: t for name, t in w.tensors().items() if name.split("_")[0] in ("w13", "w2")}
     for name in ("w13_bias", "w2_bias", "w13_scale_2", "w2_scale_2"):
         arguments.pop(name, None)
-    tensors = backend.restore(SCHEMES[w.scheme], arguments, sizes_of(w))
+    tensors: dict[str, Any] = backend.restore(SCHEMES[w.scheme], arguments, sizes_of(w))
     tensors |= {name: value for name in _KEPT if (value := getattr(w, name)) is not None}
     plain = json.loads(urllib.parse.unquote(w.raw))
     for name, rows in (("w13_bias", w.intermediate_size), ("w2_bias", w.hidden_size)):
@@ -261,7 +268,8 @@ def update(w: PreparedWeights, raw: RawWeights) -> None:
     for name, tensor in new.items():
         if tensor.shape != old[name].shape or tensor.dtype != old[name].dtype:
             expected = f"{tuple(old[name].shape)} {old[name].dtype}"
-            raise ValueError(f"update_: {name} must be {expected} as prepared, got {tuple(tensor.shape)} {tensor.dtype}")
+            got = f"{tuple(tensor.shape)} {tensor.dtype}"
+            raise ValueError(f"update_: {name} must be {expected} as prepared, got {got}")
     for name, tensor in new.items():
         old[name].copy_(tensor)
 
@@ -284,7 +292,7 @@ def explain(
         return explain_problem(what, requested)
     if isinstance(what, RawWeights):
         device = torch.device(settings.pop("device", None) or what.device)
-        plain = {"activation": None, "act_format": None, "num_experts": None, "local_expert_offset": 0}
+        plain: dict[str, Any] = {"activation": None, "act_format": None, "num_experts": None, "local_expert_offset": 0}
         plain |= {"router_weight_on_input": False, "weight_policy": "exact", "swiglu": (None, None, None)} | settings
         return explain_problem(problem_of(what, _settings(what, **plain), device), requested)
     raise TypeError(f"explain: what must be PreparedWeights, RawWeights or Problem, got {type(what).__name__}")

@@ -85,7 +85,8 @@ class PreparedWeights:
         The backend and its layout stay: one that cannot run there refuses when it is called, so
         move between devices of one kind, or `restore` and `prepare` anew.
         """
-        return dataclasses.replace(self, **{name: t.to(device) for name, t in self.tensors().items()})
+        moved: dict[str, Any] = {name: t.to(device) for name, t in self.tensors().items()}
+        return dataclasses.replace(self, **moved)
 
     def op_weights(self) -> tuple[Tensor | None, ...]:
         """The weight arguments of the scheme's ops, in their order."""
@@ -122,11 +123,12 @@ class PreparedWeights:
                 got = header.get("moeq_format")
                 raise ValueError(f"{path}: moeq_format must be {FORMAT_VERSION}, got {got!r}")
             plain = json.loads(header["moeq"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no iterator there)
+            tensors: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         backend = BACKENDS.get(plain["backend"])
         known = None if backend is None else backend.layout.name
         if plain["layout"] != known:
-            raise ValueError(f"{path}: layout must be {known!r} for backend {plain['backend']!r}, got {plain['layout']!r}")
+            what = f"{known!r} for backend {plain['backend']!r}"
+            raise ValueError(f"{path}: layout must be {what}, got {plain['layout']!r}")
         return PreparedWeights(**plain, **tensors)
 
 

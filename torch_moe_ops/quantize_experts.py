@@ -35,7 +35,7 @@ def quantize_experts(w13: Tensor, w2: Tensor, scheme: str = "nvfp4", **fields: A
                 f"got {tuple(weight.shape)} {weight.dtype}"
             )
         sizes.storage_k(weight.shape[2])
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Any] = {}
     for name, weight in (("w13", w13), ("w2", w2)):
         # The halves of w13 are tiled separately.
         halves = 2 if name == "w13" and w13.shape[1] == 2 * w2.shape[2] else 1
@@ -129,22 +129,27 @@ def dequantize_experts(raw: RawWeights) -> tuple[Tensor, Tensor]:
 
 def _dequantize_matrix(raw: RawWeights, name: str, e: int, halves: int) -> Tensor:
     codes = getattr(raw, name)[e]
-    scale, zero_point, scale_2 = (
-        None if (t := getattr(raw, f"{name}_{part}")) is None else t[e] for part in ("scale", "zero_point", "scale_2")
-    )
+    # Which of them there are, RawWeights has checked.
+    scale, zero_point, scale_2 = (_of_expert(getattr(raw, f"{name}_{part}"), e) for part in _PARTS)
     if raw.scheme == "none":
         return codes.float()
     if raw.scheme == "nvfp4":
-        factors = scale_2.expand(halves) if scale_2.ndim else scale_2[None]  # type: ignore[union-attr]
-        pieces = zip(codes.chunk(halves), scale.chunk(halves), factors, strict=True)  # type: ignore[union-attr]
+        pieces = zip(codes.chunk(halves), scale.chunk(halves), scale_2.reshape(-1).expand(halves), strict=True)
         return torch.cat([nvfp4.dequantize(*piece) for piece in pieces])
     if raw.scheme in _MX:
-        return mx.dequantize_mx(codes, scale, _MX[raw.scheme])  # type: ignore[arg-type]
+        return mx.dequantize_mx(codes, scale, _MX[raw.scheme])
     if raw.scheme in ("int4", "mxint4"):
-        return int4.dequantize(int4.unpack_int32(codes), scale, zero_point)  # type: ignore[arg-type]
+        return int4.dequantize(int4.unpack_int32(codes), scale, zero_point)
     if raw.scheme == "int8":
-        return int8.dequantize_group(codes, scale, zero_point)  # type: ignore[arg-type]
-    return _dequantize_fp8(raw.scheme, codes, scale, halves)  # type: ignore[arg-type]
+        return int8.dequantize_group(codes, scale, zero_point)
+    return _dequantize_fp8(raw.scheme, codes, scale, halves)
+
+
+_PARTS = ("scale", "zero_point", "scale_2")
+
+
+def _of_expert(tensor: Tensor | None, e: int) -> Any:
+    return None if tensor is None else tensor[e]
 
 
 _MX = {"mxfp4": "e2m1", "mxfp8": "e4m3", "mxfp6_e3m2": "e3m2", "mxfp6_e2m3": "e2m3"}

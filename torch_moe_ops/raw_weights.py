@@ -89,7 +89,8 @@ class RawWeights:
 
     def to(self, device: torch.device | str) -> RawWeights:
         """The same weights with every tensor on `device`."""
-        return dataclasses.replace(self, **{name: t.to(device) for name, t in self.tensors().items()})
+        moved: dict[str, Any] = {name: t.to(device) for name, t in self.tensors().items()}
+        return dataclasses.replace(self, **moved)
 
     def equal(self, other: RawWeights) -> bool:
         """Bit for bit the same tensors and the same plain values."""

@@ -65,9 +65,7 @@ def _weigh_input(call: ExpertsCall, emulate: bool, dtype: torch.dtype) -> Tensor
     return weighted.float().to(x.dtype) if emulate else weighted
 
 
-def _expert(
-    call: ExpertsCall, e: int, x: Tensor, x_scale: Tensor | None, emulate: bool, dtype: torch.dtype
-) -> Tensor:
+def _expert(call: ExpertsCall, e: int, x: Tensor, x_scale: Tensor | None, emulate: bool, dtype: torch.dtype) -> Tensor:
     """One expert on the rows that visit it: [rows, hidden_size] before the routing weight."""
     halves = 2 if ACTIVATIONS[call.activation].is_gated else 1
     pieces = _gemm(call, 1, e, halves, activation_operand(call, 1, e, x, x_scale, emulate, dtype), dtype)

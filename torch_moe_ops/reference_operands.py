@@ -27,7 +27,8 @@ def weight_operand(call: ExpertsCall, which: int, e: int, halves: int, dtype: to
     """[N, K] of expert e. Scales along K are applied; scales of rows are the factor; alphas are neither."""
     name = "w13" if which == 1 else "w2"
     weight, scale, zero_point = (getattr(call, f"{name}{part}") for part in ("", "_scale", "_zero_point"))
-    piece = Weight(weight[e], *(None if t is None else t[e] for t in (scale, zero_point)), halves, dtype)
+    of_expert = [None if t is None else t[e] for t in (scale, zero_point)]
+    piece = Weight(weight[e], of_expert[0], of_expert[1], halves, dtype)
     if call.weight_policy != "exact":
         return Operand(w4a8.dequantize(piece.codes, piece.given_scale, dtype))
     return _WEIGHTS[call.scheme](piece)
