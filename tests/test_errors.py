@@ -49,7 +49,7 @@ def _expert_rows(prefix: str) -> list[tuple[str, str, Change, str]]:
             ),
             (op, base, ("w13_bias", lambda t: t[:, :-1]), "w13_bias must have shape"),
             (op, base, ("w2_bias", lambda t: t[:-1]), "w2_bias must have shape"),
-            (op, base, ("w2_bias", lambda t: t.T.contiguous().T), "w2_bias must be contiguous"),
+            (op, base, ("w13", lambda t: t.transpose(1, 2).contiguous().transpose(1, 2)), "w13 must be contiguous"),
             (op, base, ("backend", "nonsense"), f"backend must be one of {list(BACKENDS)}, got 'nonsense'"),
             (op, base, ("backend", "auto"), f"backend must be one of {list(BACKENDS)}, got 'auto'"),
             (op, base, ("activation", "nonsense"), "activation must be one of"),

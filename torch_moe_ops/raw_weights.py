@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from torch_moe_ops.activations import ACTIVATIONS
 from torch_moe_ops.schemes import ZERO_POINT_DTYPES, Scheme, get_scheme
+
+if TYPE_CHECKING:
+    from torch_moe_ops.config import FusedMoEQuantConfig
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +63,15 @@ class RawWeights:
 
     def __post_init__(self) -> None:
         _validate(self)
+
+    @staticmethod
+    def from_quant_config(
+        w13: Tensor, w2: Tensor, quant_config: FusedMoEQuantConfig, *, int4_codes: str = "offset"
+    ) -> RawWeights:
+        """Packed weights and the config that describes them; see `torch_moe_ops.from_quant_config`."""
+        from torch_moe_ops.from_quant_config import from_quant_config
+
+        return from_quant_config(w13, w2, quant_config, int4_codes=int4_codes)
 
     @property
     def num_experts(self) -> int:

@@ -48,6 +48,11 @@ class _Binder:
             filled[self.position[name]] = value
         return tuple(filled)
 
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExpertsCall:
+        """The arguments of one call."""
+        full = self.fill(args, kwargs) if kwargs else args + self.tail[len(args) :]
+        return self.call(full)
+
     def call(self, full: tuple[Any, ...]) -> ExpertsCall:
         call = tuple.__new__(ExpertsCall, self.pick(full))
         return self._named(call, full[self.position["element"]]) if self.elements else call
@@ -72,13 +77,25 @@ def _out_dtype(call: ExpertsCall) -> torch.dtype:
     return call.hidden_states.dtype if call.hidden_states_scale is None else torch.bfloat16
 
 
+_MADE_CONTIGUOUS = (
+    "hidden_states",
+    "hidden_states_scale",
+    "topk_ids",
+    "topk_weights",
+    "g1_alphas",
+    "w13_bias",
+    "g2_alphas",
+    "w2_bias",
+    "a1_gscale",
+    "a2_gscale",
+)
+
+
 def _run(call: ExpertsCall, plan: Plan, out: Tensor) -> None:
     """Run a checked call on at least one token."""
+    small = {name: t.contiguous() for name in _MADE_CONTIGUOUS if (t := getattr(call, name)) is not None}
     ready = call._replace(
-        hidden_states=call.hidden_states.contiguous(),
-        hidden_states_scale=None if call.hidden_states_scale is None else call.hidden_states_scale.contiguous(),
-        topk_ids=call.topk_ids.contiguous(),
-        topk_weights=call.topk_weights.contiguous(),
+        **small,
         swiglu_alpha=plan.alpha,
         swiglu_beta=plan.beta,
         swiglu_limit=plan.limit,
@@ -96,7 +113,7 @@ def _define_routed(family: str) -> None:
     binder = _Binder(op, family)
 
     def checked(args: Any, kwargs: Any, devices: bool, tracing: bool = False) -> tuple[ExpertsCall, Plan, int]:
-        call = binder.call(binder.fill(args, kwargs))
+        call = binder.bind(args, kwargs)
         plan = plan_of(op, call)
         hidden_size = check_experts(op, call, plan, devices, tracing)
         check_topk(op, call)

@@ -1,0 +1,67 @@
+"""Calibrated activation scales out of a quant config, and weight scales out of products with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from torch_moe_ops.config._require import require
+from torch_moe_ops.config.quant_config import FusedMoEQuantConfig
+from torch_moe_ops.schemes import Scheme
+
+AGREEMENT = 1e-5  # relative, of a product and its factors, each rounded to float32
+
+
+def input_scale_of(owner: str, config: FusedMoEQuantConfig, gemm: str, scheme: Scheme) -> Tensor | None:
+    """[] or [num_experts], multiplies; from `a*_scale`, else from `a*_gscale`; None where the config has neither.
+
+    Args:
+        gemm: "1" for the input, "2" for the intermediate.
+
+    Raises ValueError, in the name of `owner`, where the scheme's op takes no such scale.
+    """
+    desc = config._a1 if gemm == "1" else config._a2
+    for field, tensor in (("scale", desc.scale), ("gscale", desc.gscale)):
+        if tensor is None:
+            continue
+        name = f"a{gemm}_{field}"
+        text = f"be None: {config.act_format} activations with {scheme.name} weights have dynamic scales"
+        require(config.act_format in scheme.static_acts, owner, name, text, "a Tensor")
+        text = "hold one scale, or one per expert (scales of tokens go with the call, as hidden_states_scale)"
+        require(tensor.numel() == 1 or tensor.ndim == 1, owner, name, text, tensor.shape)
+        require(bool((tensor.isfinite() & (tensor > 0)).all()), owner, name, "be positive and finite", "other values")
+    scale, gscale = (None if t is None else t.reshape(()) if t.numel() == 1 else t for t in (desc.scale, desc.gscale))
+    if gscale is None:
+        return scale
+    inverse = _inverse(gscale)
+    if scale is None:
+        return inverse
+    agree = torch.allclose(inverse.expand_as(scale + inverse), scale.expand_as(scale + inverse), AGREEMENT, 0)
+    require(agree, owner, f"a{gemm}_gscale", f"be 1 / a{gemm}_scale", "other values")
+    return scale
+
+
+def _inverse(gscale: Tensor) -> Tensor:
+    """s with fl(1 / s) == gscale, where there is one: always if gscale was made by such a division."""
+    return _adjusted(gscale.reciprocal(), torch.reciprocal, gscale)
+
+
+def divided_by(alpha: Tensor, input_scale: Tensor) -> Tensor:
+    """The scale_2 for which fl(input_scale * scale_2) == alpha where there is one, else one unit next to alpha.
+
+    One division by the very number that `prepare` multiplies with. alpha * gscale would carry the rounding of
+    1 / gscale into the product.
+    """
+    factor = input_scale[:, None] if input_scale.ndim and alpha.ndim == 2 else input_scale
+    return _adjusted(alpha / factor, lambda scale_2: factor * scale_2, alpha)
+
+
+def _adjusted(guess: Tensor, forward: Callable[[Tensor], Tensor], target: Tensor) -> Tensor:
+    """guess or one of its two neighbours in float32: one that forward takes to target, if any does."""
+    best = guess
+    for direction in (0.0, torch.inf):
+        other = torch.nextafter(guess, torch.full_like(guess, direction))
+        best = torch.where((forward(best) != target) & (forward(other) == target), other, best)
+    return best

@@ -1,0 +1,73 @@
+"""From the configs of a layer to the Problem that backends look at."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_moe_ops.backends.registry import Problem
+from torch_moe_ops.config._require import require_type
+from torch_moe_ops.config.builders import FUSED_MOE_UNQUANTIZED_CONFIG
+from torch_moe_ops.config.moe import FusedMoEConfig
+from torch_moe_ops.config.quant_config import FusedMoEQuantConfig
+from torch_moe_ops.from_quant_config import scheme_name
+from torch_moe_ops.routing import METHOD_NAMES, RoutingMethodType
+from torch_moe_ops.schemes import SCHEMES, Scheme
+
+OWNER = "explain"
+
+
+def problem_of_config(
+    config: FusedMoEConfig,
+    quant_config: FusedMoEQuantConfig | None = None,
+    capability: tuple[int, int] | None = None,
+) -> Problem:
+    """The problem that a layer poses, from its configs alone.
+
+    Args:
+        config: sizes, activation, routing, placement, device.
+        quant_config: formats and scales; checked against the sizes. None: nothing is quantized.
+        capability: of the CUDA device; None: that of the device in this machine, if it has one.
+
+    Raises ValueError where a tensor of quant_config does not fit config.
+    """
+    require_type(isinstance(config, FusedMoEConfig), OWNER, "config", "be a FusedMoEConfig", config)
+    if quant_config is None:
+        quant = FUSED_MOE_UNQUANTIZED_CONFIG
+    else:
+        quant = quant_config
+        require_type(isinstance(quant, FusedMoEQuantConfig), OWNER, "quant_config", "be a FusedMoEQuantConfig", quant)
+        config.validate_quant_config(quant)
+    scheme, device = SCHEMES[scheme_name(quant)], torch.device(config.device)
+    if capability is None and device.type == "cuda" and torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability(device)
+    return Problem(
+        scheme=scheme.name,
+        act_format=quant.act_format,
+        activation=config.activation,
+        device=device.type,
+        capability=capability,
+        num_experts=config.num_experts,
+        num_local_experts=config.num_local_experts,
+        local_expert_offset=config.local_expert_offset,
+        hidden_size=config.hidden_dim,
+        intermediate_size=config.intermediate_size_per_partition,
+        top_k=config.experts_per_token,
+        dtype=config.in_dtype,
+        routing_method=METHOD_NAMES.get(config.routing_method),
+        # The monolithic op puts this method's weights on the input.
+        router_weight_on_input=config.routing_method == RoutingMethodType.Llama4,
+        has_bias=config.has_bias,
+        per_half_alphas=_has_per_half_alphas(quant, scheme),
+        input_scale=_input_scale_kind(quant),
+    )
+
+
+def _has_per_half_alphas(config: FusedMoEQuantConfig, scheme: Scheme) -> bool:
+    alphas = config.g1_alphas
+    return scheme.has_scale_2 and alphas is not None and alphas.ndim == 2 and alphas.shape[1] == 2
+
+
+def _input_scale_kind(config: FusedMoEQuantConfig) -> str:
+    given = [t for d in (config._a1, config._a2) for t in (d.scale, d.gscale) if isinstance(t, Tensor)]
+    return "none" if not given else "expert" if any(t.ndim == 1 and t.numel() > 1 for t in given) else "tensor"
