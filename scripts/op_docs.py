@@ -127,8 +127,7 @@ def page() -> str:
     """The whole text of docs/ops.md."""
     parts = [HEADER, "## Arguments\n", *(f"- `{name}`: {text}" for name, text in sorted(ARGUMENTS.items())), ""]
     for name in sorted(SCHEMAS):
-        schema = SCHEMAS[name].replace("-> Tensor(a!)", "-> ()")  # () before torch 2.13
-        parts += [f"## `{name}`\n", _summary(name) + "\n", f"```\n{name}{schema}\n```\n"]
+        parts += [f"## `{name}`\n", _summary(name) + "\n", f"```\n{name}{SCHEMAS[name]}\n```\n"]
     return "\n".join(parts)
 
 

@@ -12,6 +12,7 @@ from torch._dynamo.testing import EagerAndRecordGraphs, normalize_gm
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 import torch_moe_ops as moe
+from torch_moe_ops._schemas import FAMILIES
 
 CASE = Case(act_format="nvfp4", input_scale="tensor", experts=4, top_k=2)
 ROUTING = moe.Routing("renormalize", 2)
@@ -81,6 +82,22 @@ def test_compiled_equals_eager(backend: str) -> None:
     for tokens in (0, 1, 2, 33):
         x, logits = torch.randn(tokens, CASE.hidden).bfloat16(), torch.randn(tokens, CASE.experts)
         torch.testing.assert_close(compiled(x, logits), layer(x, logits), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_inductor_compiles_routed_ops_with_absent_tensors(family: str) -> None:
+    """Absent tensors (hidden_states_scale, biases) must stay where they are when Inductor writes the call."""
+    scheme = FAMILIES[family][0]
+    case = Case(scheme=scheme.name, act_format=scheme.act_formats[0], hidden=96, inter=64)
+    w = moe.prepare(make_raw(case), act_format=case.act_format)
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True)
+    def layer(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return moe.fused_moe_routed(x * 2, ids, weights, w) + 1
+
+    x, ids, weights = make_batch(case)
+    torch.testing.assert_close(layer(x, ids, weights), moe.fused_moe_routed(x * 2, ids, weights, w) + 1, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])

@@ -14,10 +14,8 @@ class TestSchemas(TestCase):
         lines = []
         for name in sorted(SCHEMAS):
             op = overload(name)
-            schema = str(op._schema).replace("Tensor(a!) out) -> Tensor(a!)", "Tensor(a!) out) -> ()")
             tags = sorted(str(t).removeprefix("Tag.") for t in op.tags)
-            tags = [t for t in tags if t != "out"]  # only where torch has it
-            lines.append(f"{schema}  [{', '.join(tags)}]")
+            lines.append(f"{op._schema}  [{', '.join(tags)}]")
         self.assertExpectedInline(
             "\n".join(lines),
             """\
@@ -61,11 +59,6 @@ moeq::route(Tensor router_logits, Tensor? routing_bias, str routing_method, int 
 moeq::swizzle_scale(Tensor scale) -> Tensor  [pt2_compliant_tag]
 moeq::unswizzle_scale(Tensor swizzled, int rows, int cols) -> Tensor  [pt2_compliant_tag]""",
         )
-
-    def test_out_is_tagged_where_torch_can(self) -> None:
-        for name in SCHEMAS:
-            tagged = hasattr(torch.Tag, "out") and torch.Tag.out in overload(name).tags
-            self.assertEqual(tagged, name.endswith(".out") and hasattr(torch.Tag, "out"))
 
 
 if __name__ == "__main__":

@@ -82,8 +82,6 @@ def _monolithic_arguments(family: str) -> str:
 
 
 def _build() -> dict[str, str]:
-    # `.out` returns its argument where torch can express that (Tag.out, 2.13), and nothing before.
-    out_return = "Tensor(a!)" if hasattr(torch.Tag, "out") else "()"
     table = {
         "route": (
             "(Tensor router_logits, Tensor? routing_bias, str routing_method, int top_k, "
@@ -102,7 +100,7 @@ def _build() -> dict[str, str]:
         prefix = f"{family}_" if family else ""
         table[f"{prefix}moe"] = f"({_monolithic_arguments(family)}) -> Tensor"
         table[f"{prefix}moe_routed"] = f"({_routed_arguments(family)}) -> Tensor"
-        table[f"{prefix}moe_routed.out"] = f"({_routed_arguments(family)}, *, Tensor(a!) out) -> {out_return}"
+        table[f"{prefix}moe_routed.out"] = f"({_routed_arguments(family)}, *, Tensor(a!) out) -> ()"
     return table
 
 
@@ -110,11 +108,10 @@ SCHEMAS: dict[str, str] = _build()
 
 
 def _define_all() -> None:
+    # `.out` overloads carry no Tag.out: with it, Inductor of torch 2.13 puts the overload in place of the
+    # functional op and passes the tensors first, which shifts every argument behind an absent one.
     for name, schema in SCHEMAS.items():
-        tags: tuple[torch.Tag, ...] = (torch.Tag.pt2_compliant_tag,)
-        if name.endswith(".out") and hasattr(torch.Tag, "out"):
-            tags += (torch.Tag.out,)
-        LIB.define(name + schema, tags=tags)
+        LIB.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 
 _define_all()

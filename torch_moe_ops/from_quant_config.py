@@ -57,10 +57,13 @@ def from_quant_config(
     # K of w13 is hidden_size: four fp6 codes in three bytes show there, and w2 is packed alike.
     packed_fp6 = 4 * w13.shape[2] == 3 * w2.shape[1]
     tensors: dict[str, Tensor | None] = {}
-    for gemm, name, input_name, w in (("1", "w13", "a13", w13), ("2", "w2", "a2", w2)):
+    halves = 1
+    for gemm, name, input_name, w in (("2", "w2", "a2", w2), ("1", "w13", "a13", w13)):
         input_scale = tensors[f"{input_name}_input_scale"] = input_scale_of(OWNER, quant_config, gemm, scheme)
-        operand = _Operand(quant_config, scheme, gemm, w, input_scale, int4_codes, packed_fp6)
-        tensors |= {f"{name}{part}": tensor for part, tensor in operand.parts().items()}
+        operand = _Operand(quant_config, scheme, gemm, w, halves, input_scale, int4_codes, packed_fp6)
+        parts = operand.parts()
+        tensors |= {f"{name}{part}": tensor for part, tensor in parts.items()}
+        halves = 2 if w13.shape[1] == 2 * operand.k(parts[""]) else 1  # of w13: K of w2 is the intermediate size
     return RawWeights(
         scheme=scheme.name,
         **tensors,  # type: ignore[arg-type]
@@ -107,6 +110,7 @@ class _Operand:
     scheme: Scheme
     gemm: str  # "1" or "2"
     w: Tensor
+    halves: int  # of its rows: 2 for a gated w13
     input_scale: Tensor | None
     int4_codes: str
     packed_fp6: bool
@@ -131,8 +135,9 @@ class _Operand:
     def scale_name(self) -> str:
         return f"w{self.gemm}_scale"
 
-    def k(self, codes: Tensor) -> int:
-        """K of the stored codes."""
+    def k(self, codes: Tensor | None) -> int:
+        """K of codes as RawWeights stores them."""
+        assert codes is not None
         return self.scheme.logical_k(codes.shape[2])
 
     def scale(self) -> Tensor:
@@ -246,7 +251,7 @@ def _int8(op: _Operand) -> Parts:
 
 def _integer_scale(op: _Operand, codes: Tensor) -> Tensor:
     """[E, rows, groups], as many groups as the config's block says, if it says one."""
-    scale, k, shape = rows_of_scales(OWNER, op.scale_name, op.scale(), op.rows), op.k(codes), op.desc.shape
+    scale, k, shape = rows_of_scales(OWNER, op.scale_name, op.scale(), op.rows, op.halves), op.k(codes), op.desc.shape
     if shape is not None and shape.is_block():
         require(shape.row == 1, OWNER, "block_shape", "be [1, group] for integer weights", list(shape))
         text = f"hold a scale per {shape.col} of K = {k}"

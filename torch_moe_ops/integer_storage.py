@@ -46,11 +46,11 @@ def int8_codes(owner: str, name: str, w: Tensor) -> tuple[Tensor, int]:
     return (w.contiguous().view(torch.uint8) ^ 0x80).view(torch.int8), 128
 
 
-def rows_of_scales(owner: str, name: str, scale: Tensor, rows: int) -> Tensor:
+def rows_of_scales(owner: str, name: str, scale: Tensor, rows: int, halves: int = 1) -> Tensor:
     """[E, rows, groups] from every order that configs carry.
 
     Args:
-        scale: [E], [E, 1], [E, 1, 1] (one for a matrix), [E, 2] (one for each half of the rows), [E, rows],
+        scale: [E], [E, 1], [E, 1, 1] (one for a matrix), [E, halves] (one for each half of the rows), [E, rows],
             [E, rows, groups], or groups before rows as Marlin keeps them, [E, groups, rows].
     """
     experts = scale.shape[0]
@@ -59,8 +59,8 @@ def rows_of_scales(owner: str, name: str, scale: Tensor, rows: int) -> Tensor:
     if scale.ndim == 3 and scale.shape[2] == rows:
         return scale.transpose(1, 2).contiguous()
     flat = scale.reshape(experts, -1)
-    text = f"hold one value, one per half or row, or groups for {rows} rows of each expert"
-    require(flat.shape[1] in (1, 2, rows), owner, name, text, scale.shape)
+    text = f"hold one value, one per row, or groups for {rows} rows of each expert"
+    require(flat.shape[1] in (1, halves, rows), owner, name, text, scale.shape)
     return flat.repeat_interleave(rows // flat.shape[1], 1)[..., None]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import urllib.parse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from torch_moe_ops.backends.registry import Sizes
 from torch_moe_ops.prepared_weights import PreparedWeights
 from torch_moe_ops.raw_weights import RawWeights
 from torch_moe_ops.schemes import ACT_FORMATS, SCHEMES, get_scheme
+
+if TYPE_CHECKING:
+    from torch_moe_ops.config import FusedMoEConfig, FusedMoEQuantConfig
 
 _KEPT = ("w13_scale_2", "w2_scale_2", "a13_input_scale", "a2_input_scale")
 _PLAIN = ("activation", "swiglu_alpha", "swiglu_beta", "swiglu_limit", "source")
@@ -122,7 +125,9 @@ def _settings(
     total = needed if num_experts is None else num_experts
     if total < needed:
         raise ValueError(f"prepare: num_experts must be at least {needed} (offset + local experts), got {total}")
-    said = (raw.swiglu_alpha, raw.swiglu_beta, raw.swiglu_limit) if name == raw.activation else (None, None, None)
+    # Constants without an activation (a quant config has none) are for the one that is named here.
+    said = (raw.swiglu_alpha, raw.swiglu_beta, raw.swiglu_limit)
+    said = said if raw.activation in (None, name) else (None, None, None)
     alpha, beta, limit = (given if given is not None else own for given, own in zip(swiglu, said, strict=True))
     resolve_constants(name, alpha, beta, limit)  # raises where the activation takes no such constant
     return {
@@ -275,15 +280,24 @@ def update(w: PreparedWeights, raw: RawWeights) -> None:
 
 
 def explain(
-    what: PreparedWeights | RawWeights | Problem | None = None, *, backend: str | None = None, **settings: Any
+    what: PreparedWeights | RawWeights | Problem | None = None,
+    *,
+    backend: str | None = None,
+    config: FusedMoEConfig | None = None,
+    quant_config: FusedMoEQuantConfig | None = None,
+    **settings: Any,
 ) -> Explanation:
     """Every backend, chosen or not, with every reason. Print it.
 
     Args:
         what: prepared weights (why their backend was chosen), raw weights with prepare's other
             arguments (`activation=`, `act_format=`, `device=`, ...), or a Problem.
-        backend: as in `prepare`; None: as it was prepared, else MOEQ_BACKEND, else "auto".
+        backend: as in `prepare`; None: as it was prepared, else the config's `moe_backend`, MOEQ_BACKEND, "auto".
+        config, quant_config: instead of `what`, a layer's configs (and `capability=(major, minor)`, where the
+            device is not in this machine). quant_config None: nothing is quantized.
     """
+    if config is not None or quant_config is not None:
+        return _explain_config(what, config, quant_config, backend, **settings)
     if isinstance(what, PreparedWeights):
         explanation = explain_problem(_problem_of_prepared(what), backend or what.backend)
         return explanation if backend else dataclasses.replace(explanation, requested="auto")
@@ -296,6 +310,15 @@ def explain(
         plain |= {"router_weight_on_input": False, "weight_policy": "exact", "swiglu": (None, None, None)} | settings
         return explain_problem(problem_of(what, _settings(what, **plain), device), requested)
     raise TypeError(f"explain: what must be PreparedWeights, RawWeights or Problem, got {type(what).__name__}")
+
+
+def _explain_config(what: Any, config: Any, quant_config: Any, backend: str | None, **settings: Any) -> Explanation:
+    from torch_moe_ops.problem_of_config import problem_of_config
+
+    if what is not None or config is None:
+        raise TypeError("explain: config must be given instead of what, with or without quant_config")
+    problem = problem_of_config(config, quant_config, **settings)
+    return explain_problem(problem, requested_backend(backend or config.moe_backend))
 
 
 def _problem_of_prepared(w: PreparedWeights) -> Problem:

@@ -138,8 +138,6 @@ def _define_routed(family: str) -> None:
 
 
 def _define_out(op: str, checked: Checked) -> None:
-    returns = hasattr(torch.Tag, "out")
-
     def prepared(args: Any, kwargs: Any, devices: bool, tracing: bool = False) -> tuple[ExpertsCall, Plan, Tensor]:
         out = kwargs.pop("out")
         call, plan, hidden_size = checked(args, kwargs, devices, tracing)
@@ -147,21 +145,19 @@ def _define_out(op: str, checked: Checked) -> None:
         check_out(op, out, (x.shape[0], hidden_size), _out_dtype(call), x.device)
         return call, plan, out
 
-    def make(devices: bool) -> Callable[..., Tensor | None]:
-        def impl(*args: Any, **kwargs: Any) -> Tensor | None:
+    def make(devices: bool) -> Callable[..., None]:
+        def impl(*args: Any, **kwargs: Any) -> None:
             call, plan, out = prepared(args, kwargs, devices)
             for name, value in zip(FIELDS, call, strict=True):
                 if isinstance(value, Tensor) and torch._C._overlaps(out, value):
                     fail(op, "out", "not share memory with an argument", name)
             if out.shape[0]:
                 _run(call, plan, out)
-            return out if returns else None
 
         return impl
 
-    def fake(*args: Any, **kwargs: Any) -> Tensor | None:
-        out = prepared(args, kwargs, True, tracing=True)[2]
-        return out if returns else None
+    def fake(*args: Any, **kwargs: Any) -> None:
+        prepared(args, kwargs, True, tracing=True)
 
     attach(f"{op}.out", make(devices=False), make(devices=True), fake)
 
