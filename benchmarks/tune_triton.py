@@ -1,9 +1,9 @@
-"""Time tile configurations of the Triton kernels on this GPU and print the best of each GEMM.
+"""Time tile configurations of the Triton kernels on this GPU and print the best.
 
     python benchmarks/tune_triton.py --shapes qwen3_30b,dsv3 --ms 1,64,1024 --out tune.jsonl
 
-Each GEMM is timed alone in a CUDA graph over several routings, as a decode step would find its weights in
-memory and not in L2. What is worth keeping goes into torch_moe_ops/kernels/triton/configs.py by hand: a
+Whole forwards are timed, in a CUDA graph over several routings: with one routing a small batch would find
+its weights in L2, and a GEMM alone hides what it waits for behind its own next launch. What is worth keeping goes into torch_moe_ops/kernels/triton/configs.py by hand: a
 table in the repository, so nobody's first call tunes anything.
 """
 
@@ -15,7 +15,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,71 +31,54 @@ from torch_moe_ops.kernels.triton.configs import Config, Tile  # noqa: E402
 from torch_moe_ops.ops.call import ExpertsCall  # noqa: E402
 
 
+_NARROW = (
+    (64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 3), (64, 256, 4, 4), (128, 128, 4, 4), (128, 128, 8, 4),
+    (128, 256, 4, 3), (128, 256, 4, 3, 168), (128, 256, 8, 4),
+)  # fmt: skip
+_WIDE = (
+    (128, 64, 4, 4), (128, 128, 4, 3), (128, 128, 8, 3), (256, 64, 8, 4), (256, 128, 8, 3), (256, 128, 8, 4),
+    (64, 128, 4, 3),
+)  # fmt: skip
+_NARROW_PLAIN = tuple((n, k, w, s) for n, w in ((64, 4), (128, 4), (128, 8)) for k, s in ((64, 4), (64, 6), (128, 4)))
+_WIDE_PLAIN = ((128, 64, 8, 3), (128, 64, 8, 4), (256, 64, 8, 3), (256, 64, 8, 4), (128, 64, 4, 3), (64, 64, 4, 4))
+
+
 def candidates(fmt: str, block_t: int) -> list[Tile]:
-    """Tiles worth timing for a number of tokens a tile."""
-    if fmt == "bf16":
-        if block_t <= 32:
-            return [Tile(n, k, w, s) for n, w in ((64, 4), (128, 4), (128, 8)) for k, s in ((64, 4), (64, 6), (128, 4))]
-        return [Tile(n, 64, 8, s) for n in (128, 256) for s in (3, 4)] + [Tile(128, 64, 4, 3), Tile(64, 64, 4, 4)]
-    if block_t <= 32:
-        shapes = [(64, 128, 4, 4), (64, 256, 4, 3), (128, 128, 4, 4), (128, 128, 4, 5), (128, 128, 8, 4), (128, 128, 8, 6)]
-        shapes += [(128, 256, 4, 3), (128, 256, 4, 4), (128, 256, 8, 3), (128, 256, 8, 4), (128, 128, 4, 4, 128)]
-        return [Tile(*s) for s in (*shapes, (128, 256, 4, 3, 168))]
-    shapes = [(128, 128, 4, 3), (128, 64, 4, 4), (128, 64, 4, 6), (128, 128, 8, 3), (128, 128, 8, 4)]
-    shapes += [(256, 64, 8, 4), (256, 64, 8, 6), (256, 128, 8, 3), (256, 128, 8, 4), (64, 128, 4, 3)]
-    return [Tile(*s) for s in shapes]
+    """Tiles worth timing for a number of tokens a tile, the likeliest first."""
+    narrow, wide = (_NARROW_PLAIN, _WIDE_PLAIN) if fmt == "bf16" else (_NARROW, _WIDE)
+    return [Tile(*shape) for shape in (narrow if block_t <= 32 else wide)]
 
 
-def block_ts(m: int, per_expert: float) -> list[int]:
-    """Tokens a tile, worth timing for m tokens and this many (token, expert) pairs an expert."""
+def blocks(per_expert: float) -> list[tuple[int, int]]:
+    """(tokens of a tile, of a nearly empty one), worth timing for this many (token, expert) pairs an expert."""
     if per_expert <= 6:
-        return [16]
-    options = [t for t in (16, 32, 64, 128) if per_expert / 2.1 <= t <= per_expert * 2.1]
-    return options or [128]
+        return [(16, 16)]
+    options = ((16, 16), (32, 16), (64, 16), (64, 32), (128, 32), (128, 64))
+    return [o for o in options if per_expert / 2.1 <= o[0] <= per_expert * 2.1] or [(128, 32)]
 
 
-class Gemms:
-    """Both GEMMs of one shape and number of tokens, each with buffers of its own for every routing."""
+class Layer:
+    """One shape and number of tokens, over several routings."""
 
     def __init__(self, shape: common.Shape, weights: common.Weights, fmt: str, m: int):
         template = make_call(fmt, weights.as_dict(), shape.act)
-        self.calls: list[ExpertsCall] = []
         self.inputs = [common.make_inputs(shape, m, 1000 + seed) for seed in range(common.rotation(m))]
-        for inputs in self.inputs:
-            self.calls.append(
-                template._replace(hidden_states=inputs.x, topk_ids=inputs.ids, topk_weights=inputs.weights)
-            )
+        self.calls: list[ExpertsCall] = [
+            template._replace(hidden_states=i.x, topk_ids=i.ids, topk_weights=i.weights) for i in self.inputs
+        ]
 
-    def time(self, which: int, block_t: int, tile: Tile) -> float:
-        """Median microseconds of one GEMM."""
-        config = Config(block_t, tile, tile)
-        prepared = []
-        for call in self.calls:
-            plan = launch._plan(call, config)
-            buffers = launch._buffers(call, plan)
-            buffers.h.normal_()
-            launch._run_prologue(call, plan, buffers)
-            prepared.append((call, plan, buffers))
-
-        def run() -> None:
-            for call, plan, buffers in prepared:
-                if which == 1:
-                    launch._run_gemm1(call, plan, buffers, buffers.h, False)
-                else:
-                    launch._run_gemm2(call, plan, buffers, False)
-
-        run()
-        return graph_time(run) / len(prepared)
-
-    def time_forward(self, config: Config) -> float:
-        """Median microseconds of a whole forward."""
+    def time(self, config: Config) -> float:
+        """Median microseconds of a forward; infinite where the configuration does not fit the GPU."""
         outputs = [torch.empty_like(call.hidden_states) for call in self.calls]
 
         def run() -> None:
             for call, out in zip(self.calls, outputs, strict=True):
                 launch.run_experts(call, out, config)
 
-        run()
+        try:
+            run()
+        except Exception:  # noqa: BLE001  Triton raises what it likes
+            return float("inf")
         return graph_time(run) / len(outputs)
 
 
@@ -118,35 +100,47 @@ def graph_time(run: Any, rounds: int = 7) -> float:
     return sorted(times)[rounds // 2]
 
 
-def work(shapes: list[common.Shape], ms: list[int], fmt: str) -> Iterator[tuple[common.Shape, int, int, Tile]]:
-    """(shape, M, block_t, tile) of everything to time."""
-    for shape in shapes:
-        for m in ms:
-            for block_t in block_ts(m, m * shape.k / shape.E):
-                for tile in candidates(fmt, block_t):
-                    yield shape, m, block_t, tile
+def work(shapes: list[common.Shape], ms: list[int], fmt: str) -> set[tuple[common.Shape, tuple[int, int], Tile]]:
+    """Everything that has to be compiled."""
+    return {
+        (shape, block, tile)
+        for shape in shapes
+        for m in ms
+        for block in blocks(m * shape.k / shape.E)
+        for tile in candidates(fmt, block[0])
+    }
 
 
 def compile_share(shapes: list[common.Shape], ms: list[int], fmt: str, share: int, shares: int) -> None:
-    """Compile every shares-th configuration into Triton's cache, on tiny weights that have the right K and N."""
-    seen = set()
-    for shape, m, block_t, tile in work(shapes, ms, fmt):
-        seen.add((shape, block_t, tile))
-    for i, (shape, block_t, tile) in enumerate(sorted(seen, key=str)):
-        if i % shares != share:
-            continue
-        small = common.Shape(shape.name, 2, 1, shape.H, shape.I, shape.act)
-        call = Gemms(small, common.Weights.random(fmt, small), fmt, 2000).calls[0]
-        rows = {name: getattr(call, name)[:16] for name in ("hidden_states", "topk_ids", "topk_weights")}
-        call = call._replace(**rows)
-        try:
-            launch.run_experts(call, torch.empty_like(call.hidden_states), Config(block_t, tile, tile))
-        except Exception as error:  # noqa: BLE001  a tile that does not fit is left out again when it is timed
-            print(f"{shape.name} {block_t} {tile}: {str(error)[:100]}", file=sys.stderr)
+    """Compile every shares-th configuration into Triton's cache, on few experts that have the right K and N."""
+    for i, (shape, block, tile) in enumerate(sorted(work(shapes, ms, fmt), key=str)):
+        if i % shares == share:
+            small = common.Shape(shape.name, 2, 1, shape.H, shape.I, shape.act)
+            layer = Layer(small, common.Weights.random(fmt, small), fmt, 1024)
+            for rows in (16, 1) if 1 in ms and block[0] == 16 else (16,):
+                call = layer.calls[0]
+                part = {name: getattr(call, name)[:rows] for name in ("hidden_states", "topk_ids", "topk_weights")}
+                layer.calls = [call._replace(**part)]
+                layer.time(Config(*block, tile, tile))
+
+
+def tune_one(layer: Layer, fmt: str, block: tuple[int, int], out: Path, label: dict[str, Any]) -> tuple[float, Config]:
+    """The best tile of GEMM2 for the likeliest of GEMM1, then of GEMM1 for that, by the time of whole forwards."""
+    tiles = candidates(fmt, block[0])
+    best = (float("inf"), Config(*block, tiles[0], tiles[0]))
+    for which in (2, 1):
+        start = best[1]
+        for tile in tiles:
+            config = start._replace(gemm2=tile) if which == 2 else start._replace(gemm1=tile)
+            us = layer.time(config)
+            with out.open("a") as file:
+                file.write(json.dumps(label | {"us": round(us, 2), "config": config}) + "\n")
+            best = min(best, (us, config))
+    return best
 
 
 def tune(shapes: list[common.Shape], ms: list[int], fmt: str, out: Path, budget: float) -> None:
-    """Time everything, print the best three of each GEMM, append all times to `out`."""
+    """Time everything, print the best of each tokens-a-tile, append all times to `out`."""
     begin = time.monotonic()
     for shape in shapes:
         torch.manual_seed(0)
@@ -155,39 +149,13 @@ def tune(shapes: list[common.Shape], ms: list[int], fmt: str, out: Path, budget:
             if time.monotonic() - begin > budget:
                 print("budget spent")
                 return
-            gemms = Gemms(shape, weights, fmt, m)
-            by_block: dict[int, dict[int, tuple[float, tuple[int, ...]]]] = {}
-            for which in (1, 2):
-                results = []
-                for block_t in block_ts(m, m * shape.k / shape.E):
-                    for tile in candidates(fmt, block_t):
-                        try:
-                            us = gemms.time(which, block_t, tile)
-                        except Exception:  # noqa: BLE001  does not fit this GPU
-                            continue
-                        results.append((us, block_t, tuple(tile)))
-                results.sort()
-                with out.open("a") as file:
-                    for us, block_t, tile in results:
-                        record = {"shape": shape.name, "fmt": fmt, "M": m, "gemm": which, "us": round(us, 2)}
-                        file.write(json.dumps(record | {"block_t": block_t, "tile": tile}) + "\n")
-                best: dict[int, list[str]] = {}
-                for us, block_t, tile in results:
-                    best.setdefault(block_t, []).append(f"{us:.1f} {tile}")
-                    by_block.setdefault(block_t, {}).setdefault(which, (us, tile))
-                for block_t, lines in best.items():
-                    print(f"{shape.name} {fmt} M={m} gemm{which} T={block_t}: " + " | ".join(lines[:4]), flush=True)
-            for block_t, tiles in by_block.items():
-                if len(tiles) == 2:
-                    config = Config(block_t, Tile(*tiles[1][1]), Tile(*tiles[2][1]))
-                    us = gemms.time_forward(config)
-                    floor = common.floor(shape, gemms.inputs, fmt, common.Machine())["floor_us"]
-                    print(
-                        f"{shape.name} {fmt} M={m} T={block_t}: forward {us:.1f} us, floor {floor:.1f}, "
-                        f"GEMMs {tiles[1][0]:.1f} + {tiles[2][0]:.1f}",
-                        flush=True,
-                    )
-        del weights, gemms
+            layer = Layer(shape, weights, fmt, m)
+            floor = common.floor(shape, layer.inputs, fmt, common.Machine())["floor_us"]
+            for block in blocks(m * shape.k / shape.E):
+                us, config = tune_one(layer, fmt, block, out, {"shape": shape.name, "fmt": fmt, "M": m})
+                tiles = f"{tuple(config.gemm1)} {tuple(config.gemm2)}"
+                print(f"{shape.name} {fmt} M={m} {block}: {us:.1f} us, floor {floor:.1f}, {tiles}", flush=True)
+        del weights, layer
         torch.cuda.empty_cache()
 
 

@@ -131,6 +131,18 @@ def test_output_dtype(out_dtype: torch.dtype) -> None:
     check(make_call("nvfp4", "nvfp4", a1=500.0, a2=300.0, out_dtype=out_dtype))
 
 
+@pytest.mark.parametrize("a1", (500.0, "expert", None))
+def test_one_token(a1: Any) -> None:
+    """No schedule is made for one token; duplicates and foreign ids still count right."""
+    call = make_call("nvfp4", "nvfp4", tokens=1, top_k=4, a1=a1, a2=None if a1 is None else 300.0)
+    call.topk_ids[0, 1] = call.topk_ids[0, 0]
+    check(call)
+    call.topk_ids[0, 2] = -1
+    check(call)
+    check(make_call("none", tokens=1))
+    check(make_call("nvfp4", tokens=1, hidden=272, inter=144), Config(16, 16, Tile(128, 128, 4, 3), Tile(64, 128, 4, 3)))
+
+
 def test_no_tokens() -> None:
     call = make_call("nvfp4", tokens=0)
     assert run(call).shape == (0, 80)
@@ -142,7 +154,7 @@ def test_every_tile_gives_the_same(block_t: int, tile: Tile) -> None:
     """Several tiles of tokens an expert, and an expert without any."""
     call = make_call("nvfp4", tokens=30, top_k=2, hidden=272, inter=144)
     call.topk_ids[call.topk_ids == 1] = 2
-    check(call, Config(block_t, tile, tile))
+    check(call, Config(block_t, min(block_t, 16), tile, tile))
 
 
 def test_two_runs_are_bitwise_equal() -> None:

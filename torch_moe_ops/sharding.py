@@ -36,7 +36,8 @@ def shard(raw: RawWeights, parallel: FusedMoEParallelConfig) -> tuple[RawWeights
     if not isinstance(parallel, FusedMoEParallelConfig):
         raise TypeError(f"shard: parallel must be a FusedMoEParallelConfig, got {type(parallel).__name__}")
     offset, count = parallel.local_experts(raw.num_experts)
-    local = _replace(raw, {name: t[offset : offset + count] for name, t in raw.tensors().items() if t.ndim})
+    mine = {name: t[offset : offset + count] for name, t in raw.tensors().items() if t.ndim}
+    local = dataclasses.replace(raw, **mine)  # type: ignore[arg-type]
     return _shard_intermediate(local, parallel), raw.num_experts, offset
 
 
@@ -52,7 +53,7 @@ def _shard_intermediate(raw: RawWeights, parallel: FusedMoEParallelConfig) -> Ra
             f"shard: intermediate_size must be a multiple of tp_size * {unit} = {ranks * unit}, got {size} ({what})"
         )
     start, part = parallel.local_intermediate(size, unit)
-    changes: dict[str, Tensor | None] = {}
+    changes: dict[str, Any] = {}
     for name, tensor in raw.tensors().items():
         if name in ("w13", "w13_scale", "w13_zero_point", "w13_bias"):
             changes[name] = _rows(raw, name, tensor, start, part)
@@ -60,7 +61,7 @@ def _shard_intermediate(raw: RawWeights, parallel: FusedMoEParallelConfig) -> Ra
             changes[name] = _columns(raw, name, tensor, start, part)
     if parallel.tp_rank:
         changes["w2_bias"] = None
-    return _replace(raw, changes)
+    return dataclasses.replace(raw, **changes)
 
 
 def _unit(raw: RawWeights, scheme: Scheme) -> int:
@@ -92,7 +93,3 @@ def _columns(raw: RawWeights, name: str, tensor: Tensor, start: int, part: int) 
         return tensor
     per_column = raw.intermediate_size // tensor.shape[2]
     return tensor[:, :, start // per_column : (start + part) // per_column].contiguous()
-
-
-def _replace(raw: RawWeights, changes: dict[str, Any]) -> RawWeights:
-    return dataclasses.replace(raw, **changes)

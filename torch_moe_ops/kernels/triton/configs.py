@@ -19,9 +19,10 @@ class Tile(NamedTuple):
 
 
 class Config(NamedTuple):
-    """Tokens a tile holds (one number: both GEMMs share the schedule) and the tile of each GEMM."""
+    """Tokens a tile holds (both GEMMs share the schedule), tokens of a nearly empty one, and each GEMM's tile."""
 
     block_t: int
+    tail_t: int
     gemm1: Tile
     gemm2: Tile
 
@@ -29,16 +30,16 @@ class Config(NamedTuple):
 # Tokens per expert up to which a row of the table holds, and the configuration.
 _TABLE: dict[str, tuple[tuple[float, Config], ...]] = {
     "nvfp4": (
-        (8, Config(16, Tile(64, 256, 4, 4), Tile(64, 256, 4, 3))),
-        (24, Config(32, Tile(64, 256, 4, 3), Tile(64, 256, 4, 3))),
-        (96, Config(64, Tile(128, 128, 8, 3), Tile(128, 128, 8, 3))),
-        (float("inf"), Config(128, Tile(128, 128, 8, 3), Tile(128, 128, 8, 3))),
+        (8, Config(16, 16, Tile(64, 256, 4, 4), Tile(64, 256, 4, 3))),
+        (24, Config(32, 32, Tile(64, 256, 4, 3), Tile(64, 256, 4, 3))),
+        (96, Config(64, 16, Tile(128, 128, 8, 3), Tile(128, 128, 8, 3))),
+        (float("inf"), Config(128, 32, Tile(128, 128, 8, 3), Tile(128, 128, 8, 3))),
     ),
     "none": (
-        (8, Config(16, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4))),
-        (24, Config(32, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4))),
-        (96, Config(64, Tile(128, 64, 8, 4), Tile(128, 64, 8, 4))),
-        (float("inf"), Config(128, Tile(128, 64, 8, 3), Tile(128, 64, 8, 3))),
+        (8, Config(16, 16, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4))),
+        (24, Config(32, 32, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4))),
+        (96, Config(64, 16, Tile(128, 64, 8, 4), Tile(128, 64, 8, 4))),
+        (float("inf"), Config(128, 32, Tile(128, 64, 8, 3), Tile(128, 64, 8, 3))),
     ),
 }
 

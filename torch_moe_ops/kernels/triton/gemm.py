@@ -46,25 +46,6 @@ def _gemm1_columns(column_tile, INTER: tl.constexpr, IS_GATED: tl.constexpr, BLO
 
 
 @triton.jit
-def _prefetch_gemm1(
-    w_ptr, ids_ptr, num_slots, num_experts, expert_offset, H: tl.constexpr, INTER: tl.constexpr,
-    IS_GATED: tl.constexpr, COLUMN_TILES: tl.constexpr, BLOCK_N: tl.constexpr, BYTES: tl.constexpr,
-):  # fmt: skip
-    """Tiles and slots are as many and hit the same experts where tokens are few: take the slot's expert.
-
-    The ids are older than the schedule: the kernel that made them ended before the prologue let this one start.
-    """
-    program = tl.program_id(0)
-    slot = program // COLUMN_TILES
-    if slot < num_slots:
-        local = tl.load(ids_ptr + slot) - expert_offset
-        if (local >= 0) & (local < num_experts):
-            columns = _gemm1_columns(program % COLUMN_TILES, INTER, IS_GATED, BLOCK_N)
-            rows_of_w: tl.constexpr = 2 * INTER if IS_GATED else INTER
-            prefetch_rows(w_ptr, local.to(tl.int64), columns, rows_of_w, H // 2, BYTES)
-
-
-@triton.jit
 def _store_intermediate(
     h, h_ptr, rows, i, live, I_PADDED: tl.constexpr, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr,
     REORDER: tl.constexpr, USE_PTX: tl.constexpr,
@@ -81,6 +62,54 @@ def _store_intermediate(
 
 
 @triton.jit
+def _gemm1_tile(
+    operand_ptr, factor_ptr, row_slot_ptr, w_ptr, scale_ptr, alpha_ptr, bias_ptr, gscale_ptr, h_ptr,
+    expert, column_tile, start, num_rows, first_row, top_k, alpha, beta, limit,
+    SCHEME: tl.constexpr, H: tl.constexpr, INTER: tl.constexpr, I_PADDED: tl.constexpr,
+    OPERAND_STRIDE: tl.constexpr, ACTIVATION: tl.constexpr, IS_GATED: tl.constexpr, HAS_LIMIT: tl.constexpr,
+    ALPHAS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_FACTOR: tl.constexpr, SLOT_ROWS: tl.constexpr,
+    GSCALE: tl.constexpr, REORDER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, DIRECT: tl.constexpr, USE_PTX: tl.constexpr,
+):  # fmt: skip
+    """One tile of gemm1_kernel: BLOCK_T rows of the expert from `first_row` on."""
+    width: tl.constexpr = BLOCK_N // 2 if IS_GATED else BLOCK_N
+    columns = _gemm1_columns(column_tile, INTER, IS_GATED, BLOCK_N)
+    token = first_row + tl.arange(0, BLOCK_T)
+    live = token < num_rows
+    rows = (start + tl.minimum(token, num_rows - 1)).to(tl.int64)
+    slot = rows.to(tl.int32) if DIRECT else tl.load(row_slot_ptr + rows)
+    operand_rows = (slot if SLOT_ROWS else slot // top_k).to(tl.int64)
+    rows_of_w: tl.constexpr = 2 * INTER if IS_GATED else INTER
+    acc = multiply(
+        operand_ptr, operand_rows, w_ptr, scale_ptr, expert, columns, SCHEME, rows_of_w, H, OPERAND_STRIDE,
+        BLOCK_N, BLOCK_T, BLOCK_K, STAGES, USE_PTX,
+    )  # fmt: skip
+    factor = tl.load(factor_ptr + operand_rows) if HAS_FACTOR else None
+    i = column_tile * width + tl.arange(0, width)
+    first_alpha = tl.load(alpha_ptr + expert * ALPHAS) if SCHEME == "nvfp4" else 1.0
+    if IS_GATED:
+        gate, up = _halves(acc, width, BLOCK_T)
+        second_alpha = tl.load(alpha_ptr + expert * ALPHAS + ALPHAS - 1) if SCHEME == "nvfp4" else 1.0
+        gate = _scaled(gate, first_alpha, factor, SCHEME, HAS_FACTOR)
+        up = _scaled(up, second_alpha, factor, SCHEME, HAS_FACTOR)
+        if HAS_BIAS:
+            bias = bias_ptr + expert * (2 * INTER) + i
+            gate += tl.load(bias, mask=i < INTER, other=0.0)[:, None]
+            up += tl.load(bias + INTER, mask=i < INTER, other=0.0)[:, None]
+        h = activate_gated(gate, up, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
+    else:
+        x = _scaled(acc, first_alpha, factor, SCHEME, HAS_FACTOR)
+        if HAS_BIAS:
+            x += tl.load(bias_ptr + expert * INTER + i, mask=i < INTER, other=0.0)[:, None]
+        h = activate_plain(x, ACTIVATION)
+    h = tl.where((i < INTER)[:, None], h, 0.0)
+    if GSCALE != "none":
+        gscale = tl.load(gscale_ptr + expert if GSCALE == "expert" else gscale_ptr)
+        h = quantize_blocks(h.reshape(width // 16, 16, BLOCK_T), gscale, 1).reshape(width, BLOCK_T)
+    _store_intermediate(h, h_ptr, rows, i, live, I_PADDED, width, BLOCK_T, REORDER, USE_PTX)
+
+
+@triton.jit
 def gemm1_kernel(
     operand_ptr,
     factor_ptr,
@@ -92,11 +121,9 @@ def gemm1_kernel(
     bias_ptr,
     gscale_ptr,
     h_ptr,
-    ids_ptr,
-    num_slots,
+    num_tiles_max,
     num_experts,
     expert_offset,
-    num_tiles_max,
     top_k,
     alpha,
     beta,
@@ -117,9 +144,10 @@ def gemm1_kernel(
     REORDER: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    TAIL_T: tl.constexpr,
+    DIRECT: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr,
     USE_PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -127,53 +155,63 @@ def gemm1_kernel(
 
     ALPHAS: alphas per expert, 1 or 2 (gate, up). GSCALE: what to do with h before it is stored:
     "none" (round), "tensor" or "expert" (NVFP4 with gscale [] or [E]). SLOT_ROWS: operand rows are slots.
+    DIRECT: no schedule, see tile_of (table_ptr then holds the ids).
+    TAIL_T: tokens of a tile that is nearly empty; an expert's last tile often is, and products cost by the tile.
     """
     width: tl.constexpr = BLOCK_N // 2 if IS_GATED else BLOCK_N
     column_tiles: tl.constexpr = (I_PADDED + width - 1) // width
-    if PDL:
-        if PREFETCH > 0:
-            _prefetch_gemm1(
-                w_ptr, ids_ptr, num_slots, num_experts, expert_offset, H, INTER, IS_GATED, column_tiles, BLOCK_N, PREFETCH
-            )
+    # The ids are older than the prologue, which let this kernel start: they can be read while it runs.
+    if PDL and not DIRECT:
         tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
-    valid, expert, column_tile, start, num_rows, row_tile = tile_of(table_ptr, num_tiles_max, column_tiles)
+    valid, expert, column_tile, start, num_rows, row_tile = tile_of(
+        table_ptr, num_tiles_max, num_experts, expert_offset, column_tiles, DIRECT
+    )
+    if PDL and DIRECT:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
     if valid:
-        columns = _gemm1_columns(column_tile, INTER, IS_GATED, BLOCK_N)
-        token = row_tile * BLOCK_T + tl.arange(0, BLOCK_T)
-        live = token < num_rows
-        rows = (start + tl.minimum(token, num_rows - 1)).to(tl.int64)
-        slot = tl.load(row_slot_ptr + rows)
-        operand_rows = (slot if SLOT_ROWS else slot // top_k).to(tl.int64)
-        rows_of_w: tl.constexpr = 2 * INTER if IS_GATED else INTER
-        acc = multiply(
-            operand_ptr, operand_rows, w_ptr, scale_ptr, expert, columns, SCHEME, rows_of_w, H, OPERAND_STRIDE,
-            BLOCK_N, BLOCK_T, BLOCK_K, STAGES, USE_PTX,
-        )  # fmt: skip
-        factor = tl.load(factor_ptr + operand_rows) if HAS_FACTOR else None
-        i = column_tile * width + tl.arange(0, width)
-        inside = (i < INTER)[:, None]
-        first_alpha = tl.load(alpha_ptr + expert * ALPHAS) if SCHEME == "nvfp4" else 1.0
-        if IS_GATED:
-            gate, up = _halves(acc, width, BLOCK_T)
-            second_alpha = tl.load(alpha_ptr + expert * ALPHAS + ALPHAS - 1) if SCHEME == "nvfp4" else 1.0
-            gate = _scaled(gate, first_alpha, factor, SCHEME, HAS_FACTOR)
-            up = _scaled(up, second_alpha, factor, SCHEME, HAS_FACTOR)
-            if HAS_BIAS:
-                bias = bias_ptr + expert * (2 * INTER) + i
-                gate += tl.load(bias, mask=i < INTER, other=0.0)[:, None]
-                up += tl.load(bias + INTER, mask=i < INTER, other=0.0)[:, None]
-            h = activate_gated(gate, up, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
+        first_row = row_tile * BLOCK_T
+        if TAIL_T < BLOCK_T and num_rows - first_row <= TAIL_T:
+            _gemm1_tile(
+                operand_ptr, factor_ptr, row_slot_ptr, w_ptr, scale_ptr, alpha_ptr, bias_ptr, gscale_ptr, h_ptr,
+                expert, column_tile, start, num_rows, first_row, top_k, alpha, beta, limit, SCHEME, H, INTER,
+                I_PADDED, OPERAND_STRIDE, ACTIVATION, IS_GATED, HAS_LIMIT, ALPHAS, HAS_BIAS, HAS_FACTOR, SLOT_ROWS,
+                GSCALE, REORDER, BLOCK_N, TAIL_T, BLOCK_K, STAGES, DIRECT, USE_PTX,
+            )  # fmt: skip
         else:
-            x = _scaled(acc, first_alpha, factor, SCHEME, HAS_FACTOR)
-            if HAS_BIAS:
-                x += tl.load(bias_ptr + expert * INTER + i, mask=i < INTER, other=0.0)[:, None]
-            h = activate_plain(x, ACTIVATION)
-        h = tl.where(inside, h, 0.0)
-        if GSCALE != "none":
-            gscale = tl.load(gscale_ptr + expert if GSCALE == "expert" else gscale_ptr)
-            h = quantize_blocks(h.reshape(width // 16, 16, BLOCK_T), gscale, 1).reshape(width, BLOCK_T)
-        _store_intermediate(h, h_ptr, rows, i, live, I_PADDED, width, BLOCK_T, REORDER, USE_PTX)
+            _gemm1_tile(
+                operand_ptr, factor_ptr, row_slot_ptr, w_ptr, scale_ptr, alpha_ptr, bias_ptr, gscale_ptr, h_ptr,
+                expert, column_tile, start, num_rows, first_row, top_k, alpha, beta, limit, SCHEME, H, INTER,
+                I_PADDED, OPERAND_STRIDE, ACTIVATION, IS_GATED, HAS_LIMIT, ALPHAS, HAS_BIAS, HAS_FACTOR, SLOT_ROWS,
+                GSCALE, REORDER, BLOCK_N, BLOCK_T, BLOCK_K, STAGES, DIRECT, USE_PTX,
+            )  # fmt: skip
+
+
+@triton.jit
+def _gemm2_tile(
+    operand_ptr, factor_ptr, row_slot_ptr, w_ptr, scale_ptr, alpha_ptr, bias_ptr, y_ptr,
+    expert, column_tile, start, num_rows, first_row,
+    SCHEME: tl.constexpr, H: tl.constexpr, INTER: tl.constexpr, OPERAND_STRIDE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_FACTOR: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, DIRECT: tl.constexpr, USE_PTX: tl.constexpr,
+):  # fmt: skip
+    """One tile of gemm2_kernel: BLOCK_T rows of the expert from `first_row` on."""
+    n = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    token = first_row + tl.arange(0, BLOCK_T)
+    rows = (start + tl.minimum(token, num_rows - 1)).to(tl.int64)
+    acc = multiply(
+        operand_ptr, rows, w_ptr, scale_ptr, expert, tl.minimum(n, H - 1), SCHEME, H, INTER, OPERAND_STRIDE,
+        BLOCK_N, BLOCK_T, BLOCK_K, STAGES, USE_PTX,
+    )  # fmt: skip
+    factor = tl.load(factor_ptr + rows) if HAS_FACTOR else None
+    alpha = tl.load(alpha_ptr + expert) if SCHEME == "nvfp4" else 1.0
+    y = _scaled(acc, alpha, factor, SCHEME, HAS_FACTOR)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + expert * H + n, mask=n < H, other=0.0)[:, None]
+    slot = rows if DIRECT else tl.load(row_slot_ptr + rows).to(tl.int64)
+    out = y_ptr + slot[:, None] * H + n[None, :]
+    tl.store(out, y.trans(), mask=(token < num_rows)[:, None] & (n < H)[None, :])
 
 
 @triton.jit
@@ -188,6 +226,8 @@ def gemm2_kernel(
     bias_ptr,
     y_ptr,
     num_tiles_max,
+    num_experts,
+    expert_offset,
     SCHEME: tl.constexpr,
     H: tl.constexpr,
     INTER: tl.constexpr,
@@ -196,6 +236,8 @@ def gemm2_kernel(
     HAS_FACTOR: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    TAIL_T: tl.constexpr,
+    DIRECT: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,
@@ -205,27 +247,27 @@ def gemm2_kernel(
     """y = alpha2 * (W2 @ operand) + bias, float32 [slots, H]: the routing weight comes in the combine."""
     column_tiles: tl.constexpr = (H + BLOCK_N - 1) // BLOCK_N
     # The schedule was complete before GEMM1 let this kernel start: no need to wait for GEMM1 to read it.
-    valid, expert, column_tile, start, num_rows, row_tile = tile_of(table_ptr, num_tiles_max, column_tiles)
-    n = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    columns = tl.minimum(n, H - 1)
+    valid, expert, column_tile, start, num_rows, row_tile = tile_of(
+        table_ptr, num_tiles_max, num_experts, expert_offset, column_tiles, DIRECT
+    )
     if PDL:
         if PREFETCH > 0:
             if valid:
+                columns = tl.minimum(column_tile * BLOCK_N + tl.arange(0, BLOCK_N), H - 1)
                 prefetch_rows(w_ptr, expert, columns, H, INTER // 2, PREFETCH)
         tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
     if valid:
-        token = row_tile * BLOCK_T + tl.arange(0, BLOCK_T)
-        rows = (start + tl.minimum(token, num_rows - 1)).to(tl.int64)
-        slot = tl.load(row_slot_ptr + rows).to(tl.int64)
-        acc = multiply(
-            operand_ptr, rows, w_ptr, scale_ptr, expert, columns, SCHEME, H, INTER, OPERAND_STRIDE,
-            BLOCK_N, BLOCK_T, BLOCK_K, STAGES, USE_PTX,
-        )  # fmt: skip
-        factor = tl.load(factor_ptr + rows) if HAS_FACTOR else None
-        alpha = tl.load(alpha_ptr + expert) if SCHEME == "nvfp4" else 1.0
-        y = _scaled(acc, alpha, factor, SCHEME, HAS_FACTOR)
-        if HAS_BIAS:
-            y += tl.load(bias_ptr + expert * H + n, mask=n < H, other=0.0)[:, None]
-        out = y_ptr + slot[:, None] * H + n[None, :]
-        tl.store(out, y.trans(), mask=(token < num_rows)[:, None] & (n < H)[None, :])
+        first_row = row_tile * BLOCK_T
+        if TAIL_T < BLOCK_T and num_rows - first_row <= TAIL_T:
+            _gemm2_tile(
+                operand_ptr, factor_ptr, row_slot_ptr, w_ptr, scale_ptr, alpha_ptr, bias_ptr, y_ptr, expert,
+                column_tile, start, num_rows, first_row, SCHEME, H, INTER, OPERAND_STRIDE, HAS_BIAS, HAS_FACTOR,
+                BLOCK_N, TAIL_T, BLOCK_K, STAGES, DIRECT, USE_PTX,
+            )  # fmt: skip
+        else:
+            _gemm2_tile(
+                operand_ptr, factor_ptr, row_slot_ptr, w_ptr, scale_ptr, alpha_ptr, bias_ptr, y_ptr, expert,
+                column_tile, start, num_rows, first_row, SCHEME, H, INTER, OPERAND_STRIDE, HAS_BIAS, HAS_FACTOR,
+                BLOCK_N, BLOCK_T, BLOCK_K, STAGES, DIRECT, USE_PTX,
+            )  # fmt: skip

@@ -36,6 +36,7 @@ class _Plan(NamedTuple):
     mode: str  # how the prologue makes GEMM1's operand ("none": it does not)
     operand_dtype: torch.dtype
     packed: bool  # 4-bit weights: operands in the reordered K
+    direct: bool  # no schedule: every slot is a tile of its own
     target: dict[str, bool]
 
 
@@ -74,6 +75,7 @@ def _target(device: torch.device) -> dict[str, bool]:
 def _plan(call: ExpertsCall, config: Config | None) -> _Plan:
     num_slots, experts = call.topk_ids.numel(), call.w13.shape[0]
     packed = call.scheme != "none"
+    direct = call.topk_ids.shape[0] == 1  # one token's experts differ, so nothing is read twice
     hidden_size = call.w2.shape[1]
     inter = call.w2.shape[2] * (2 if packed else 1)
     chosen = select(call.scheme, num_slots, experts) if config is None else config
@@ -84,11 +86,12 @@ def _plan(call: ExpertsCall, config: Config | None) -> _Plan:
         h_stride=_padded(inter, packed),
         x_stride=_padded(hidden_size, packed),
         num_slots=num_slots,
-        num_tiles=max_tiles(num_slots, experts, chosen.block_t),
+        num_tiles=num_slots if direct else max_tiles(num_slots, experts, chosen.block_t),
         mode=_mode(call),
         # NVFP4 values (code times block scale) are exact in bfloat16, whatever the hidden states are.
         operand_dtype=torch.bfloat16 if call.act_format == "nvfp4" else call.hidden_states.dtype,
         packed=packed,
+        direct=direct,
         target=_target(call.w13.device),
     )
 
@@ -142,6 +145,8 @@ def _tile_constants(tile: Tile, plan: _Plan) -> dict[str, Any]:
     return limit | {
         "BLOCK_N": tile.block_n,
         "BLOCK_T": plan.config.block_t,
+        "TAIL_T": plan.config.tail_t,
+        "DIRECT": plan.direct,
         "BLOCK_K": tile.block_k,
         "STAGES": tile.num_stages,
         "num_warps": tile.num_warps,
@@ -149,13 +154,16 @@ def _tile_constants(tile: Tile, plan: _Plan) -> dict[str, Any]:
 
 
 def _run_prologue(call: ExpertsCall, plan: _Plan, b: _Buffers) -> None:
+    if plan.direct and plan.mode == "none":
+        return
     experts = call.w13.shape[0]
     piece = _piece(b.operand.shape[0], plan.x_stride)
+    scheduled = 0 if plan.direct else experts
     rows = 0 if plan.mode == "none" else b.operand.shape[0] * triton.cdiv(plan.x_stride, piece)
     x = call.hidden_states
     _launch(
         prologue_kernel,
-        (experts + rows,),
+        (scheduled + rows,),
         plan,
         call.topk_ids,
         call.topk_weights,
@@ -168,6 +176,7 @@ def _run_prologue(call: ExpertsCall, plan: _Plan, b: _Buffers) -> None:
         b.factor,
         plan.num_slots,
         experts,
+        scheduled,
         call.local_expert_offset,
         plan.num_tiles,
         call.topk_ids.shape[1],
@@ -200,18 +209,16 @@ def _run_gemm1(call: ExpertsCall, plan: _Plan, b: _Buffers, h: Tensor, dynamic: 
         b.operand,
         b.factor,
         b.row_slot,
-        b.table,
+        call.topk_ids if plan.direct else b.table,
         _words(call.w13, plan),
         _bytes(call.w13_scale, call.w13),
         b.factor if alphas is None else alphas,
         b.factor if call.w13_bias is None else call.w13_bias,
         b.factor if gscale is None else gscale,
         h,
-        call.topk_ids,
-        plan.num_slots,
+        plan.num_tiles,
         call.w13.shape[0],
         call.local_expert_offset,
-        plan.num_tiles,
         call.topk_ids.shape[1],
         call.swiglu_alpha,
         call.swiglu_beta,
@@ -230,7 +237,6 @@ def _run_gemm1(call: ExpertsCall, plan: _Plan, b: _Buffers, h: Tensor, dynamic: 
         SLOT_ROWS=plan.mode == "expert",
         GSCALE="none" if gscale is None else "expert" if gscale.ndim else "tensor",
         REORDER=plan.packed and not dynamic,
-        PREFETCH=_prefetch(plan, plan.hidden_size),
         **_tile_constants(tile, plan),
     )
 
@@ -244,13 +250,15 @@ def _run_gemm2(call: ExpertsCall, plan: _Plan, b: _Buffers, dynamic: bool) -> No
         b.h,
         b.h_factor,
         b.row_slot,
-        b.table,
+        call.topk_ids if plan.direct else b.table,
         _words(call.w2, plan),
         _bytes(call.w2_scale, call.w2),
         b.factor if call.g2_alphas is None else call.g2_alphas,
         b.factor if call.w2_bias is None else call.w2_bias,
         b.y,
         plan.num_tiles,
+        call.w13.shape[0],
+        call.local_expert_offset,
         SCHEME=call.scheme,
         H=plan.hidden_size,
         INTER=plan.intermediate_size,
@@ -275,6 +283,7 @@ def _run_requantize(plan: _Plan, b: _Buffers, h: Tensor) -> None:
         K=plan.intermediate_size,
         K_PADDED=plan.h_stride,
         PIECE=piece,
+        DIRECT=plan.direct,
     )
 
 

@@ -30,22 +30,33 @@ def prefetch_rows(w_ptr, expert, columns, N: tl.constexpr, ROW_BYTES: tl.constex
 
 
 @triton.jit
-def tile_of(table_ptr, num_tiles_max, COLUMN_TILES: tl.constexpr):
-    """This program's (valid, expert, column tile, first row, end row, row tile).
+def tile_of(table_ptr, num_tiles_max, num_experts, expert_offset, COLUMN_TILES: tl.constexpr, DIRECT: tl.constexpr):
+    """This program's (valid, expert, column tile, first row, rows of the expert, row tile).
 
     The tiles of one expert are worked on together, its row tiles next to each other: its weights come
-    from memory once.
+    from memory once. DIRECT: table_ptr holds the expert ids, and every slot is a tile and a row of its own.
     """
     program = tl.program_id(0)
     tile = program // COLUMN_TILES
-    expert = tl.load(table_ptr + tile)
-    first = tl.load(table_ptr + num_tiles_max + tile)
-    count = tl.load(table_ptr + 2 * num_tiles_max + tile)
-    start = tl.load(table_ptr + 3 * num_tiles_max + tile)
-    rows = tl.load(table_ptr + 4 * num_tiles_max + tile)
-    count = tl.maximum(count, 1)  # 0 in tiles beyond the last one
-    local = program - first * COLUMN_TILES
-    return expert >= 0, expert.to(tl.int64), local // count, start, rows, local % count
+    if DIRECT:
+        expert = tl.load(table_ptr + tile) - expert_offset
+        valid = (expert >= 0) & (expert < num_experts)
+        column_tile = program % COLUMN_TILES
+        start = tile
+        rows = tile * 0 + 1
+        row_tile = tile * 0
+    else:
+        expert = tl.load(table_ptr + tile)
+        first = tl.load(table_ptr + num_tiles_max + tile)
+        count = tl.load(table_ptr + 2 * num_tiles_max + tile)
+        start = tl.load(table_ptr + 3 * num_tiles_max + tile)
+        rows = tl.load(table_ptr + 4 * num_tiles_max + tile)
+        count = tl.maximum(count, 1)  # 0 in tiles beyond the last one
+        local = program - first * COLUMN_TILES
+        valid = expert >= 0
+        column_tile = local // count
+        row_tile = local % count
+    return valid, expert.to(tl.int64), column_tile, start, rows, row_tile
 
 
 @triton.jit

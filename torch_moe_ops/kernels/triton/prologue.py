@@ -1,6 +1,6 @@
 """First launch: the schedule, and the hidden states as GEMM1 wants to read them.
 
-Programs below num_experts write the schedule, the others one piece of an activation row each.
+Programs below num_scheduled write the schedule, the others one piece of an activation row each.
 """
 
 from __future__ import annotations
@@ -104,6 +104,7 @@ def prologue_kernel(
     factor_ptr,
     num_slots,
     num_experts,
+    num_scheduled,
     expert_offset,
     num_tiles_max,
     top_k,
@@ -119,7 +120,7 @@ def prologue_kernel(
     USE_PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid: num_experts + rows * cdiv(K_PADDED, PIECE).
+    """Grid: num_scheduled + rows * cdiv(K_PADDED, PIECE); num_scheduled is num_experts, or 0 for no schedule.
 
     x: [T, K] values, or packed codes [T, K / 2] with x_scale [T, K / 16].
     operand: [rows, K_PADDED]; rows are tokens, or slots where MODE is "expert". factor: float32 [T].
@@ -130,14 +131,14 @@ def prologue_kernel(
         tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
     program = tl.program_id(0)
-    if program < num_experts:
+    if program < num_scheduled:
         schedule_expert(
             ids_ptr, row_slot_ptr, table_ptr, program, num_slots, num_experts, expert_offset, num_tiles_max,
             BLOCK_TOKENS, CHUNK, BINS,
         )  # fmt: skip
     else:
         _write_hidden(
-            program - num_experts, x_ptr, x_scale_ptr, ids_ptr, weights_ptr, gscale_ptr, operand_ptr, factor_ptr,
+            program - num_scheduled, x_ptr, x_scale_ptr, ids_ptr, weights_ptr, gscale_ptr, operand_ptr, factor_ptr,
             top_k, num_experts, expert_offset, K, K_PADDED, PIECE, MODE, WEIGHTED, REORDER, USE_PTX,
         )  # fmt: skip
 
@@ -151,6 +152,7 @@ def requantize_kernel(
     K: tl.constexpr,
     K_PADDED: tl.constexpr,
     PIECE: tl.constexpr,
+    DIRECT: tl.constexpr,
     USE_PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -163,7 +165,9 @@ def requantize_kernel(
         tl_cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
-    if row < tl.load(num_rows_ptr):
+    # Without a schedule all rows are done; those of foreign experts hold anything, and nobody reads them.
+    num_rows = tl.num_programs(0) if DIRECT else tl.load(num_rows_ptr)
+    if row < num_rows:
         k = piece * PIECE + tl.arange(0, PIECE)
         gscale = dynamic_gscale(_row_amax(h_ptr + row * K, 1.0, K, PIECE, False, USE_PTX))
         value = _quantized(tl.load(h_ptr + row * K + k, mask=k < K, other=0.0), gscale, PIECE)
