@@ -31,13 +31,14 @@ from torch_moe_ops.kernels.triton.configs import Config, Tile  # noqa: E402
 from torch_moe_ops.ops.call import ExpertsCall  # noqa: E402
 
 
+# BLOCK_N, BLOCK_K, warps, stages, register limit, parts of K (of GEMM2)
 _NARROW = (
-    (64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 3), (64, 256, 4, 4), (128, 128, 4, 4), (128, 128, 8, 4),
-    (128, 256, 4, 3), (128, 256, 4, 3, 168), (128, 256, 8, 4),
+    (128, 256, 4, 3, 168), (64, 256, 4, 3), (64, 256, 4, 3, 96), (128, 128, 4, 4), (128, 128, 4, 4, 96),
+    (128, 128, 8, 4), (128, 256, 4, 3), (128, 256, 4, 3, 128), (128, 256, 8, 4), (128, 256, 8, 3, 128),
+    (64, 256, 4, 3, 0, 2), (64, 256, 4, 3, 0, 4), (128, 256, 4, 3, 168, 4),
 )  # fmt: skip
 _WIDE = (
-    (128, 64, 4, 4), (128, 128, 4, 3), (128, 128, 8, 3), (256, 64, 8, 4), (256, 128, 8, 3), (256, 128, 8, 4),
-    (64, 128, 4, 3),
+    (128, 64, 4, 4), (128, 128, 4, 3), (128, 128, 8, 3), (256, 64, 8, 4), (256, 128, 8, 3), (128, 64, 4, 6),
 )  # fmt: skip
 _NARROW_PLAIN = tuple((n, k, w, s) for n, w in ((64, 4), (128, 4), (128, 8)) for k, s in ((64, 4), (64, 6), (128, 4)))
 _WIDE_PLAIN = ((128, 64, 8, 3), (128, 64, 8, 4), (256, 64, 8, 3), (256, 64, 8, 4), (128, 64, 4, 3), (64, 64, 4, 4))
@@ -121,7 +122,7 @@ def compile_share(shapes: list[common.Shape], ms: list[int], fmt: str, share: in
                 call = layer.calls[0]
                 part = {name: getattr(call, name)[:rows] for name in ("hidden_states", "topk_ids", "topk_weights")}
                 layer.calls = [call._replace(**part)]
-                layer.time(Config(*block, tile, tile))
+                layer.time(Config(*block, tile._replace(split_k=1), tile))
 
 
 def tune_one(layer: Layer, fmt: str, block: tuple[int, int], out: Path, label: dict[str, Any]) -> tuple[float, Config]:
@@ -131,6 +132,8 @@ def tune_one(layer: Layer, fmt: str, block: tuple[int, int], out: Path, label: d
     for which in (2, 1):
         start = best[1]
         for tile in tiles:
+            if which == 1 and tile.split_k > 1:
+                continue
             config = start._replace(gemm2=tile) if which == 2 else start._replace(gemm1=tile)
             us = layer.time(config)
             with out.open("a") as file:

@@ -31,14 +31,37 @@ def allclose_of_float8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "allclose", allclose)
 
 
-@pytest.mark.parametrize("name", sorted(SAMPLES))
-@pytest.mark.usefixtures("allclose_of_float8")
-def test_opcheck(name: str) -> None:
-    samples = SAMPLES[name]("cpu")
+def _opcheck(name: str, device: str, some: bool) -> None:
+    samples = SAMPLES[name](device)
     assert samples
-    for args, keywords in samples:
+    step = max(1, len(samples) // 4) if some else 1
+    for args, keywords in samples[::step]:
         fresh = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in keywords.items()}
         torch.library.opcheck(overload(name), args, fresh)
+
+
+names = pytest.mark.parametrize("name", sorted(SAMPLES))
+
+
+@names
+@pytest.mark.usefixtures("allclose_of_float8")
+def test_opcheck(name: str) -> None:
+    _opcheck(name, "cpu", some=True)
+
+
+@names
+@pytest.mark.slow
+@pytest.mark.usefixtures("allclose_of_float8")
+def test_opcheck_of_every_sample(name: str) -> None:
+    _opcheck(name, "cpu", some=False)
+
+
+@names
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.usefixtures("allclose_of_float8")
+def test_opcheck_on_a_gpu(name: str) -> None:
+    _opcheck(name, "cuda", some=True)
 
 
 @pytest.mark.parametrize("name", sorted(n for n in SAMPLES if not n.endswith(".out")))

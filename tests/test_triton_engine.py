@@ -157,6 +157,14 @@ def test_every_tile_gives_the_same(block_t: int, tile: Tile) -> None:
     check(call, Config(block_t, min(block_t, 16), tile, tile))
 
 
+@pytest.mark.parametrize("inter", (144, 256, 640))
+def test_split_k(inter: int) -> None:
+    """Parts that are full, partly beyond K, and all beyond K."""
+    config = Config(16, 16, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3, split_k=3))
+    check(make_call("nvfp4", bias=True, inter=inter), config)
+    check(make_call("none", bias=True, inter=inter, foreign=False), config)
+
+
 def test_two_runs_are_bitwise_equal() -> None:
     call = make_call("nvfp4", "nvfp4", a1=500.0, a2=300.0, tokens=33)
     assert torch.equal(run(call), run(call))

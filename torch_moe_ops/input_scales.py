@@ -17,6 +17,9 @@ AGREEMENT = 1e-5  # relative, of a product and its factors, each rounded to floa
 def input_scale_of(owner: str, config: FusedMoEQuantConfig, gemm: str, scheme: Scheme) -> Tensor | None:
     """[] or [num_experts], multiplies; from `a*_scale`, else from `a*_gscale`; None where the config has neither.
 
+    A gscale that was made as fl(1 / scale) comes back from `prepare`, fl(1 / fl(1 / gscale)), bit for bit; any other
+    one may differ in its last bit.
+
     Args:
         gemm: "1" for the input, "2" for the intermediate.
 
@@ -35,17 +38,12 @@ def input_scale_of(owner: str, config: FusedMoEQuantConfig, gemm: str, scheme: S
     scale, gscale = (None if t is None else t.reshape(()) if t.numel() == 1 else t for t in (desc.scale, desc.gscale))
     if gscale is None:
         return scale
-    inverse = _inverse(gscale)
+    inverse = gscale.reciprocal()
     if scale is None:
         return inverse
     agree = torch.allclose(inverse.expand_as(scale + inverse), scale.expand_as(scale + inverse), AGREEMENT, 0)
     require(agree, owner, f"a{gemm}_gscale", f"be 1 / a{gemm}_scale", "other values")
     return scale
-
-
-def _inverse(gscale: Tensor) -> Tensor:
-    """s with fl(1 / s) == gscale, where there is one: always if gscale was made by such a division."""
-    return _adjusted(gscale.reciprocal(), torch.reciprocal, gscale)
 
 
 def divided_by(alpha: Tensor, input_scale: Tensor) -> Tensor:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import urllib.parse
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -168,7 +170,22 @@ def problem_of(raw: RawWeights, settings: dict[str, Any], device: torch.device) 
         has_bias=raw.w13_bias is not None or raw.w2_bias is not None,
         per_half_alphas=raw.w13_scale_2 is not None and raw.w13_scale_2.shape[1] == 2,
         input_scale=kind,
+        constants=_constants(settings),
+        weight_scales=_weight_scales(raw.scheme, raw.w13_scale, raw.w2_scale),
     )
+
+
+def _constants(settings: Mapping[str, Any]) -> tuple[float, float, float] | None:
+    given = (settings[f"swiglu_{name}"] for name in ("alpha", "beta", "limit"))
+    constants = resolve_constants(settings["activation"], *given)
+    return None if constants == (1.0, 0.0, math.inf) else constants
+
+
+def _weight_scales(scheme: str, *scales: Tensor | None) -> str | None:
+    if scheme != "fp8":
+        return None
+    per_tensor = all(s is not None and s.ndim == 2 for s in scales)
+    return "tensor" if per_tensor else "channel"
 
 
 def device_fields(device: torch.device) -> dict[str, Any]:
@@ -180,7 +197,10 @@ def device_fields(device: torch.device) -> dict[str, Any]:
 def _tensors(raw: RawWeights, backend: Backend, settings: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Every tensor of PreparedWeights, contiguous and on `device`."""
     tensors = {name: getattr(raw, name) for name in _KEPT if getattr(raw, name) is not None}
-    tensors |= _scalars(raw, static=settings["act_format"] in SCHEMES[raw.scheme].static_acts)
+    scaled = raw
+    if backend.one_input_scale and raw.a13_input_scale is not None:
+        scaled = dataclasses.replace(raw, a13_input_scale=raw.a13_input_scale.max())
+    tensors |= _scalars(scaled, static=settings["act_format"] in SCHEMES[raw.scheme].static_acts)
     tensors |= backend.prepare(raw)
     padded = backend.layout.intermediate_size(SCHEMES[raw.scheme], tuple(tensors["w2"].shape))
     if raw.w13_bias is not None:
@@ -189,6 +209,10 @@ def _tensors(raw: RawWeights, backend: Backend, settings: dict[str, Any], device
         tensors["w13_bias"] = torch.nn.functional.pad(halves, (0, extra)).flatten(1)
     if raw.w2_bias is not None:
         tensors["w2_bias"] = raw.w2_bias.float()
+    if backend.bias_layout is not None:
+        for name in tensors.keys() & {"w13_bias", "w2_bias"}:
+            halves = 2 if name == "w13_bias" and raw.is_gated else 1
+            tensors[name] = backend.bias_layout.arrange(name, tensors[name], halves)
     return {name: _own(tensor, raw, device) for name, tensor in tensors.items()}
 
 
@@ -251,6 +275,8 @@ def restore(w: PreparedWeights) -> RawWeights:
         dtype, bias = plain.pop(f"{name}_dtype"), getattr(w, name)
         if bias is not None:
             halves = 2 if name == "w13_bias" and ACTIVATIONS[w.activation].is_gated else 1
+            if backend.bias_layout is not None:
+                bias = backend.bias_layout.undo(name, bias, halves)
             kept = bias.unflatten(1, (halves, -1))[:, :, :rows].flatten(1)
             tensors[name] = kept.to(getattr(torch, dtype))
     return RawWeights(scheme=w.scheme, **tensors, **plain)
@@ -332,6 +358,8 @@ def _problem_of_prepared(w: PreparedWeights) -> Problem:
         has_bias=w.w13_bias is not None or w.w2_bias is not None,
         per_half_alphas=w.g1_alphas is not None and w.g1_alphas.ndim == 2,
         input_scale=kind,
+        constants=_constants(w.metadata()),
+        weight_scales=_weight_scales(w.scheme, w.w13_scale, w.w2_scale),
     )
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from torch_moe_ops.activations import resolve_constants
 from torch_moe_ops.backends.registry import Problem
 from torch_moe_ops.config._require import require_type
 from torch_moe_ops.config.builders import FUSED_MOE_UNQUANTIZED_CONFIG
@@ -60,6 +63,8 @@ def problem_of_config(
         has_bias=config.has_bias,
         per_half_alphas=_has_per_half_alphas(quant, scheme),
         input_scale=_input_scale_kind(quant),
+        constants=_constants(config, quant),
+        weight_scales=_weight_scales(quant) if scheme.name == "fp8" else None,
     )
 
 
@@ -71,3 +76,16 @@ def _has_per_half_alphas(config: FusedMoEQuantConfig, scheme: Scheme) -> bool:
 def _input_scale_kind(config: FusedMoEQuantConfig) -> str:
     given = [t for d in (config._a1, config._a2) for t in (d.scale, d.gscale) if isinstance(t, Tensor)]
     return "none" if not given else "expert" if any(t.ndim == 1 and t.numel() > 1 for t in given) else "tensor"
+
+
+def _constants(config: FusedMoEConfig, quant: FusedMoEQuantConfig) -> tuple[float, float, float] | None:
+    given = (quant.gemm1_alpha, quant.gemm1_beta, quant.gemm1_clamp_limit)
+    constants = resolve_constants(config.activation, *given)
+    return None if constants == (1.0, 0.0, math.inf) else constants
+
+
+def _weight_scales(config: FusedMoEQuantConfig) -> str | None:
+    """What shares a scale of fp8 weights: a matrix, or a half of w13, or else a row. None: not known."""
+    scales = [d.scale if d.scale is not None else d.alpha for d in (config._w1, config._w2)]
+    counts = [s.numel() // s.shape[0] for s in scales if s is not None]
+    return None if not counts else "tensor" if max(counts) <= 2 else "channel"

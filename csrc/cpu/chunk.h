@@ -1,4 +1,4 @@
-// One chunk of tokens on its way through the experts. Five passes, each parallel over independent tasks:
+// One chunk of tokens on its way through the experts: five passes, each over independent tasks.
 //   1. input rows -> operands             (per token, or per slot where experts have input scales of their own)
 //   2. GEMM 1, alphas, bias, activation   -> float32 intermediate, per (expert, panels)
 //   3. intermediate rows -> operands      (a row scale may need the whole row: hence a pass of its own)
@@ -48,21 +48,18 @@ class Chunk {
   void allocate(Workspace& workspace);
   Operands take_operands(Workspace& workspace, int64_t rows, int64_t size, int64_t groups) const;
 
-  // chunk_rows.cpp
-  void make_inputs() const;
+  // chunk_rows.cpp: each takes some rows
+  void make_inputs(int64_t task) const;
+  void make_intermediates(int64_t task) const;
+  void combine(int64_t task) const;
   void make_input(int64_t row) const;
-  void make_intermediates() const;
-  void combine() const;
-  void combine_token(int64_t token, const float** rows, float* weights) const;
   RowCall row_call(const ActQuant& quant, const Operands& operands, int64_t row, int64_t size) const;
   void quantize(RowCall call, int64_t expert, const float* values) const;
   int64_t task_rows(int64_t rows, int64_t size) const;
   int64_t expert_of(int64_t slot) const;
 
-  // chunk_gemm.cpp
-  void first_gemm() const;
+  // chunk_gemm.cpp: each takes some panels of one expert
   void first_gemm_panels(const PanelTask& task) const;
-  void second_gemm() const;
   void second_gemm_panels(const PanelTask& task) const;
   std::vector<PanelTask> split(int64_t panels) const;
   DotCall dot_call(const Weight& weight, int64_t expert, int64_t panel, float* out) const;
@@ -81,6 +78,8 @@ class Chunk {
   const int64_t inter_;   // padded to whole panels
   const int64_t hidden_;  // padded to whole panels
   const bool per_slot_;   // input operands belong to slots, not to tokens
+  std::vector<PanelTask> first_tasks_;
+  std::vector<PanelTask> second_tasks_;
   Operands input_;
   Operands intermediate_;
   float* values_ = nullptr;  // [input rows, hidden_], input in float32

@@ -100,12 +100,6 @@ void Chunk::first_gemm_panels(const PanelTask& task) const {
   }
 }
 
-void Chunk::first_gemm() const {
-  const std::vector<PanelTask> tasks = split(inter_ / kPanelRows);
-  for_each_task(parallel_, static_cast<int64_t>(tasks.size()),
-                [&](int64_t task) { first_gemm_panels(tasks[static_cast<size_t>(task)]); });
-}
-
 void Chunk::second_gemm_panels(const PanelTask& task) const {
   const int64_t expert = task.segment->expert;
   alignas(64) float acc[kMaxTile * kPanelRows];
@@ -128,12 +122,6 @@ void Chunk::second_gemm_panels(const PanelTask& task) const {
       isa_.scale(scale);
     }
   }
-}
-
-void Chunk::second_gemm() const {
-  const std::vector<PanelTask> tasks = split(hidden_ / kPanelRows);
-  for_each_task(parallel_, static_cast<int64_t>(tasks.size()),
-                [&](int64_t task) { second_gemm_panels(tasks[static_cast<size_t>(task)]); });
 }
 
 }  // namespace moeq::cpu

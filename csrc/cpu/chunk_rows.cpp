@@ -50,51 +50,34 @@ void Chunk::make_input(int64_t row) const {
   quantize(call, per_slot_ ? expert_of(row) : 0, values);
 }
 
-void Chunk::make_inputs() const {
+void Chunk::make_inputs(int64_t task) const {
   const int64_t rows = input_rows();
   const int64_t step = task_rows(rows, hidden_);
-  for_each_task(parallel_, divide_up(rows, step), [&](int64_t task) {
-    for (int64_t row = task * step; row < std::min(rows, (task + 1) * step); ++row) make_input(row);
-  });
+  for (int64_t row = task * step; row < std::min(rows, (task + 1) * step); ++row) make_input(row);
 }
 
-void Chunk::make_intermediates() const {
+void Chunk::make_intermediates(int64_t task) const {
   const int64_t step = task_rows(slots_, inter_);
-  for_each_task(parallel_, divide_up(slots_, step), [&](int64_t task) {
-    for (int64_t slot = task * step; slot < std::min(slots_, (task + 1) * step); ++slot) {
-      quantize(row_call(args_.a2, intermediate_, slot, inter_), expert_of(slot), h_ + slot * inter_);
-    }
-  });
+  for (int64_t slot = task * step; slot < std::min(slots_, (task + 1) * step); ++slot) {
+    quantize(row_call(args_.a2, intermediate_, slot, inter_), expert_of(slot), h_ + slot * inter_);
+  }
 }
 
-// rows, weights: room for top_k entries.
-void Chunk::combine_token(int64_t token, const float** rows, float* weights) const {
+void Chunk::combine(int64_t task) const {
+  const int64_t step = task_rows(count_, hidden_);
+  const int64_t element = args_.out_dtype == DType::kFloat32 ? 4 : 2;
   CombineCall call{};
-  for (int64_t j = 0; j < args_.top_k; ++j) {
-    const int32_t position = routing_.positions[static_cast<size_t>(token * args_.top_k + j)];
-    if (position < 0) continue;
-    rows[call.slots] = y_ + position * hidden_;
-    weights[call.slots] = args_.weight_on_input ? 1.0f : args_.topk_weights[(first_ + token) * args_.top_k + j];
-    ++call.slots;
-  }
-  call.rows = rows;
-  call.weights = weights;
+  call.y = y_;
+  call.y_stride = hidden_;
+  call.top_k = args_.top_k;
   call.size = args_.hidden_size;
   call.dtype = args_.out_dtype;
-  const int64_t element = args_.out_dtype == DType::kFloat32 ? 4 : 2;
-  call.out = static_cast<uint8_t*>(args_.out) + (first_ + token) * args_.hidden_size * element;
-  isa_.combine(call);
-}
-
-void Chunk::combine() const {
-  const int64_t step = task_rows(count_, hidden_);
-  for_each_task(parallel_, divide_up(count_, step), [&](int64_t task) {
-    std::vector<const float*> rows(static_cast<size_t>(args_.top_k));
-    std::vector<float> weights(static_cast<size_t>(args_.top_k));
-    for (int64_t token = task * step; token < std::min(count_, (task + 1) * step); ++token) {
-      combine_token(token, rows.data(), weights.data());
-    }
-  });
+  for (int64_t token = task * step; token < std::min(count_, (task + 1) * step); ++token) {
+    call.positions = routing_.positions.data() + token * args_.top_k;
+    call.weights = args_.weight_on_input ? nullptr : args_.topk_weights + (first_ + token) * args_.top_k;
+    call.out = static_cast<uint8_t*>(args_.out) + (first_ + token) * args_.hidden_size * element;
+    isa_.combine(call);
+  }
 }
 
 }  // namespace moeq::cpu

@@ -49,7 +49,11 @@ MOEQ_INLINE void store_rounded(void* out, int64_t i, int64_t count, Vec v, DType
 inline void combine(const CombineCall& call) {
   for (int64_t i = 0; i < call.size; i += 16) {
     Vec sum{};
-    for (int64_t j = 0; j < call.slots; ++j) sum = sum + splat(call.weights[j]) * load(call.rows[j] + i);
+    for (int64_t j = 0; j < call.top_k; ++j) {
+      if (call.positions[j] < 0) continue;
+      const float weight = call.weights == nullptr ? 1.0f : call.weights[j];
+      sum = sum + splat(weight) * load(call.y + call.positions[j] * call.y_stride + i);
+    }
     const int64_t left = call.size - i;
     store_rounded(call.out, i, left < 16 ? left : 16, sum, call.dtype);
   }

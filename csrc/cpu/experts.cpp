@@ -17,13 +17,31 @@ Chunk::Chunk(const ExpertsArgs& args, const IsaTable& isa, const Dot& dot, const
 
 void Chunk::run(Workspace& workspace) {
   allocate(workspace);
-  if (slots_ > 0) {
-    make_inputs();
-    first_gemm();
-    make_intermediates();
-    second_gemm();
-  }
-  combine();
+  first_tasks_ = split(inter_ / kPanelRows);
+  second_tasks_ = split(hidden_ / kPanelRows);
+  auto row_tasks = [&](int64_t rows, int64_t size) { return divide_up(rows, task_rows(rows, size)); };
+  Pass passes[5];
+  auto set = [&](int i, int64_t tasks, void (*body)(const void*, int64_t)) {
+    passes[i].tasks = tasks;
+    passes[i].body = body;
+    passes[i].context = this;
+  };
+  // Nothing but zeros to combine where no slot is ours.
+  set(0, slots_ > 0 ? row_tasks(input_rows(), hidden_) : 0,
+      [](const void* chunk, int64_t task) { static_cast<const Chunk*>(chunk)->make_inputs(task); });
+  set(1, static_cast<int64_t>(first_tasks_.size()), [](const void* chunk, int64_t task) {
+    const Chunk& self = *static_cast<const Chunk*>(chunk);
+    self.first_gemm_panels(self.first_tasks_[static_cast<size_t>(task)]);
+  });
+  set(2, slots_ > 0 ? row_tasks(slots_, inter_) : 0,
+      [](const void* chunk, int64_t task) { static_cast<const Chunk*>(chunk)->make_intermediates(task); });
+  set(3, static_cast<int64_t>(second_tasks_.size()), [](const void* chunk, int64_t task) {
+    const Chunk& self = *static_cast<const Chunk*>(chunk);
+    self.second_gemm_panels(self.second_tasks_[static_cast<size_t>(task)]);
+  });
+  set(4, row_tasks(count_, hidden_),
+      [](const void* chunk, int64_t task) { static_cast<const Chunk*>(chunk)->combine(task); });
+  run_passes(parallel_, passes, 5);
 }
 
 Operands Chunk::take_operands(Workspace& workspace, int64_t rows, int64_t size, int64_t groups) const {

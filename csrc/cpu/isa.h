@@ -78,11 +78,14 @@ struct ScaleCall {
   float* rows[kMaxTile];
 };
 
-// out[0..size) = sum over the slots, in their order, of weight * row; one rounding to `dtype`.
+// out[0..size) = sum over j < top_k, ascending, of weight j * row `positions[j]` of y; slots at a negative
+// position are foreign and contribute nothing. One rounding to `dtype`.
 struct CombineCall {
-  const float* const* rows;
-  const float* weights;
-  int64_t slots;
+  const float* y;
+  int64_t y_stride;
+  const int32_t* positions;
+  const float* weights;  // null: 1
+  int64_t top_k;
   int64_t size;
   DType dtype;
   void* out;

@@ -20,7 +20,9 @@ MOEQ_INLINE F32 broadcast(const float* p) {
   const __m256 v = _mm256_broadcast_ss(p);
   return {v, v};
 }
-MOEQ_INLINE F32 fma(F32 a, F32 b, F32 c) { return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)}; }
+MOEQ_INLINE F32 fma(F32 a, F32 b, F32 c) {
+  return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+}
 MOEQ_INLINE F32 add(F32 a, F32 b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
 MOEQ_INLINE F32 sub(F32 a, F32 b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
 MOEQ_INLINE F32 mul(F32 a, F32 b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
@@ -83,7 +85,9 @@ MOEQ_INLINE F32 add_integers(F32 acc, F32 part) {
   return {_mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(acc.lo), _mm256_cvtps_epi32(part.lo))),
           _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(acc.hi), _mm256_cvtps_epi32(part.hi)))};
 }
-MOEQ_INLINE F32 integers_to_float(F32 acc) { return to_float(_mm256_castps_si256(acc.lo), _mm256_castps_si256(acc.hi)); }
+MOEQ_INLINE F32 integers_to_float(F32 acc) {
+  return to_float(_mm256_castps_si256(acc.lo), _mm256_castps_si256(acc.hi));
+}
 
 // Sixteen dwords, one per row, each with a bf16 pair: element 0 low, element 1 high.
 struct Words {

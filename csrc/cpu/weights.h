@@ -9,7 +9,7 @@
 
 namespace moeq::cpu::MOEQ_ISA {
 
-template <class Decoder, class BlockScale, int GroupUnits, int PrefetchBytes = 2048>
+template <class Decoder, class BlockScale, int GroupUnits, int PrefetchBytes = 8192>
 struct Weights {
   using Codes = Decoder;
   using Scale = BlockScale;

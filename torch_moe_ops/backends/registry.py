@@ -24,7 +24,9 @@ class Problem:
 
     `capability` is the CUDA compute capability, None off CUDA. `top_k`, `routing_method` and
     `dtype` (of the hidden states) are None where the caller has not said: they then decide nothing.
-    `input_scale` is "none" (weight-only or dynamic), "tensor" or "expert".
+    `input_scale` is "none" (weight-only or dynamic), "tensor" or "expert". `constants` are the activation's
+    alpha, beta and limit where they are not (1, 0, infinity). `weight_scales` says of fp8 weights what shares
+    a scale: "tensor" (a matrix, or a half of w13) or "channel".
     """
 
     scheme: str
@@ -45,6 +47,8 @@ class Problem:
     input_scale: str = "none"
     router_weight_on_input: bool = False
     weight_policy: str = "exact"
+    constants: tuple[float, float, float] | None = None
+    weight_scales: str | None = None
 
     def __post_init__(self) -> None:
         if not self.num_local_experts:
@@ -103,6 +107,18 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class BiasLayout:
+    """How a layout orders biases. `name` is "w13_bias" or "w2_bias"; the dtype is float32.
+
+    arrange: (name, bias [E, rows], halves) -> as the layout has it. undo: its inverse, on padded rows.
+    The halves of w13_bias are padded already; rows of w2_bias may be added.
+    """
+
+    arrange: Callable[[str, Tensor, int], Tensor]
+    undo: Callable[[str, Tensor, int], Tensor]
+
+
+@dataclass(frozen=True)
 class Backend:
     """One way to run the experts.
 
@@ -111,6 +127,9 @@ class Backend:
     run: fills `out` [num_tokens, hidden_size] (contiguous, of call.out_dtype; at least one token).
     notes: what a user should know where the backend fits ("pads ...", "emulates ..."), else "".
     verified: how its results on such a problem are checked: "tested" on that hardware, or "by contract".
+    run_monolithic: (call, router logits and the arguments of moeq::route after them, out) -> whether it ran.
+        False, or None here: moeq::route and `run` do it.
+    one_input_scale: tokens are quantized once, so `prepare` takes the largest a13_input_scale for all experts.
     """
 
     name: str
@@ -123,6 +142,9 @@ class Backend:
     notes: Callable[[Problem], str] = lambda problem: ""
     auto: bool = True
     verified: Callable[[Problem], str] = lambda problem: "tested"
+    run_monolithic: Callable[[ExpertsCall, tuple[Any, ...], Tensor], bool] | None = None
+    bias_layout: BiasLayout | None = None
+    one_input_scale: bool = False
 
     def reasons(self, problem: Problem) -> list[str]:
         """Every reason why this backend cannot run the problem here."""

@@ -55,6 +55,7 @@ class Plan:
     beta: float
     limit: float
     unusual: bool  # more to check than shapes and dtypes
+    hidden_dtypes: tuple[torch.dtype, ...]
     # (shape of w13, shape of w2, dtype, hidden size, packed) -> what the other arguments must be
     tables: dict[tuple[Any, ...], _Table] = field(default_factory=dict)
 
@@ -86,8 +87,8 @@ def _resolve(op: str, call: ExpertsCall) -> Plan:
     name = call.activation
     constants = check_activation(op, name, call.swiglu_alpha, call.swiglu_beta, call.swiglu_limit)
     unusual = scheme.name == "none" or scheme.has_zero_point or call.act_format not in scheme.static_acts
-    act, gated = ACT_FORMATS[call.act_format], ACTIVATIONS[name].is_gated
-    return Plan(BACKENDS[call.backend], scheme, act, gated, *constants, unusual)
+    act, gated, backend = ACT_FORMATS[call.act_format], ACTIVATIONS[name].is_gated, BACKENDS[call.backend]
+    return Plan(backend, scheme, act, gated, *constants, unusual, backend.hidden_dtypes)
 
 
 _F32 = (torch.float32,)
@@ -100,7 +101,9 @@ def _specs(plan: Plan, expected: dict[str, Spec], sizes: Sizes, packed: bool) ->
     """
     experts, hidden, inter = sizes.num_experts, sizes.hidden_size, sizes.intermediate_size
     halves = 2 if sizes.is_gated else 1
-    specs = [_Spec(name, *spec, required=True) for name, spec in expected.items() if name not in ("w13", "w2")]
+    biases = {"w13_bias": (((experts, halves * inter),), _F32), "w2_bias": (((experts, hidden),), _F32)}
+    weights = {name: spec for name, spec in expected.items() if name not in biases}
+    specs = [_Spec(name, *spec, required=True) for name, spec in weights.items() if name not in ("w13", "w2")]
     if plan.scheme.has_zero_point:
         dtypes = (ZERO_POINT_DTYPES[plan.scheme.name],)
         specs += [_Spec(f"{n}_zero_point", expected[f"{n}_scale"][0], dtypes) for n in ("w13", "w2")]
@@ -110,8 +113,7 @@ def _specs(plan: Plan, expected: dict[str, Spec], sizes: Sizes, packed: bool) ->
     if plan.act.name in plan.scheme.static_acts:
         specs.append(_Spec("a1_gscale", ((),) if packed else ((), (experts,)), _F32))
         specs.append(_Spec("a2_gscale", ((), (experts,)), _F32))
-    specs.append(_Spec("w13_bias", ((experts, halves * inter),), _F32))
-    specs.append(_Spec("w2_bias", ((experts, hidden),), _F32))
+    specs += [_Spec(name, *expected.get(name, usual)) for name, usual in biases.items()]
     return specs
 
 
@@ -121,8 +123,9 @@ def check_experts(op: str, call: ExpertsCall, plan: Plan, devices: bool, tracing
     devices: compare devices too (not needed under the CPU dispatch key).
     tracing: sizes may be symbolic, which have no hash: the table is then made anew.
     """
-    w13, w2, shape = call.w13, call.w2, call.hidden_states.shape
-    if call.hidden_states_scale is None and len(shape) == 2 and call.hidden_states.dtype in plan.backend.hidden_dtypes:
+    x, w13, w2 = call.hidden_states, call.w13, call.w2
+    shape = x.shape
+    if call.hidden_states_scale is None and len(shape) == 2 and x.dtype in plan.hidden_dtypes:
         hidden_size, packed = shape[1], False
     else:
         hidden_size, packed = _check_hidden(op, call, plan)
@@ -186,7 +189,7 @@ def _check_hidden(op: str, call: ExpertsCall, plan: Plan) -> tuple[int, bool]:
     if x.ndim != 2:
         fail(op, "hidden_states", "have shape [num_tokens, hidden_size]", x.shape)
     if scale is None:
-        allowed = plan.backend.hidden_dtypes
+        allowed = plan.hidden_dtypes
         if x.dtype not in allowed:
             text = f"have one of the dtypes {[str(d) for d in allowed]} (packed ones need hidden_states_scale)"
             fail(op, "hidden_states", text, x.dtype)

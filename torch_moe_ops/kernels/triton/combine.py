@@ -10,14 +10,25 @@ from torch_moe_ops.kernels.triton.quantize import narrow
 
 
 @triton.jit
+def _slot(y_row, n, mine, H: tl.constexpr, SPECULATE: tl.constexpr):
+    if SPECULATE:
+        y = tl.where(mine, tl.load(y_row + n, mask=n < H, other=0.0), 0.0)
+    else:
+        y = tl.load(y_row + n, mask=n < tl.where(mine, H, 0), other=0.0)
+    return y
+
+
+@triton.jit
 def combine_kernel(
     y_ptr,
     ids_ptr,
     weights_ptr,
     out_ptr,
+    num_slots,
     num_experts,
     expert_offset,
     TOP_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -25,7 +36,7 @@ def combine_kernel(
     USE_PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid: (tokens, cdiv(H, BLOCK)). y: float32 [T * top_k, H]; what it holds for slots of foreign experts is ignored.
+    """Grid: (tokens, cdiv(H, BLOCK)). y: float32 [SPLIT_K, T * top_k, H], parts to add; what it holds for slots of foreign experts is ignored.
 
     WEIGHTED: False where the router weight went on the input.
     SPECULATE: read a slot without waiting to know whether it is foreign: sooner, but more bytes where many are.
@@ -41,10 +52,9 @@ def combine_kernel(
         slot = token * TOP_K + j
         local = tl.load(ids_ptr + slot) - expert_offset
         mine = (local >= 0) & (local < num_experts)
-        if SPECULATE:
-            y = tl.where(mine, tl.load(y_ptr + slot * H + n, mask=n < H, other=0.0), 0.0)
-        else:
-            y = tl.load(y_ptr + slot * H + n, mask=n < tl.where(mine, H, 0), other=0.0)
+        y = _slot(y_ptr + slot * H, n, mine, H, SPECULATE)
+        for part in tl.static_range(1, SPLIT_K):
+            y += _slot(y_ptr + (part * num_slots + slot) * H, n, mine, H, SPECULATE)
         if WEIGHTED:
             # The weight of a foreign slot may be anything, NaN included.
             weight = tl.load(weights_ptr + slot)

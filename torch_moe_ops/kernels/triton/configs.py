@@ -16,6 +16,7 @@ class Tile(NamedTuple):
     num_warps: int
     num_stages: int
     max_registers: int = 0  # a thread may use; 0: as many as the compiler likes
+    split_k: int = 1  # parts of K, for programs enough where tokens are few; GEMM2 alone
 
 
 class Config(NamedTuple):

@@ -81,7 +81,8 @@ def _gemm1_tile(
     operand_rows = (slot if SLOT_ROWS else slot // top_k).to(tl.int64)
     rows_of_w: tl.constexpr = 2 * INTER if IS_GATED else INTER
     acc = multiply(
-        operand_ptr, operand_rows, w_ptr, scale_ptr, expert, columns, SCHEME, rows_of_w, H, OPERAND_STRIDE,
+        operand_ptr, operand_rows, w_ptr, scale_ptr, expert, columns, 0, SCHEME, rows_of_w, H, H,
+        H % BLOCK_K != 0, OPERAND_STRIDE,
         BLOCK_N, BLOCK_T, BLOCK_K, STAGES, USE_PTX,
     )  # fmt: skip
     factor = tl.load(factor_ptr + operand_rows) if HAS_FACTOR else None
@@ -191,26 +192,30 @@ def gemm1_kernel(
 @triton.jit
 def _gemm2_tile(
     operand_ptr, factor_ptr, row_slot_ptr, w_ptr, scale_ptr, alpha_ptr, bias_ptr, y_ptr,
-    expert, column_tile, start, num_rows, first_row,
+    expert, column_tile, start, num_rows, first_row, num_slots,
     SCHEME: tl.constexpr, H: tl.constexpr, INTER: tl.constexpr, OPERAND_STRIDE: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_FACTOR: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, DIRECT: tl.constexpr, USE_PTX: tl.constexpr,
+    BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr, DIRECT: tl.constexpr, USE_PTX: tl.constexpr,
 ):  # fmt: skip
     """One tile of gemm2_kernel: BLOCK_T rows of the expert from `first_row` on."""
+    steps: tl.constexpr = (INTER + BLOCK_K - 1) // BLOCK_K
+    k_part: tl.constexpr = INTER if SPLIT_K == 1 else (steps + SPLIT_K - 1) // SPLIT_K * BLOCK_K
+    part = 0 if SPLIT_K == 1 else tl.program_id(1)
     n = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     token = first_row + tl.arange(0, BLOCK_T)
     rows = (start + tl.minimum(token, num_rows - 1)).to(tl.int64)
     acc = multiply(
-        operand_ptr, rows, w_ptr, scale_ptr, expert, tl.minimum(n, H - 1), SCHEME, H, INTER, OPERAND_STRIDE,
-        BLOCK_N, BLOCK_T, BLOCK_K, STAGES, USE_PTX,
+        operand_ptr, rows, w_ptr, scale_ptr, expert, tl.minimum(n, H - 1), part, SCHEME, H, INTER, k_part,
+        SPLIT_K * k_part != INTER or k_part % BLOCK_K != 0,
+        OPERAND_STRIDE, BLOCK_N, BLOCK_T, BLOCK_K, STAGES, USE_PTX,
     )  # fmt: skip
     factor = tl.load(factor_ptr + rows) if HAS_FACTOR else None
     alpha = tl.load(alpha_ptr + expert) if SCHEME == "nvfp4" else 1.0
     y = _scaled(acc, alpha, factor, SCHEME, HAS_FACTOR)
     if HAS_BIAS:
-        y += tl.load(bias_ptr + expert * H + n, mask=n < H, other=0.0)[:, None]
+        y += tl.load(bias_ptr + expert * H + n, mask=n < (H if SPLIT_K == 1 else tl.where(part == 0, H, 0)), other=0.0)[:, None]
     slot = rows if DIRECT else tl.load(row_slot_ptr + rows).to(tl.int64)
-    out = y_ptr + slot[:, None] * H + n[None, :]
+    out = y_ptr + (part * num_slots + slot)[:, None] * H + n[None, :]
     tl.store(out, y.trans(), mask=(token < num_rows)[:, None] & (n < H)[None, :])
 
 
@@ -225,6 +230,7 @@ def gemm2_kernel(
     alpha_ptr,
     bias_ptr,
     y_ptr,
+    num_slots,
     num_tiles_max,
     num_experts,
     expert_offset,
@@ -239,12 +245,16 @@ def gemm2_kernel(
     TAIL_T: tl.constexpr,
     DIRECT: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
     STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,
     USE_PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y = alpha2 * (W2 @ operand) + bias, float32 [slots, H]: the routing weight comes in the combine."""
+    """y = alpha2 * (W2 @ operand) + bias, float32 [SPLIT_K, slots, H]: the combine adds parts and weighs slots.
+
+    Grid: second dimension SPLIT_K, parts of K, for few tokens and a long K.
+    """
     column_tiles: tl.constexpr = (H + BLOCK_N - 1) // BLOCK_N
     # The schedule was complete before GEMM1 let this kernel start: no need to wait for GEMM1 to read it.
     valid, expert, column_tile, start, num_rows, row_tile = tile_of(
@@ -262,12 +272,12 @@ def gemm2_kernel(
         if TAIL_T < BLOCK_T and num_rows - first_row <= TAIL_T:
             _gemm2_tile(
                 operand_ptr, factor_ptr, row_slot_ptr, w_ptr, scale_ptr, alpha_ptr, bias_ptr, y_ptr, expert,
-                column_tile, start, num_rows, first_row, SCHEME, H, INTER, OPERAND_STRIDE, HAS_BIAS, HAS_FACTOR,
-                BLOCK_N, TAIL_T, BLOCK_K, STAGES, DIRECT, USE_PTX,
+                column_tile, start, num_rows, first_row, num_slots, SCHEME, H, INTER, OPERAND_STRIDE, HAS_BIAS, HAS_FACTOR,
+                BLOCK_N, TAIL_T, BLOCK_K, SPLIT_K, STAGES, DIRECT, USE_PTX,
             )  # fmt: skip
         else:
             _gemm2_tile(
                 operand_ptr, factor_ptr, row_slot_ptr, w_ptr, scale_ptr, alpha_ptr, bias_ptr, y_ptr, expert,
-                column_tile, start, num_rows, first_row, SCHEME, H, INTER, OPERAND_STRIDE, HAS_BIAS, HAS_FACTOR,
-                BLOCK_N, BLOCK_T, BLOCK_K, STAGES, DIRECT, USE_PTX,
+                column_tile, start, num_rows, first_row, num_slots, SCHEME, H, INTER, OPERAND_STRIDE, HAS_BIAS, HAS_FACTOR,
+                BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, STAGES, DIRECT, USE_PTX,
             )  # fmt: skip

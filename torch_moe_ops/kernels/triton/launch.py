@@ -47,7 +47,7 @@ class _Buffers(NamedTuple):
     factor: Tensor  # float32 [tokens], used where the scale is the token's own
     h: Tensor  # [slots, h_stride]
     h_factor: Tensor  # float32 [slots], likewise
-    y: Tensor  # float32 [slots, hidden_size]
+    y: Tensor  # float32 [split_k * slots, hidden_size]
 
 
 def _padded(k: int, packed: bool) -> int:
@@ -111,7 +111,7 @@ def _buffers(call: ExpertsCall, plan: _Plan) -> _Buffers:
         factor=empty(tokens),
         h=empty(plan.num_slots, plan.h_stride, dtype=plan.operand_dtype),
         h_factor=empty(plan.num_slots),
-        y=empty(plan.num_slots, plan.hidden_size),
+        y=empty(plan.config.gemm2.split_k * plan.num_slots, plan.hidden_size),
     )
 
 
@@ -128,7 +128,7 @@ def _piece(rows: int, stride: int) -> int:
 
 def _prefetch(plan: _Plan, k: int) -> int:
     """Bytes of each weight row to ask for before the kernel ahead has ended; 0: none."""
-    few = plan.num_slots <= _FEW_SLOTS
+    few = plan.num_slots <= _FEW_SLOTS and plan.config.gemm2.split_k == 1
     return _PREFETCH_BYTES if few and plan.packed and plan.target["PDL"] and k % 32 == 0 else 0
 
 
@@ -245,7 +245,7 @@ def _run_gemm2(call: ExpertsCall, plan: _Plan, b: _Buffers, dynamic: bool) -> No
     tile = plan.config.gemm2
     _launch(
         gemm2_kernel,
-        (plan.num_tiles * triton.cdiv(plan.hidden_size, tile.block_n),),
+        (plan.num_tiles * triton.cdiv(plan.hidden_size, tile.block_n), tile.split_k),
         plan,
         b.h,
         b.h_factor,
@@ -256,6 +256,7 @@ def _run_gemm2(call: ExpertsCall, plan: _Plan, b: _Buffers, dynamic: bool) -> No
         b.factor if call.g2_alphas is None else call.g2_alphas,
         b.factor if call.w2_bias is None else call.w2_bias,
         b.y,
+        plan.num_slots,
         plan.num_tiles,
         call.w13.shape[0],
         call.local_expert_offset,
@@ -266,6 +267,7 @@ def _run_gemm2(call: ExpertsCall, plan: _Plan, b: _Buffers, dynamic: bool) -> No
         HAS_BIAS=call.w2_bias is not None,
         HAS_FACTOR=dynamic,
         PREFETCH=_prefetch(plan, plan.intermediate_size),
+        SPLIT_K=tile.split_k,
         **_tile_constants(tile, plan),
     )
 
@@ -298,9 +300,11 @@ def _run_combine(call: ExpertsCall, plan: _Plan, b: _Buffers, out: Tensor) -> No
         call.topk_ids,
         call.topk_weights,
         out,
+        plan.num_slots,
         call.w13.shape[0],
         call.local_expert_offset,
         TOP_K=call.topk_ids.shape[1],
+        SPLIT_K=plan.config.gemm2.split_k,
         H=plan.hidden_size,
         BLOCK=block,
         WEIGHTED=not call.router_weight_on_input,

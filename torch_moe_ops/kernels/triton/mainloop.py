@@ -67,8 +67,8 @@ def _dot(a, b, acc, USE_PTX: tl.constexpr):
 
 @triton.jit
 def _multiply_nvfp4(
-    acc, operand_ptr, operand_rows, w_ptr, scale_ptr, columns, OPERAND_STRIDE: tl.constexpr, K: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, USE_PTX: tl.constexpr,
+    acc, operand_ptr, operand_rows, w_ptr, scale_ptr, columns, part, OPERAND_STRIDE: tl.constexpr, K: tl.constexpr,
+    K_PART: tl.constexpr, MASKED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, USE_PTX: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = operand_ptr.dtype.element_ty
     words: tl.constexpr = BLOCK_K // 8
@@ -76,20 +76,20 @@ def _multiply_nvfp4(
     k = tl.arange(0, BLOCK_K)
     word = tl.arange(0, words)
     group = tl.arange(0, groups)
-    operand = operand_ptr + operand_rows[:, None] * OPERAND_STRIDE + k[None, :]
-    w = w_ptr + columns[:, None] * (K // 8) + word[None, :]
-    scale = scale_ptr + columns[:, None] * (K // 16) + group[None, :]
-    for begin in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        if K % BLOCK_K == 0:
+    operand = operand_ptr + operand_rows[:, None] * OPERAND_STRIDE + (part * K_PART + k)[None, :]
+    w = w_ptr + columns[:, None] * (K // 8) + (part * (K_PART // 8) + word)[None, :]
+    scale = scale_ptr + columns[:, None] * (K // 16) + (part * (K_PART // 16) + group)[None, :]
+    for begin in tl.range(0, K_PART, BLOCK_K, num_stages=STAGES):
+        if not MASKED:
             packed = tl.load(w)
             scales = tl.load(scale)
             x = tl.load(operand)
         else:
             # Zero scales make zeros of whatever lies beyond K; the operand is padded with zeros up to
             # a multiple of 64 and masked from there on.
-            packed = tl.load(w, mask=(begin // 8 + word)[None, :] < K // 8, other=0)
-            scales = tl.load(scale, mask=(begin // 16 + group)[None, :] < K // 16, other=0)
-            x = tl.load(operand, mask=(begin + k)[None, :] < OPERAND_STRIDE, other=0.0)
+            packed = tl.load(w, mask=(part * (K_PART // 8) + begin // 8 + word)[None, :] < K // 8, other=0)
+            scales = tl.load(scale, mask=(part * (K_PART // 16) + begin // 16 + group)[None, :] < K // 16, other=0)
+            x = tl.load(operand, mask=(part * K_PART + begin + k)[None, :] < OPERAND_STRIDE, other=0.0)
         a = decode_nvfp4(packed, scales, dtype, BLOCK_N, words, USE_PTX)
         acc = _dot(a, x.trans(), acc, USE_PTX)
         operand += BLOCK_K
@@ -100,19 +100,19 @@ def _multiply_nvfp4(
 
 @triton.jit
 def _multiply_plain(
-    acc, operand_ptr, operand_rows, w_ptr, columns, OPERAND_STRIDE: tl.constexpr, K: tl.constexpr,
-    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, USE_PTX: tl.constexpr,
+    acc, operand_ptr, operand_rows, w_ptr, columns, part, OPERAND_STRIDE: tl.constexpr, K: tl.constexpr,
+    K_PART: tl.constexpr, MASKED: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, USE_PTX: tl.constexpr,
 ):  # fmt: skip
     k = tl.arange(0, BLOCK_K)
-    operand = operand_ptr + operand_rows[:, None] * OPERAND_STRIDE + k[None, :]
-    w = w_ptr + columns[:, None] * K + k[None, :]
-    for begin in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        if K % BLOCK_K == 0:
+    operand = operand_ptr + operand_rows[:, None] * OPERAND_STRIDE + (part * K_PART + k)[None, :]
+    w = w_ptr + columns[:, None] * K + (part * K_PART + k)[None, :]
+    for begin in tl.range(0, K_PART, BLOCK_K, num_stages=STAGES):
+        if not MASKED:
             a = tl.load(w)
             x = tl.load(operand)
         else:
-            a = tl.load(w, mask=(begin + k)[None, :] < K, other=0.0)
-            x = tl.load(operand, mask=(begin + k)[None, :] < K, other=0.0)
+            a = tl.load(w, mask=(part * K_PART + begin + k)[None, :] < K, other=0.0)
+            x = tl.load(operand, mask=(part * K_PART + begin + k)[None, :] < K, other=0.0)
         acc = _dot(a, x.trans(), acc, USE_PTX)
         operand += BLOCK_K
         w += BLOCK_K
@@ -121,24 +121,26 @@ def _multiply_plain(
 
 @triton.jit
 def multiply(
-    operand_ptr, operand_rows, w_ptr, scale_ptr, expert, columns, SCHEME: tl.constexpr, N: tl.constexpr,
-    K: tl.constexpr, OPERAND_STRIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    operand_ptr, operand_rows, w_ptr, scale_ptr, expert, columns, part, SCHEME: tl.constexpr, N: tl.constexpr,
+    K: tl.constexpr, K_PART: tl.constexpr, MASKED: tl.constexpr, OPERAND_STRIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr, USE_PTX: tl.constexpr,
 ):  # fmt: skip
     """float32 [BLOCK_N, BLOCK_T]: weight rows `columns` of `expert` times operand rows `operand_rows` (int64).
 
     w: int32 words [E, N, K / 8] with scale uint8 [E, N, K / 16] (SCHEME "nvfp4"), or values [E, N, K].
+    Sums over the part-th K_PART values of K: all of K, or a part that is a multiple of BLOCK_K. MASKED: any
+    step goes beyond K.
     """
     acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     if SCHEME == "nvfp4":
         acc = _multiply_nvfp4(
             acc, operand_ptr, operand_rows, w_ptr + expert * (N * (K // 8)), scale_ptr + expert * (N * (K // 16)),
-            columns, OPERAND_STRIDE, K, BLOCK_N, BLOCK_K, STAGES, USE_PTX,
+            columns, part, OPERAND_STRIDE, K, K_PART, MASKED, BLOCK_N, BLOCK_K, STAGES, USE_PTX,
         )  # fmt: skip
     else:
         tl.static_assert(SCHEME == "none", "unknown scheme")
         acc = _multiply_plain(
-            acc, operand_ptr, operand_rows, w_ptr + expert * N * K, columns, OPERAND_STRIDE, K, BLOCK_K, STAGES,
-            USE_PTX,
+            acc, operand_ptr, operand_rows, w_ptr + expert * N * K, columns, part, OPERAND_STRIDE, K, K_PART, MASKED, BLOCK_K,
+            STAGES, USE_PTX,
         )  # fmt: skip
     return acc

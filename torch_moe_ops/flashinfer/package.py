@@ -1,0 +1,133 @@
+"""The installed flashinfer: found without importing it, imported when first needed, never trusted by number.
+
+Functions are called with keywords only, because releases insert parameters in the middle. Enums are read by
+name, because their numbers move: routing method 8 was Unspecified in 0.6.8 and is Sigmoid in 0.7.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+OLDEST = "0.6.8"
+# (first release, last release, schemes that it concerns, what is wrong)
+KNOWN_BAD = (("0.6.16rc5", "0.6.17.post99", ("nvfp4",), "its 192-token tiles give NaN (flashinfer issue 4486)"),)
+
+Version = tuple[int, int, int, int, int]
+
+
+def parse_version(text: str) -> Version:
+    """(major, minor, patch, stage, number): stage 0 is a release candidate or dev build, 1 a release, 2 a post release."""
+    found = re.match(r"v?(\d+)\.(\d+)(?:\.(\d+))?(?:\.?(a|b|rc|dev|post)(\d+))?", text)
+    if found is None:
+        raise ValueError(f"flashinfer's version must look like 0.7.2 or 0.7.2.post1, got {text!r}")
+    major, minor, patch, kind, number = found.groups()
+    stage = 1 if kind is None else 2 if kind == "post" else 0
+    return int(major), int(minor), int(patch or 0), stage, int(number or 0)
+
+
+def installed_version() -> str | None:
+    """The version of the installed package, without importing it; None where there is none."""
+    if importlib.util.find_spec("flashinfer") is None:
+        return None
+    try:
+        return importlib.metadata.version("flashinfer-python")
+    except importlib.metadata.PackageNotFoundError:
+        return getattr(_module("flashinfer"), "__version__", None)
+
+
+def package_unmet(scheme: str, importing: bool) -> str | None:
+    """Why the installed package cannot serve a scheme, or None.
+
+    importing: also import it, which takes seconds and needs packages of its own.
+    """
+    version = installed_version()
+    if version is None:
+        return f"flashinfer-python (at least {OLDEST}) must be installed, got none"
+    if parse_version(version) < parse_version(OLDEST):
+        return f"flashinfer-python must be at least {OLDEST}, got {version}"
+    for first, last, schemes, what in KNOWN_BAD:
+        if scheme in schemes and parse_version(first) <= parse_version(version) <= parse_version(last):
+            return f"flashinfer-python must not be one of {first} to {last} for {scheme} ({what}), got {version}"
+    error = import_error() if importing else None
+    return None if error is None else f"flashinfer must be importable, got {error}"
+
+
+@cache
+def import_error() -> str | None:
+    """What importing flashinfer's MoE functions raises, or None."""
+    try:
+        _module("flashinfer.fused_moe.core")
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+@cache
+def _module(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+@cache
+def _enum(name: str) -> Any:
+    for module in ("flashinfer.tllm_enums", "flashinfer.fused_moe.core"):
+        found = getattr(_module(module), name, None)
+        if found is not None:
+            return found
+    return None
+
+
+def has_member(enum: str, member: str) -> bool:
+    """Whether the installed release has this enum and this member of it."""
+    return hasattr(_enum(enum), member)
+
+
+def number(enum: str, member: str) -> int:
+    """The number of an enum's member in the installed release."""
+    if not has_member(enum, member):
+        raise RuntimeError(f"flashinfer {installed_version()} has no {enum}.{member}")
+    return int(getattr(_enum(enum), member))
+
+
+class Entry:
+    """One of FlashInfer's functions, called with the keywords that the installed release knows.
+
+    accepts_pairs: a routed function that takes (topk_ids, topk_weights); older ones only take both packed in one.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.function: Callable[..., Any] | None = getattr(_module("flashinfer.fused_moe.core"), name, None)
+        parameters = {} if self.function is None else dict(inspect.signature(self.function).parameters)
+        self.parameters = frozenset(parameters)
+        ids = parameters.get("topk_ids")
+        self.accepts_pairs = ids is not None and "uple" in str(ids.annotation)
+
+    def __call__(self, optional: dict[str, Any], **arguments: Any) -> Any:
+        """Call with all `arguments`, and with those `optional` ones that the release has. Returns the output tensor.
+
+        Some functions return a list, some a tensor, some change from one to the other between releases.
+        """
+        if self.function is None:
+            raise RuntimeError(f"flashinfer {installed_version()} has no {self.name}")
+        known = {name: value for name, value in optional.items() if name in self.parameters}
+        result = self.function(**arguments, **known)
+        return result[0] if isinstance(result, (list, tuple)) else result
+
+
+@cache
+def entry(name: str) -> Entry:
+    """The function of this name in flashinfer.fused_moe.core, which may be absent."""
+    return Entry(name)
+
+
+def forget() -> None:
+    """Look everything up anew; for tests that replace the package."""
+    for cached in (import_error, _module, _enum, entry):
+        cached.cache_clear()
