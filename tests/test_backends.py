@@ -81,6 +81,19 @@ def test_explain_takes_raw_weights_and_settings() -> None:
         moe.explain(3)  # type: ignore[arg-type]
 
 
+def test_explain_takes_prepares_arguments_and_no_others() -> None:
+    raw = make_raw(Case(activation="swigluoai"))
+    assert moe.explain(raw, swiglu_limit=5.0, act_format="none", num_experts=9).problem.num_experts == 9
+    with pytest.raises(TypeError, match="junk"):
+        moe.explain(raw, junk=1)
+    with pytest.raises(TypeError, match=r"\['act_format'\] go with raw weights or a config, got Problem"):
+        moe.explain(PROBLEM, act_format="none")
+    with pytest.raises(ValueError, match="backend must be 'auto' or one of"):
+        moe.explain(raw, backend="bogus")
+    with pytest.raises(TypeError, match="config must be given with quant_config"):
+        moe.explain(quant_config=moe.config.FUSED_MOE_UNQUANTIZED_CONFIG)
+
+
 @pytest.mark.parametrize(
     ("requirement", "problem", "text"),
     [

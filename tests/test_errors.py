@@ -39,6 +39,12 @@ def _expert_rows(prefix: str) -> list[tuple[str, str, Change, str]]:
             (op, base, ("w13", lambda t: t.to(torch.int64)), "w13 must have dtype"),
             (op, base, ("w13", lambda t: t[:0]), "w13 must have at least 3 dimensions and one expert"),
             (op, base, ("w13", lambda t: t[:, :-1]), "w13 must have shape"),
+            (
+                op,
+                base,
+                ("hidden_states", lambda t: t[:, :16]),
+                f"hidden_states must have hidden_size {hidden} (rows of w2), got 16",
+            ),
             (op, base, ("w2", lambda t: t[0, 0]), "w2 must have at least 3 dimensions"),
             (op, base, ("w2", lambda t: t[:-1]), "w2 must have shape"),
             (
@@ -92,6 +98,12 @@ def _expert_rows(prefix: str) -> list[tuple[str, str, Change, str]]:
             base,
             ("router_weight_on_input", True),
             "router_weight_on_input must be False unless top_k is 1, got 'top_k = 2'",
+        ),
+        (
+            mono,
+            base,
+            ("router_logits", lambda t: torch.zeros(5, 8)),
+            "num_experts must be 8, the columns of router_logits, where only 4 experts are local, got 0",
         ),
         (mono, base, ("num_experts", 3), "num_experts must be 0 or 4, the columns of router_logits, got 3"),
         (
@@ -178,6 +190,18 @@ def _nvfp4_rows() -> list[tuple[str, str, Change, str]]:
             "packed",
             ("hidden_states_scale", lambda t: t.float()),
             "hidden_states_scale must have dtype torch.float8_e4m3fn",
+        ),
+        (
+            routed,
+            "packed1",
+            ("router_weight_on_input", True),
+            "hidden_states must be unquantized where the router weight goes on the input, got torch.uint8",
+        ),
+        (
+            "nvfp4_moe",
+            "packed1",
+            ("routing_method", "llama4"),
+            "hidden_states must be unquantized where the router weight goes on the input, got torch.uint8",
         ),
         (routed, "packed", ("a1_gscale", None), "a1_gscale must be given where hidden_states are packed"),
         (routed, "packed", ("a1_gscale", lambda t: t.expand(4).contiguous()), "a1_gscale must have shape (), got (4,)"),
@@ -303,7 +327,9 @@ ROWS = _expert_rows("nvfp4_") + _expert_rows("") + _nvfp4_rows() + _other_rows()
 
 def _base(op: str, kind: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     sample: Callable[[Case, str], Any] = routed_sample if "routed" in op else monolithic_sample
-    if kind == "packed":
+    if kind == "packed1":
+        args, keywords = _packed_top_1(op)
+    elif kind == "packed":
         args, keywords = packed_sample(Case(act_format="nvfp4", input_scale="tensor"), "reference")
     elif kind in ("nvfp4", "plain"):
         args, keywords = sample(NVFP4 if kind == "nvfp4" else PLAIN, "reference")
@@ -317,6 +343,15 @@ def _base(op: str, kind: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if op.endswith(".out"):
         keywords["out"] = torch.zeros_like(args[0])
     return args, keywords
+
+
+def _packed_top_1(op: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    case = Case(act_format="nvfp4", input_scale="tensor", top_k=1)
+    packed, keywords = packed_sample(case, "reference")
+    if op == "nvfp4_moe":
+        args, keywords = monolithic_sample(case, "reference")
+        return (*packed[:2], *args[2:]), keywords
+    return packed, keywords
 
 
 def _changed(op: str, kind: str, change: Change) -> tuple[tuple[Any, ...], dict[str, Any]]:

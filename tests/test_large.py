@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 import torch
+from problems import Case, make_batch, make_raw
 
 import torch_moe_ops as moe
-from problems import Case, make_batch, make_raw
 
 pytestmark = pytest.mark.slow
 

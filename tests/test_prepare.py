@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -93,8 +94,9 @@ def test_update_refuses_another_problem() -> None:
         (Case(hidden=80), "hidden_size must be 64 as prepared, got 80"),
         (Case(experts=3), "num_experts must be 4 as prepared, got 3"),
         (Case(scheme="none"), "scheme must be 'nvfp4' as prepared, got 'none'"),
-        (Case(bias=True), "tensors must be"),
+        (Case(bias=True), "w13_bias_dtype must be None as prepared"),
         (Case(per_half=True), "w13_scale_2 must be"),
+        (Case(activation="gelu"), "activation must be 'silu' as prepared, got 'gelu'"),
     ):
         with pytest.raises(ValueError, match=text.split("[")[0]):
             w.update_(make_raw(case))
@@ -110,18 +112,40 @@ def test_save_and_load(backend: str, tmp_path: Path) -> None:
     assert moe.restore(again).equal(moe.restore(w))
 
 
-def test_load_refuses_other_layouts(tmp_path: Path) -> None:
+def test_raw_weights_save_and_load(tmp_path: Path) -> None:
+    raw = make_raw(Case(input_scale="expert", per_half=True, bias=True, activation="swigluoai"))
+    raw.save(tmp_path / "raw.safetensors")
+    assert moe.RawWeights.load(tmp_path / "raw.safetensors").equal(raw)
+
+
+def test_load_refuses_what_it_does_not_know(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
+    path = tmp_path / "layer.safetensors"
     w = moe.prepare(make_raw(Case()), backend="reference")
-    plain = w.metadata() | {"layout": "linear_v0"}
-    header = {"moeq_format": "1", "moeq": json.dumps(plain)}
-    save_file({"w13": w.w13}, str(tmp_path / "a.safetensors"), metadata=header)
-    with pytest.raises(ValueError, match="layout must be 'linear_v1' for backend 'reference', got 'linear_v0'"):
-        moe.PreparedWeights.load(tmp_path / "a.safetensors")
-    save_file({"w13": w.w13}, str(tmp_path / "b.safetensors"))
-    with pytest.raises(ValueError, match="moeq_format must be 1, got None"):
-        moe.PreparedWeights.load(tmp_path / "b.safetensors")
+    good = {name: t.contiguous() for name, t in w.tensors().items()}
+
+    def refused(text: str, tensors: dict[str, torch.Tensor], **header: str) -> None:
+        save_file(tensors, str(path), metadata=header)
+        with pytest.raises(ValueError, match=text):
+            moe.PreparedWeights.load(path)
+
+    plain = w.metadata()
+    refused("moeq_format must be 1, got None", good)
+    refused("must be JSON", good, moeq_format="1")
+    old = json.dumps(plain | {"layout": "linear_v0"})
+    refused("layout must be 'linear_v1' for backend 'reference', got 'linear_v0'", good, moeq_format="1", moeq=old)
+    other = json.dumps(plain | {"backend": "x"})
+    refused("backend must be one of .*, got 'x'", good, moeq_format="1", moeq=other)
+    text = json.dumps(plain)
+    refused("unknown \\['w99'\\]", good | {"w99": w.w2_scale_2.clone()}, moeq_format="1", moeq=text)
+    refused("missing \\['w13'\\]", {n: t for n, t in good.items() if n != "w13"}, moeq_format="1", moeq=text)
+    without = {n: t for n, t in good.items() if n != "w13_scale"}
+    refused("w13_scale must have shape .*, got None", without, moeq_format="1", moeq=text)
+    refused("w2 must have shape", good | {"w2": w.w2[:, :1].contiguous()}, moeq_format="1", moeq=text)
+    path.write_bytes(b"garbage")
+    with pytest.raises(ValueError, match="not a safetensors file"):
+        moe.PreparedWeights.load(path)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +154,7 @@ def test_load_refuses_other_layouts(tmp_path: Path) -> None:
         ({"activation": "nonsense"}, "activation must be one of"),
         ({"activation": "relu2_no_mul"}, "activation 'relu2_no_mul' needs w13 with only up rows"),
         ({"act_format": "nonsense"}, "act_format must be one of"),
-        ({"weight_policy": "folded"}, "weight_policy must be 'exact'"),
+        ({"weight_policy": "folded"}, "weight_policy must be one of \\['exact'\\]"),
         ({"num_experts": 3}, "num_experts must be at least 4"),
         ({"local_expert_offset": -1}, "local_expert_offset must be at least 0"),
         ({"local_expert_offset": 2, "num_experts": 5}, "num_experts must be at least 6"),
@@ -151,6 +175,29 @@ def test_constants_come_from_the_checkpoint_unless_given() -> None:
     assert moe.prepare(raw, activation="silu").swiglu_limit is None
 
 
+def test_moving_refuses_dtypes() -> None:
+    w = moe.prepare(make_raw(Case()))
+    for what in (w, moe.restore(w)):
+        with pytest.raises((RuntimeError, TypeError)):
+            what.to(torch.float16)  # type: ignore[arg-type]
+
+
+def test_prepared_weights_carry_no_history() -> None:
+    w13, w2 = torch.nn.Parameter(torch.randn(2, 8, 8)), torch.nn.Parameter(torch.randn(2, 8, 4))
+    w = moe.prepare(moe.quantize_experts(w13, w2, "none"), backend="reference")
+    assert not any(t.requires_grad for t in w.tensors().values())
+    copy.deepcopy(w)
+
+
+def test_dequantized_experts_are_float32_whatever_the_default() -> None:
+    raw, before = make_raw(Case()), torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        assert {t.dtype for t in moe.dequantize_experts(raw)} == {torch.float32}
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_scalars_follow_the_stated_formulas() -> None:
     raw = make_raw(Case(input_scale="expert", per_half=True))
     w = moe.prepare(raw, act_format="nvfp4", backend="reference")
@@ -163,11 +210,17 @@ def test_scalars_follow_the_stated_formulas() -> None:
 
 
 RAW_ERRORS = [
+    ("w13_scale_2", lambda t: t * float("nan"), "w13_scale_2 must be finite and positive, got nan at"),
+    ("w2_scale_2", lambda t: t * 0, "w2_scale_2 must be finite and positive, got 0.0 at"),
+    ("a2_input_scale", lambda t: torch.tensor(float("inf")), "a2_input_scale must be finite and positive, got inf"),
+    ("swiglu_limit", lambda t: -1.0, "swiglu_limit must be positive, got -1.0"),
+    ("swiglu_alpha", lambda t: "7", "swiglu_alpha must be None or a number, got str"),
+    ("w13_bias", lambda t: [1.0], "w13_bias must be a Tensor or None, got list"),
     ("w13", lambda t: t.to(torch.int64), "w13 must have a dtype of"),
     ("w13", lambda t: t[0], "w13 must have 3 dimensions"),
     ("w13", lambda t: t[:, :50], "w13 must have 2 \\* intermediate_size = 96 rows, or 48 where not gated, got 50"),
     ("w2", lambda t: t[:3], "w2 must hold 4 experts like w13"),
-    ("w13_scale", lambda t: None, "w13_scale must be a Tensor of shape"),
+    ("w13_scale", lambda t: None, "w13_scale must be a torch.float8_e4m3fn Tensor of shape"),
     ("w13_scale", lambda t: t.float(), "w13_scale must have dtype torch.float8_e4m3fn"),
     ("w2_scale", lambda t: t[..., :-1], "w2_scale must have shape"),
     ("w13_scale_2", lambda t: t.flatten(), "w13_scale_2 must have shape"),

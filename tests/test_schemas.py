@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from samples import overload
 from torch.testing._internal.common_utils import TestCase, run_tests
 

@@ -140,7 +140,9 @@ def test_one_token(a1: Any) -> None:
     call.topk_ids[0, 2] = -1
     check(call)
     check(make_call("none", tokens=1))
-    check(make_call("nvfp4", tokens=1, hidden=272, inter=144), Config(16, 16, Tile(128, 128, 4, 3), Tile(64, 128, 4, 3)))
+    check(
+        make_call("nvfp4", tokens=1, hidden=272, inter=144), Config(16, 16, Tile(128, 128, 4, 3), Tile(64, 128, 4, 3))
+    )
 
 
 def test_no_tokens() -> None:

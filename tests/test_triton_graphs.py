@@ -11,6 +11,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from triton_cases import empty_output, make_call
+
 from torch_moe_ops.backends import triton as backend
 from torch_moe_ops.ops.call import ExpertsCall
 

@@ -1,6 +1,6 @@
 """Every Triton kernel at small shapes, to be run under compute-sanitizer:
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/triton_sanitizer.py
+PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/triton_sanitizer.py
 """
 
 from __future__ import annotations

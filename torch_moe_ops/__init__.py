@@ -6,20 +6,30 @@ from torch_moe_ops import config, ops
 from torch_moe_ops._version import __version__
 from torch_moe_ops.backends.registry import Problem
 from torch_moe_ops.checkpoints import CheckpointError, load_experts
-from torch_moe_ops.fused import (
+from torch_moe_ops.codecs import (
+    dequantize_fp8,
+    dequantize_int4,
+    dequantize_int8,
+    dequantize_mxfp4,
+    dequantize_mxfp8,
+    dequantize_nvfp4,
     dynamic_gscale_nvfp4,
-    fused_moe,
-    fused_moe_routed,
+    quantize_fp8,
+    quantize_int4,
+    quantize_int8,
+    quantize_mxfp4,
+    quantize_mxfp8,
     quantize_nvfp4,
-    route,
     swizzle_scale,
     unswizzle_scale,
 )
-from torch_moe_ops.prepare import explain, prepare, restore
+from torch_moe_ops.explaining import explain
+from torch_moe_ops.fused import fused_moe, fused_moe_routed, route
+from torch_moe_ops.prepare import prepare
 from torch_moe_ops.prepared_weights import PreparedWeights
-from torch_moe_ops.quant.nvfp4 import dequantize as dequantize_nvfp4
 from torch_moe_ops.quantize_experts import dequantize_experts, quantize_experts
 from torch_moe_ops.raw_weights import RawWeights
+from torch_moe_ops.restoring import restore
 from torch_moe_ops.routing import Routing
 
 __all__ = [
@@ -31,6 +41,11 @@ __all__ = [
     "__version__",
     "config",
     "dequantize_experts",
+    "dequantize_fp8",
+    "dequantize_int4",
+    "dequantize_int8",
+    "dequantize_mxfp4",
+    "dequantize_mxfp8",
     "dequantize_nvfp4",
     "dynamic_gscale_nvfp4",
     "explain",
@@ -40,6 +55,11 @@ __all__ = [
     "ops",
     "prepare",
     "quantize_experts",
+    "quantize_fp8",
+    "quantize_int4",
+    "quantize_int8",
+    "quantize_mxfp4",
+    "quantize_mxfp8",
     "quantize_nvfp4",
     "restore",
     "route",

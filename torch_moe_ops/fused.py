@@ -132,33 +132,3 @@ def route(router_logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         routing.routed_scaling_factor,
         routing.renormalize,
     )
-
-
-def quantize_nvfp4(x: Tensor, gscale: Tensor | float) -> tuple[Tensor, Tensor]:
-    """NVFP4 codes and block scales of activations, by the exact algorithm of the numerics contract.
-
-    Args:
-        x: [..., K] bfloat16, float16 or float32, K a multiple of 16.
-        gscale: float32, [] or one per row [...]; multiplies x (6 * 448 / amax; see dynamic_gscale_nvfp4).
-
-    Returns: codes uint8 [..., K/2], low nibble first, and scale float8_e4m3fn [..., K/16], linear.
-    The value of an element is code * scale / gscale.
-    """
-    if not isinstance(gscale, Tensor):
-        gscale = torch.tensor(gscale, dtype=torch.float32, device=x.device)
-    return torch.ops.moeq.quantize_nvfp4(x, gscale)
-
-
-def dynamic_gscale_nvfp4(x: Tensor) -> Tensor:
-    """One gscale per row: 2688 / amax, 1 for a zero row. x [..., K] -> float32 [...]."""
-    return torch.ops.moeq.dynamic_gscale_nvfp4(x)
-
-
-def swizzle_scale(scale: Tensor) -> Tensor:
-    """[..., rows, cols] -> [..., padded rows * padded cols] in the 128x4 layout, zeros in the padding."""
-    return torch.ops.moeq.swizzle_scale(scale)
-
-
-def unswizzle_scale(swizzled: Tensor, rows: int, cols: int) -> Tensor:
-    """Inverse of swizzle_scale."""
-    return torch.ops.moeq.unswizzle_scale(swizzled, rows, cols)

@@ -11,7 +11,7 @@ from torch_moe_ops.checkpoints.errors import CheckpointError
 from torch_moe_ops.checkpoints.index import CheckpointIndex, open_checkpoint
 from torch_moe_ops.checkpoints.load import describe_layer
 from torch_moe_ops.checkpoints.naming import ExpertLayer, select_layer
-from torch_moe_ops.prepare import explain
+from torch_moe_ops.explaining import explain
 from torch_moe_ops.raw_weights import RawWeights
 
 

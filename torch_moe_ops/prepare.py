@@ -1,4 +1,4 @@
-"""prepare, restore, explain, update: from raw weights to a backend's layout and back."""
+"""prepare: from raw weights to a backend's layout. See restoring.py for the way back, explaining.py for the why."""
 
 from __future__ import annotations
 
@@ -7,26 +7,23 @@ import json
 import math
 import urllib.parse
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_moe_ops.activations import ACTIVATIONS, resolve_constants
-from torch_moe_ops.backends import BACKENDS, Backend, Problem
-from torch_moe_ops.backends.explain import Explanation, explain_problem, requested_backend, select
-from torch_moe_ops.backends.registry import Sizes
+from torch_moe_ops.backends import Backend, Problem
+from torch_moe_ops.backends.explain import requested_backend, select
 from torch_moe_ops.prepared_weights import PreparedWeights
 from torch_moe_ops.raw_weights import RawWeights
-from torch_moe_ops.schemes import ACT_FORMATS, SCHEMES, get_scheme
+from torch_moe_ops.schemes import SCHEMES, get_scheme
 
-if TYPE_CHECKING:
-    from torch_moe_ops.config import FusedMoEConfig, FusedMoEQuantConfig
-
-_KEPT = ("w13_scale_2", "w2_scale_2", "a13_input_scale", "a2_input_scale")
+KEPT = ("w13_scale_2", "w2_scale_2", "a13_input_scale", "a2_input_scale")
 _PLAIN = ("activation", "swiglu_alpha", "swiglu_beta", "swiglu_limit", "source")
 
 
+@torch.no_grad()
 def prepare(
     raw: RawWeights,
     activation: str | None = None,
@@ -66,8 +63,8 @@ def prepare(
     """
     target = torch.device(device) if device is not None else raw.device
     if parallel is not None:
-        raw, num_experts, local_expert_offset = _shard(raw, parallel, num_experts, local_expert_offset)
-    settings = _settings(
+        raw, num_experts, local_expert_offset = share_of(raw, parallel, num_experts, local_expert_offset)
+    settings = settings_of(
         raw,
         activation=activation,
         act_format=act_format,
@@ -81,13 +78,13 @@ def prepare(
     return PreparedWeights(
         backend=chosen.name,
         layout=chosen.layout.name,
-        raw=_plain_values(raw),
+        raw=plain_values(raw),
         **settings,
-        **_tensors(raw, chosen, settings, target),
+        **tensors_of(raw, chosen, settings, target),
     )
 
 
-def _shard(raw: RawWeights, parallel: Any, num_experts: int | None, offset: int) -> tuple[RawWeights, int, int]:
+def share_of(raw: RawWeights, parallel: Any, num_experts: int | None, offset: int) -> tuple[RawWeights, int, int]:
     from torch_moe_ops.sharding import shard
 
     if num_experts is not None or offset:
@@ -95,7 +92,7 @@ def _shard(raw: RawWeights, parallel: Any, num_experts: int | None, offset: int)
     return shard(raw, parallel)
 
 
-def _settings(
+def settings_of(
     raw: RawWeights,
     *,
     activation: str | None,
@@ -170,18 +167,18 @@ def problem_of(raw: RawWeights, settings: dict[str, Any], device: torch.device) 
         has_bias=raw.w13_bias is not None or raw.w2_bias is not None,
         per_half_alphas=raw.w13_scale_2 is not None and raw.w13_scale_2.shape[1] == 2,
         input_scale=kind,
-        constants=_constants(settings),
-        weight_scales=_weight_scales(raw.scheme, raw.w13_scale, raw.w2_scale),
+        constants=constants_of(settings),
+        weight_scales=weight_scales_of(raw.scheme, raw.w13_scale, raw.w2_scale),
     )
 
 
-def _constants(settings: Mapping[str, Any]) -> tuple[float, float, float] | None:
+def constants_of(settings: Mapping[str, Any]) -> tuple[float, float, float] | None:
     given = (settings[f"swiglu_{name}"] for name in ("alpha", "beta", "limit"))
     constants = resolve_constants(settings["activation"], *given)
     return None if constants == (1.0, 0.0, math.inf) else constants
 
 
-def _weight_scales(scheme: str, *scales: Tensor | None) -> str | None:
+def weight_scales_of(scheme: str, *scales: Tensor | None) -> str | None:
     if scheme != "fp8":
         return None
     per_tensor = all(s is not None and s.ndim == 2 for s in scales)
@@ -194,9 +191,9 @@ def device_fields(device: torch.device) -> dict[str, Any]:
     return {"device": device.type, "capability": capability}
 
 
-def _tensors(raw: RawWeights, backend: Backend, settings: dict[str, Any], device: torch.device) -> dict[str, Any]:
+def tensors_of(raw: RawWeights, backend: Backend, settings: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Every tensor of PreparedWeights, contiguous and on `device`."""
-    tensors = {name: getattr(raw, name) for name in _KEPT if getattr(raw, name) is not None}
+    tensors = {name: getattr(raw, name) for name in KEPT if getattr(raw, name) is not None}
     scaled = raw
     if backend.one_input_scale and raw.a13_input_scale is not None:
         scaled = dataclasses.replace(raw, a13_input_scale=raw.a13_input_scale.max())
@@ -218,7 +215,7 @@ def _tensors(raw: RawWeights, backend: Backend, settings: dict[str, Any], device
 
 def _own(tensor: Tensor, raw: RawWeights, device: torch.device) -> Tensor:
     """Contiguous, on `device`, and not memory of `raw`: `update_` writes into it."""
-    moved = tensor.to(device).contiguous()
+    moved = tensor.detach().to(device).contiguous()
     shared = any(moved.data_ptr() == t.data_ptr() for t in raw.tensors().values()) if moved.numel() else False
     return moved.clone() if shared and moved.device == raw.device else moved
 
@@ -247,122 +244,10 @@ def _scalars(raw: RawWeights, static: bool) -> dict[str, Tensor]:
     return tensors
 
 
-def _plain_values(raw: RawWeights) -> str:
+def plain_values(raw: RawWeights) -> str:
     plain = {name: getattr(raw, name) for name in _PLAIN}
     for name in ("w13_bias", "w2_bias"):
         bias = getattr(raw, name)
         plain[f"{name}_dtype"] = None if bias is None else str(bias.dtype).removeprefix("torch.")
     # Quoted: torch.export writes string inputs into source code without escaping them.
     return urllib.parse.quote(json.dumps(plain))
-
-
-def sizes_of(w: PreparedWeights) -> Sizes:
-    """The logical sizes of a prepared layer."""
-    gated = ACTIVATIONS[w.activation].is_gated
-    return Sizes(w.num_local_experts, w.hidden_size, w.intermediate_size, gated, w.w13.dtype)
-
-
-def restore(w: PreparedWeights) -> RawWeights:
-    """The raw weights that `prepare` took (this rank's share of them), bit for bit."""
-    backend = BACKENDS[w.backend]
-    arguments = {name: t for name, t in w.tensors().items() if name.split("_")[0] in ("w13", "w2")}
-    for name in ("w13_bias", "w2_bias", "w13_scale_2", "w2_scale_2"):
-        arguments.pop(name, None)
-    tensors: dict[str, Any] = backend.restore(SCHEMES[w.scheme], arguments, sizes_of(w))
-    tensors |= {name: value for name in _KEPT if (value := getattr(w, name)) is not None}
-    plain = json.loads(urllib.parse.unquote(w.raw))
-    for name, rows in (("w13_bias", w.intermediate_size), ("w2_bias", w.hidden_size)):
-        dtype, bias = plain.pop(f"{name}_dtype"), getattr(w, name)
-        if bias is not None:
-            halves = 2 if name == "w13_bias" and ACTIVATIONS[w.activation].is_gated else 1
-            if backend.bias_layout is not None:
-                bias = backend.bias_layout.undo(name, bias, halves)
-            kept = bias.unflatten(1, (halves, -1))[:, :, :rows].flatten(1)
-            tensors[name] = kept.to(getattr(torch, dtype))
-    return RawWeights(scheme=w.scheme, **tensors, **plain)
-
-
-def update(w: PreparedWeights, raw: RawWeights) -> None:
-    """Copy what `prepare` would make of `raw` into the tensors of `w`."""
-    settings = {name: value for name, value in w.metadata().items() if name not in ("backend", "layout", "raw")}
-    for name, mine, other in (
-        ("scheme", w.scheme, raw.scheme),
-        ("num_experts", w.num_local_experts, raw.num_experts),
-        ("hidden_size", w.hidden_size, raw.hidden_size),
-        ("intermediate_size", w.intermediate_size, raw.intermediate_size),
-    ):
-        if mine != other:
-            raise ValueError(f"update_: {name} must be {mine!r} as prepared, got {other!r}")
-    new, old = _tensors(raw, BACKENDS[w.backend], settings, w.device), w.tensors()
-    if new.keys() != old.keys():
-        raise ValueError(f"update_: tensors must be {sorted(old)} as prepared, got {sorted(new)}")
-    for name, tensor in new.items():
-        if tensor.shape != old[name].shape or tensor.dtype != old[name].dtype:
-            expected = f"{tuple(old[name].shape)} {old[name].dtype}"
-            got = f"{tuple(tensor.shape)} {tensor.dtype}"
-            raise ValueError(f"update_: {name} must be {expected} as prepared, got {got}")
-    for name, tensor in new.items():
-        old[name].copy_(tensor)
-
-
-def explain(
-    what: PreparedWeights | RawWeights | Problem | None = None,
-    *,
-    backend: str | None = None,
-    config: FusedMoEConfig | None = None,
-    quant_config: FusedMoEQuantConfig | None = None,
-    **settings: Any,
-) -> Explanation:
-    """Every backend, chosen or not, with every reason. Print it.
-
-    Args:
-        what: prepared weights (why their backend was chosen), raw weights with prepare's other
-            arguments (`activation=`, `act_format=`, `device=`, ...), or a Problem.
-        backend: as in `prepare`; None: as it was prepared, else the config's `moe_backend`, MOEQ_BACKEND, "auto".
-        config, quant_config: instead of `what`, a layer's configs (and `capability=(major, minor)`, where the
-            device is not in this machine). quant_config None: nothing is quantized.
-    """
-    if config is not None or quant_config is not None:
-        return _explain_config(what, config, quant_config, backend, **settings)
-    if isinstance(what, PreparedWeights):
-        explanation = explain_problem(_problem_of_prepared(what), backend or what.backend)
-        return explanation if backend else dataclasses.replace(explanation, requested="auto")
-    requested = requested_backend(backend or "auto")
-    if isinstance(what, Problem):
-        return explain_problem(what, requested)
-    if isinstance(what, RawWeights):
-        device = torch.device(settings.pop("device", None) or what.device)
-        plain: dict[str, Any] = {"activation": None, "act_format": None, "num_experts": None, "local_expert_offset": 0}
-        plain |= {"router_weight_on_input": False, "weight_policy": "exact", "swiglu": (None, None, None)} | settings
-        return explain_problem(problem_of(what, _settings(what, **plain), device), requested)
-    raise TypeError(f"explain: what must be PreparedWeights, RawWeights or Problem, got {type(what).__name__}")
-
-
-def _explain_config(what: Any, config: Any, quant_config: Any, backend: str | None, **settings: Any) -> Explanation:
-    from torch_moe_ops.problem_of_config import problem_of_config
-
-    if what is not None or config is None:
-        raise TypeError("explain: config must be given instead of what, with or without quant_config")
-    problem = problem_of_config(config, quant_config, **settings)
-    return explain_problem(problem, requested_backend(backend or config.moe_backend))
-
-
-def _problem_of_prepared(w: PreparedWeights) -> Problem:
-    scales = [s for s in (w.a1_gscale, w.a2_gscale) if s is not None]
-    kind = "none" if not scales else "expert" if any(s.ndim for s in scales) else "tensor"
-    names = {f.name for f in dataclasses.fields(Problem)} & w.metadata().keys()
-    return Problem(
-        **{name: getattr(w, name) for name in names},
-        **device_fields(w.device),
-        dtype=w.w13.dtype if w.scheme == "none" else None,
-        has_bias=w.w13_bias is not None or w.w2_bias is not None,
-        per_half_alphas=w.g1_alphas is not None and w.g1_alphas.ndim == 2,
-        input_scale=kind,
-        constants=_constants(w.metadata()),
-        weight_scales=_weight_scales(w.scheme, w.w13_scale, w.w2_scale),
-    )
-
-
-def act_format_names() -> tuple[str, ...]:
-    """Every activation format that some scheme accepts."""
-    return tuple(ACT_FORMATS)

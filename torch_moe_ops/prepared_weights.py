@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,7 +84,8 @@ class PreparedWeights:
         The backend and its layout stay: one that cannot run there refuses when it is called, so
         move between devices of one kind, or `restore` and `prepare` anew.
         """
-        moved: dict[str, Any] = {name: t.to(device) for name, t in self.tensors().items()}
+        target = torch.device(device)  # not a dtype: codes must stay what they are
+        moved: dict[str, Any] = {name: t.to(target) for name, t in self.tensors().items()}
         return dataclasses.replace(self, **moved)
 
     def op_weights(self) -> tuple[Tensor | None, ...]:
@@ -98,38 +98,44 @@ class PreparedWeights:
         A compiled function or a CUDA graph that holds these tensors sees the new values.
         Raises ValueError where the new weights would need another problem, shape or dtype.
         """
-        from torch_moe_ops.prepare import update
+        from torch_moe_ops.restoring import update
 
         update(self, raw)
         return self
 
     def save(self, path: str | Path) -> None:
         """Write a .safetensors file; `PreparedWeights.load` reads it back."""
-        from safetensors.torch import save_file
+        from torch_moe_ops.serialization import write
 
-        header = {"moeq_format": str(FORMAT_VERSION), "moeq": json.dumps(self.metadata())}
-        save_file({name: t.contiguous() for name, t in self.tensors().items()}, str(path), metadata=header)
+        write(path, self.tensors(), self.metadata(), FORMAT_VERSION)
 
     @staticmethod
     def load(path: str | Path, device: torch.device | str = "cpu") -> PreparedWeights:
         """Read what `save` wrote. ValueError where the file is of another kind, version or layout."""
-        from safetensors import safe_open
+        from torch_moe_ops.serialization import read
 
-        from torch_moe_ops.backends import BACKENDS
+        plain, tensors = read(path, device, PreparedWeights, FORMAT_VERSION)
+        return _checked(path, plain, tensors)
 
-        with safe_open(str(path), framework="pt", device=str(device)) as file:
-            header = file.metadata() or {}
-            if header.get("moeq_format") != str(FORMAT_VERSION):
-                got = header.get("moeq_format")
-                raise ValueError(f"{path}: moeq_format must be {FORMAT_VERSION}, got {got!r}")
-            plain = json.loads(header["moeq"])
-            tensors: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        backend = BACKENDS.get(plain["backend"])
-        known = None if backend is None else backend.layout.name
-        if plain["layout"] != known:
-            what = f"{known!r} for backend {plain['backend']!r}"
-            raise ValueError(f"{path}: layout must be {what}, got {plain['layout']!r}")
-        return PreparedWeights(**plain, **tensors)
+
+def _checked(path: str | Path, plain: dict[str, Any], tensors: dict[str, Any]) -> PreparedWeights:
+    """The object, its layout and shapes as this version of the library has them."""
+    from torch_moe_ops.backends import BACKENDS
+    from torch_moe_ops.restoring import sizes_of
+
+    backend = BACKENDS.get(plain["backend"])
+    if backend is None:
+        raise ValueError(f"{path}: backend must be one of {list(BACKENDS)}, got {plain['backend']!r}")
+    if plain["layout"] != backend.layout.name:
+        what = f"{backend.layout.name!r} for backend {backend.name!r}"
+        raise ValueError(f"{path}: layout must be {what}, got {plain['layout']!r}")
+    w = PreparedWeights(**plain, **tensors)
+    for name, (shapes, dtypes) in backend.layout.specs(SCHEMES[w.scheme], sizes_of(w)).items():
+        tensor = getattr(w, name)
+        got = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+        if tensor is None or tuple(tensor.shape) not in shapes or tensor.dtype not in dtypes:
+            raise ValueError(f"{path}: {name} must have shape {shapes} and dtype {dtypes}, got {got}")
+    return w
 
 
 TENSOR_FIELDS = frozenset(f.name for f in dataclasses.fields(PreparedWeights) if "Tensor" in str(f.type))

@@ -29,11 +29,10 @@ def quantize_experts(w13: Tensor, w2: Tensor, scheme: str = "nvfp4", **fields: A
     """
     sizes = get_scheme(scheme)
     for name, weight in (("w13", w13), ("w2", w2)):
-        if weight.ndim != 3 or weight.dtype not in FLOATS:
-            raise ValueError(
-                f"quantize_experts: {name} must have 3 dimensions and a dtype of {[str(d) for d in FLOATS]}, "
-                f"got {tuple(weight.shape)} {weight.dtype}"
-            )
+        if weight.ndim != 3 or not weight.shape[0] or weight.dtype not in FLOATS:
+            need = f"3 dimensions, at least one expert and a dtype of {[str(d) for d in FLOATS]}"
+            got = f"{tuple(weight.shape)} {weight.dtype}"
+            raise ValueError(f"quantize_experts: {name} must have {need}, got {got}")
         sizes.storage_k(weight.shape[2])
     tensors: dict[str, Any] = {}
     for name, weight in (("w13", w13), ("w2", w2)):
@@ -119,8 +118,9 @@ def dequantize_experts(raw: RawWeights) -> tuple[Tensor, Tensor]:
     Rows of w13 are gate then up. Expert by expert into the result.
     """
     halves = 2 if raw.is_gated else 1
-    w13 = torch.empty(raw.num_experts, raw.w13.shape[1], raw.hidden_size, device=raw.device)
-    w2 = torch.empty(raw.num_experts, raw.hidden_size, raw.intermediate_size, device=raw.device)
+    like = {"dtype": torch.float32, "device": raw.device}
+    w13 = torch.empty(raw.num_experts, raw.w13.shape[1], raw.hidden_size, **like)
+    w2 = torch.empty(raw.num_experts, raw.hidden_size, raw.intermediate_size, **like)
     for e in range(raw.num_experts):
         w13[e] = _dequantize_matrix(raw, "w13", e, halves)
         w2[e] = _dequantize_matrix(raw, "w2", e, 1)
@@ -136,8 +136,8 @@ def _dequantize_matrix(raw: RawWeights, name: str, e: int, halves: int) -> Tenso
     if raw.scheme == "nvfp4":
         pieces = zip(codes.chunk(halves), scale.chunk(halves), scale_2.reshape(-1).expand(halves), strict=True)
         return torch.cat([nvfp4.dequantize(*piece) for piece in pieces])
-    if raw.scheme in _MX:
-        return mx.dequantize_mx(codes, scale, _MX[raw.scheme])
+    if element := get_scheme(raw.scheme).element:
+        return mx.dequantize_mx(codes, scale, element)
     if raw.scheme in ("int4", "mxint4"):
         return int4.dequantize(int4.unpack_int32(codes), scale, zero_point)
     if raw.scheme == "int8":
@@ -152,7 +152,6 @@ def _of_expert(tensor: Tensor | None, e: int) -> Any:
     return None if tensor is None else tensor[e]
 
 
-_MX = {"mxfp4": "e2m1", "mxfp8": "e4m3", "mxfp6_e3m2": "e3m2", "mxfp6_e2m3": "e2m3"}
 
 
 def _dequantize_fp8(scheme: str, codes: Tensor, scale: Tensor, halves: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,8 @@ from torch_moe_ops.schemes import ZERO_POINT_DTYPES, Scheme, get_scheme
 
 if TYPE_CHECKING:
     from torch_moe_ops.config import FusedMoEQuantConfig
+
+FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,8 +104,25 @@ class RawWeights:
 
     def to(self, device: torch.device | str) -> RawWeights:
         """The same weights with every tensor on `device`."""
-        moved: dict[str, Any] = {name: t.to(device) for name, t in self.tensors().items()}
+        target = torch.device(device)  # not a dtype: codes must stay what they are
+        moved: dict[str, Any] = {name: t.to(target) for name, t in self.tensors().items()}
         return dataclasses.replace(self, **moved)
+
+    def save(self, path: str | Path) -> None:
+        """Write a .safetensors file; `RawWeights.load` reads it back."""
+        from torch_moe_ops.serialization import write
+
+        names = [f.name for f in dataclasses.fields(self)]
+        plain = {name: getattr(self, name) for name in names if not isinstance(getattr(self, name), Tensor)}
+        write(path, self.tensors(), plain, FORMAT_VERSION)
+
+    @staticmethod
+    def load(path: str | Path, device: torch.device | str = "cpu") -> RawWeights:
+        """Read what `save` wrote; ValueError names the path and what is wrong."""
+        from torch_moe_ops.serialization import read
+
+        plain, tensors = read(path, device, RawWeights, FORMAT_VERSION)
+        return RawWeights(**{**plain, **tensors})
 
     def equal(self, other: RawWeights) -> bool:
         """Bit for bit the same tensors and the same plain values."""
@@ -141,6 +161,10 @@ def _validate(raw: RawWeights) -> None:
         _require(tensor.ndim == 3, raw, name, "have 3 dimensions [num_experts, rows, K]", tensor.shape)
         dtypes = [str(d) for d in scheme.weight_dtypes]
         _require(tensor.dtype in scheme.weight_dtypes, raw, name, f"have a dtype of {dtypes}", tensor.dtype)
+    for field in dataclasses.fields(raw):
+        value = getattr(raw, field.name)
+        if "Tensor" in str(field.type) and not (value is None or isinstance(value, Tensor)):
+            raise TypeError(f"RawWeights: {field.name} must be a Tensor or None, got {type(value).__name__}")
     for name, tensor in raw.tensors().items():
         _require(tensor.device == raw.device, raw, name, f"be on {raw.device} like w13", tensor.device)
     _validate_sizes(raw, scheme)
@@ -154,7 +178,30 @@ def _validate(raw: RawWeights) -> None:
         _require(gated == raw.is_gated, raw, "activation", f"fit w13 ({raw.activation} needs {rows})", raw.w13.shape)
     for name in ("swiglu_alpha", "swiglu_beta", "swiglu_limit"):
         value = getattr(raw, name)
+        if value is not None and not isinstance(value, (int, float)):
+            raise TypeError(f"RawWeights: {name} must be None or a number, got {type(value).__name__}")
         _require(value is None or not math.isnan(value), raw, name, "be None or a number", value)
+    _require(raw.swiglu_limit is None or raw.swiglu_limit > 0, raw, "swiglu_limit", "be positive", raw.swiglu_limit)
+    _validate_values(raw)
+
+
+def _validate_values(raw: RawWeights) -> None:
+    """The few values that spoil a whole layer: factors of matrices and of activations, and int4 zero points."""
+    if raw.w13.device.type == "meta" or isinstance(raw.w13, torch._subclasses.FakeTensor):
+        return
+    for name in ("w13_scale_2", "w2_scale_2", "a13_input_scale", "a2_input_scale"):
+        tensor = getattr(raw, name)
+        if tensor is None:
+            continue
+        bad = ~(tensor.isfinite() & (tensor > 0))
+        if bad.any():
+            where = bad.nonzero()[0].tolist()
+            _require(False, raw, name, "be finite and positive", f"{tensor[tuple(where)].item()} at {where}")
+    for name in ("w13_zero_point", "w2_zero_point"):
+        tensor = getattr(raw, name)
+        if raw.scheme == "int4" and tensor is not None and tensor.numel():
+            largest = int(tensor.max())
+            _require(largest <= 15, raw, name, "be at most 15", largest)
 
 
 def _validate_sizes(raw: RawWeights, scheme: Scheme) -> None:
@@ -223,3 +270,6 @@ def _validate_inputs_and_biases(raw: RawWeights) -> None:
             continue
         _require(tensor.shape == shape, raw, name, f"have shape {shape}", tensor.shape)
         _require(tensor.is_floating_point(), raw, name, "have a float dtype", tensor.dtype)
+
+
+torch.export.register_dataclass(RawWeights)

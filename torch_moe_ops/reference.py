@@ -10,6 +10,9 @@ that the stored weights stand for. Arithmetic in float32 or, to bound its own er
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -28,6 +31,25 @@ def experts_reference(call: ExpertsCall, emulate: bool = True, dtype: torch.dtyp
         emulate: make every rounding step of the contract, or none of them.
         dtype: float32 or float64, of accumulation and of everything between the rounding steps.
     """
+    with _exact_matmul():
+        return _in_chunks(call, emulate, dtype)
+
+
+@contextmanager
+def _exact_matmul() -> Iterator[None]:
+    """float32 products in float32, whatever the process allows elsewhere (TF32, bfloat16)."""
+    before = torch.get_float32_matmul_precision()
+    if before == "highest":
+        yield
+        return
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _in_chunks(call: ExpertsCall, emulate: bool, dtype: torch.dtype) -> Tensor:
     tokens, top_k = call.topk_ids.shape
     hidden_size = call.w2.shape[1]
     out = call.hidden_states.new_empty((tokens, hidden_size), dtype=dtype)
@@ -76,7 +98,7 @@ def _expert(call: ExpertsCall, e: int, x: Tensor, x_scale: Tensor | None, emulat
     constants = (call.swiglu_alpha, call.swiglu_beta, call.swiglu_limit)
     h = apply_activation(call.activation, gate, pieces[-1], *constants)
     if emulate and call.act_format == "none":
-        h = h.float().to(_activation_dtype(call)).to(dtype)  # rounded once
+        h = h.float().to(call.hidden_states.dtype).to(dtype)  # rounded once
     y = _gemm(call, 2, e, 1, activation_operand(call, 2, e, h, None, emulate, dtype), dtype)[0]
     return y if call.w2_bias is None else y + call.w2_bias[e].to(dtype)
 
@@ -104,11 +126,6 @@ def _gemm(call: ExpertsCall, gemm: int, e: int, halves: int, a: Operand, dtype: 
 def _alpha(alphas: Tensor, e: int, half: int) -> Tensor:
     """[E], or [E, halves]."""
     return alphas[e] if alphas.ndim == 1 else alphas[e, half]
-
-
-def _activation_dtype(call: ExpertsCall) -> torch.dtype:
-    x = call.hidden_states
-    return x.dtype if call.hidden_states_scale is None else call.out_dtype
 
 
 def _combine(call: ExpertsCall, y: Tensor, local: Tensor, dtype: torch.dtype) -> Tensor:

@@ -135,7 +135,8 @@ def _quantized(act_format: str, x: Tensor, gscale: Tensor | None, group: int, dt
     return Operand(mx.dequantize_mx(*mx.quantize_mx(x, element, "rceil"), element, dtype))
 
 
-MX_ELEMENTS = {"mxfp4": "e2m1", "mxfp8": "e4m3", "mxfp6_e3m2": "e3m2", "mxfp6_e2m3": "e2m3"}
+# An MX activation format has the element of the scheme of its name.
+MX_ELEMENTS = {name: scheme.element for name, scheme in SCHEMES.items() if scheme.element}
 
 
 def _packed(call: ExpertsCall, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Operand:

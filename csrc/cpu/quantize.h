@@ -41,7 +41,9 @@ MOEQ_INLINE Vec round_e4m3(Vec y) { return round_element(y, 448.0f, 3, -6); }
 // each rounded, in this order; that is what makes the codes reproducible.
 MOEQ_INLINE Vec nvfp4_block(Vec x, float gscale, float inverse) {
   constexpr float kSixth = 1.0f / 6.0f;  // 0x3E2AAAAB
-  float s = gscale * (max_lane(abs(x)) * kSixth);
+  const float sixth = max_lane(abs(x)) * kSixth;
+  // A dynamic gscale is infinite for a row below 8e-36: infinity times zero must stay zero.
+  float s = sixth == 0.0f ? 0.0f : gscale * sixth;
   s = s > 448.0f ? 448.0f : s;
   const float scale = lane_round_small_float(s, 3, -6);
   const float reciprocal = scale == 0.0f ? 0.0f : 1.0f / (scale * inverse);

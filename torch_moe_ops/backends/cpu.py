@@ -2,68 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
 from torch_moe_ops import _ext
-from torch_moe_ops.backends import _cpu_layout
-from torch_moe_ops.backends.registry import (
-    Backend,
-    Layout,
-    Problem,
-    Sizes,
-    Spec,
-    available,
-    formats,
-    one_of,
-    register,
-)
+from torch_moe_ops.backends import _cpu_pack
+from torch_moe_ops.backends.registry import Backend, Layout, Problem, available, formats, one_of, register
 from torch_moe_ops.ops.call import ExpertsCall
-from torch_moe_ops.raw_weights import RawWeights
-from torch_moe_ops.schemes import Scheme
+from torch_moe_ops.quant import mx
+from torch_moe_ops.schemes import SCHEMES
 
-FORMATS = {"nvfp4": ("nvfp4", "none"), "none": ("none",)}
-
-
-def _specs(scheme: Scheme, sizes: Sizes) -> dict[str, Spec]:
-    shapes = _cpu_layout.packed_shapes(
-        scheme.name,
-        sizes.num_experts,
-        sizes.hidden_size,
-        sizes.intermediate_size,
-        sizes.is_gated,
-        sizes.weight_dtype,
-    )
-    return {name: ((shape,), (dtype,)) for name, (shape, dtype) in shapes.items()}
-
-
-def prepare(raw: RawWeights) -> dict[str, Tensor]:
-    """Panels of 16 output rows, expert by expert."""
-    tensors = {}
-    for name, gated in (("w13", raw.is_gated), ("w2", False)):
-        tensors[name] = _cpu_layout.pack_weight(raw.scheme, getattr(raw, name), gated)
-        scale = getattr(raw, f"{name}_scale")
-        if scale is not None:
-            tensors[f"{name}_scale"] = _cpu_layout.pack_scale(raw.scheme, scale, gated)
-    return tensors
-
-
-def restore(scheme: Scheme, tensors: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
-    """Inverse of prepare, bit for bit."""
-    hidden, inter = sizes.hidden_size, sizes.intermediate_size
-    rows = 2 * inter if sizes.is_gated else inter
-    restored = {}
-    for name, gated, size_n, size_k in (("w13", sizes.is_gated, rows, hidden), ("w2", False, hidden, inter)):
-        restored[name] = _cpu_layout.unpack_weight(scheme.name, tensors[name], size_n, size_k, gated)
-        if scheme.scales is not None:
-            scale, groups = tensors[f"{name}_scale"], size_k // scheme.scales.size
-            restored[f"{name}_scale"] = _cpu_layout.unpack_scale(scheme.name, scale, size_n, groups, gated)
-    return restored
+FORMATS = {scheme.name: scheme.act_formats for scheme in SCHEMES.values()}
 
 
 def run(call: ExpertsCall, out: Tensor) -> None:
+    """Hand a checked call to the kernels, in their own terms."""
+    scheme = SCHEMES[call.scheme]
+    call = _unpack_fp6(call)
+    w13_scale, w2_scale = _same_dtype(call.w13_scale, call.w2_scale)
+    g1_alphas = _alphas(call, call.g1_alphas, w13_scale, call.a1_gscale)
+    g2_alphas = _alphas(call, call.g2_alphas, w2_scale, call.a2_gscale)
+    w13_zero_point, w2_zero_point = _both(call)
     torch.ops.moeq_C.experts(
         out,
         call.hidden_states,
@@ -71,18 +30,18 @@ def run(call: ExpertsCall, out: Tensor) -> None:
         call.topk_ids,
         call.topk_weights,
         call.w13,
-        call.w13_scale,
-        call.w13_zero_point,
-        call.g1_alphas,
+        _of_rows(w13_scale),
+        w13_zero_point,
+        g1_alphas,
         call.w13_bias,
         call.w2,
-        call.w2_scale,
-        call.w2_zero_point,
-        call.g2_alphas,
+        _of_rows(w2_scale),
+        w2_zero_point,
+        g2_alphas,
         call.w2_bias,
         call.a1_gscale,
         call.a2_gscale,
-        call.scheme,
+        _cpu_pack.kernel_scheme(scheme),
         call.act_format,
         call.activation,
         call.swiglu_alpha,
@@ -93,6 +52,58 @@ def run(call: ExpertsCall, out: Tensor) -> None:
     )
 
 
+def _unpack_fp6(call: ExpertsCall) -> ExpertsCall:
+    """Packed MXFP6 hidden states as float32: quantizing those again gives the same values, exactly.
+
+    The rceil exponent of decoded values is at most the one that they came with, so all of them fit.
+    """
+    if call.hidden_states_scale is None or not call.act_format.startswith("mxfp6"):
+        return call
+    element = call.act_format.removeprefix("mxfp6_")
+    values = mx.dequantize_mx(call.hidden_states, call.hidden_states_scale, element)
+    return call._replace(hidden_states=values, hidden_states_scale=None)
+
+
+def _same_dtype(a: Tensor | None, b: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    # The kernels read one dtype of scales; a file that mixes them is converted at every call.
+    if a is None or b is None or a.dtype == b.dtype:
+        return a, b
+    return a.float(), b.float()
+
+
+def _of_rows(scale: Tensor | None) -> Tensor | None:
+    return None if scale is None or _cpu_pack.is_per_tensor(scale) else scale
+
+
+def _alphas(call: ExpertsCall, alphas: Tensor | None, scale: Tensor | None, gscale: Tensor | None) -> Tensor | None:
+    """What multiplies whole accumulators: the op's alphas; per-tensor scales and fl(1 / gscale) where it has none."""
+    if alphas is not None:
+        return alphas
+    per_tensor = scale if scale is not None and _cpu_pack.is_per_tensor(scale) else None
+    if per_tensor is not None and per_tensor.shape[1] == 1:
+        per_tensor = per_tensor[:, 0]
+    packed_input = call.hidden_states_scale is not None and gscale is call.a1_gscale
+    if gscale is None or packed_input:  # packed rows bring scales of their own
+        return None if per_tensor is None else per_tensor.contiguous()
+    inverse = gscale.reciprocal().expand(call.w13.shape[0])
+    if per_tensor is None:
+        return inverse.contiguous()
+    return (per_tensor * (inverse[:, None] if per_tensor.ndim == 2 else inverse)).contiguous()
+
+
+def _both(call: ExpertsCall) -> tuple[Tensor | None, Tensor | None]:
+    """Zero points of both weights where one has them: the kernels take both or neither."""
+    a, b = call.w13_zero_point, call.w2_zero_point
+    if (a is None) == (b is None):
+        return a, b
+    middle = 8 if call.scheme == "int4" else 0
+    assert call.w13_scale is not None and call.w2_scale is not None
+    dtype = torch.uint8 if call.scheme == "int4" else torch.int8
+    if a is None:
+        return torch.full_like(call.w13_scale, middle, dtype=dtype), b
+    return a, torch.full_like(call.w2_scale, middle, dtype=dtype)
+
+
 def _notes(problem: Problem) -> str:
     return f"{torch.ops.moeq_C.cpu_isa()} kernels" if _ext.has_cpu_extension() else ""
 
@@ -100,16 +111,15 @@ def _notes(problem: Problem) -> str:
 register(
     Backend(
         name="cpu",
-        layout=Layout(
-            name="cpu_panels_v1", specs=_specs, intermediate_size=lambda s, shape: _cpu_layout.intermediate_size_of(s.name, shape)
-        ),
+        layout=Layout("cpu_panels_v1", _cpu_pack.specs, _cpu_pack.intermediate_size, _cpu_pack.STORED),
         requires=(
             one_of("device", "cpu"),
             available(lambda: _ext.cpu_extension_reason() or None),
             formats(FORMATS),
+            one_of("weight_policy", "exact"),
         ),
-        prepare=prepare,
-        restore=restore,
+        prepare=_cpu_pack.prepare,
+        restore=_cpu_pack.restore,
         run=run,
         notes=_notes,
     )

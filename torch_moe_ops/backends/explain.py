@@ -51,11 +51,16 @@ def explain_problem(problem: Problem, requested: str = "auto") -> Explanation:
     return Explanation(problem, requested, chosen, against, notes)
 
 
+def check_requested(name: str) -> str:
+    """The name, or ValueError where no backend has it."""
+    if name != "auto" and name not in BACKENDS:
+        raise ValueError(f"backend must be 'auto' or one of {list(BACKENDS)}, got {name!r}")
+    return name
+
+
 def select(problem: Problem, requested: str = "auto") -> Backend:
     """The backend for a problem; ValueError with the whole table where none fits or the asked one does not."""
-    if requested != "auto" and requested not in BACKENDS:
-        raise ValueError(f"backend must be 'auto' or one of {list(BACKENDS)}, got {requested!r}")
-    explanation = explain_problem(problem, requested)
+    explanation = explain_problem(problem, check_requested(requested))
     if explanation.chosen is None:
         what = "no backend can" if requested == "auto" else f"backend {requested!r} cannot"
         raise ValueError(f"{what} run this problem\n{explanation}")

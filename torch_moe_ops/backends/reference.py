@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from torch_moe_ops.activations import ACTIVATIONS
 from torch_moe_ops.backends import linear
-from torch_moe_ops.backends.registry import Backend, register
+from torch_moe_ops.backends.registry import Backend, formats, one_of, register
 from torch_moe_ops.ops.call import ExpertsCall
 from torch_moe_ops.reference import experts_reference
+from torch_moe_ops.schemes import SCHEMES
 
 
 def run(call: ExpertsCall, out: Tensor) -> None:
@@ -19,7 +21,10 @@ register(
     Backend(
         name="reference",
         layout=linear.LINEAR,
-        requires=(),
+        requires=(
+            formats({scheme.name: scheme.act_formats for scheme in SCHEMES.values()}),
+            one_of("activation", *ACTIVATIONS),
+        ),
         prepare=linear.prepare,
         restore=linear.restore,
         run=run,

@@ -7,7 +7,7 @@ A requirement returns the reason why a problem does not fit, or None: condition 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -56,10 +56,10 @@ class Problem:
 
     def __str__(self) -> str:
         shown = []
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in _ALWAYS_SHOWN or value != field.default:
-                shown.append(f"{field.name}={value!r}")
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name in _ALWAYS_SHOWN or value != f.default:
+                shown.append(f"{f.name}={value!r}")
         return f"Problem({', '.join(shown)})"
 
 
@@ -99,11 +99,18 @@ class Layout:
     specs: sizes -> {argument: (shapes, dtypes)} for w13, w2 and their scales; one of each must match.
         Zero points are shaped like the scales.
     intermediate_size: shape of w2 -> intermediate size, padding of the layout included.
+    stored: scheme -> dtype of the codes where it is not the scheme's own.
     """
 
     name: str
     specs: Callable[[Scheme, Sizes], dict[str, Spec]]
     intermediate_size: Callable[[Scheme, tuple[int, ...]], int]
+    stored: Mapping[str, torch.dtype] = field(default_factory=dict)
+
+    def weight_dtypes(self, scheme: Scheme) -> tuple[torch.dtype, ...]:
+        """Dtypes of w13 and w2."""
+        own = self.stored.get(scheme.name)
+        return scheme.weight_dtypes if own is None else (own,)
 
 
 @dataclass(frozen=True)

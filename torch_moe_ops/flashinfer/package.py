@@ -39,7 +39,7 @@ def installed_version() -> str | None:
     try:
         return importlib.metadata.version("flashinfer-python")
     except importlib.metadata.PackageNotFoundError:
-        return getattr(_module("flashinfer"), "__version__", None)
+        return getattr(module("flashinfer"), "__version__", None)
 
 
 def package_unmet(scheme: str, importing: bool) -> str | None:
@@ -63,36 +63,38 @@ def package_unmet(scheme: str, importing: bool) -> str | None:
 def import_error() -> str | None:
     """What importing flashinfer's MoE functions raises, or None."""
     try:
-        _module("flashinfer.fused_moe.core")
+        module("flashinfer.fused_moe.core")
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
 
 
 @cache
-def _module(name: str) -> Any:
+def module(name: str) -> Any:
+    """A module of the installed package, imported now."""
     return importlib.import_module(name)
 
 
 @cache
-def _enum(name: str) -> Any:
-    for module in ("flashinfer.tllm_enums", "flashinfer.fused_moe.core"):
-        found = getattr(_module(module), name, None)
+def enum(name: str) -> Any:
+    """An enum class of the installed release; None where it has none of this name."""
+    for path in ("flashinfer.tllm_enums", "flashinfer.fused_moe.core"):
+        found = getattr(module(path), name, None)
         if found is not None:
             return found
     return None
 
 
-def has_member(enum: str, member: str) -> bool:
+def has_member(name: str, member: str) -> bool:
     """Whether the installed release has this enum and this member of it."""
-    return hasattr(_enum(enum), member)
+    return hasattr(enum(name), member)
 
 
-def number(enum: str, member: str) -> int:
+def number(name: str, member: str) -> int:
     """The number of an enum's member in the installed release."""
-    if not has_member(enum, member):
-        raise RuntimeError(f"flashinfer {installed_version()} has no {enum}.{member}")
-    return int(getattr(_enum(enum), member))
+    if not has_member(name, member):
+        raise RuntimeError(f"flashinfer {installed_version()} has no {name}.{member}")
+    return int(getattr(enum(name), member))
 
 
 class Entry:
@@ -103,21 +105,25 @@ class Entry:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.function: Callable[..., Any] | None = getattr(_module("flashinfer.fused_moe.core"), name, None)
+        self.function: Callable[..., Any] | None = getattr(module("flashinfer.fused_moe.core"), name, None)
         parameters = {} if self.function is None else dict(inspect.signature(self.function).parameters)
         self.parameters = frozenset(parameters)
         ids = parameters.get("topk_ids")
         self.accepts_pairs = ids is not None and "uple" in str(ids.annotation)
 
-    def __call__(self, optional: dict[str, Any], **arguments: Any) -> Any:
-        """Call with all `arguments`, and with those `optional` ones that the release has. Returns the output tensor.
-
-        Some functions return a list, some a tensor, some change from one to the other between releases.
-        """
+    def value(self, optional: dict[str, Any], **arguments: Any) -> Any:
+        """Call with all `arguments`, and with those `optional` ones that the release has."""
         if self.function is None:
             raise RuntimeError(f"flashinfer {installed_version()} has no {self.name}")
         known = {name: value for name, value in optional.items() if name in self.parameters}
-        result = self.function(**arguments, **known)
+        return self.function(**arguments, **known)
+
+    def __call__(self, optional: dict[str, Any], **arguments: Any) -> Any:
+        """value(), as the output tensor.
+
+        Some functions return a list, some a tensor, some change from one to the other between releases.
+        """
+        result = self.value(optional, **arguments)
         return result[0] if isinstance(result, (list, tuple)) else result
 
 
@@ -129,5 +135,5 @@ def entry(name: str) -> Entry:
 
 def forget() -> None:
     """Look everything up anew; for tests that replace the package."""
-    for cached in (import_error, _module, _enum, entry):
+    for cached in (import_error, module, enum, entry):
         cached.cache_clear()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,13 +13,21 @@ from torch_moe_ops._schemas import LIB
 _NOTHING = nullcontext()
 
 
-def below_autograd() -> AbstractContextManager[Any]:
-    """Run a Python body as if it were C++: autograd does not record what happens inside.
+def like_a_kernel(device_type: str) -> AbstractContextManager[Any]:
+    """Run a Python body as if it were C++: neither autograd nor autocast sees what happens inside.
 
-    Without it a pure-torch backend would be differentiated through and a C++ one would not.
-    The ops are inference-only on every backend. Free where grad mode is off.
+    Without it a pure-torch backend would be differentiated through, and multiplied in bfloat16 under
+    autocast, and a C++ one would not. The ops are inference-only on every backend. Free where both are off.
     """
+    if torch.is_autocast_enabled(device_type):
+        return _without_autocast(device_type)
     return torch._C._AutoDispatchBelowAutograd() if torch.is_grad_enabled() else _NOTHING
+
+
+@contextmanager
+def _without_autocast(device_type: str) -> Iterator[None]:
+    with torch.autocast(device_type, enabled=False), torch._C._AutoDispatchBelowAutograd():
+        yield
 
 
 def attach(name: str, cpu: Callable[..., Any], anywhere: Callable[..., Any], fake: Callable[..., Any]) -> None:

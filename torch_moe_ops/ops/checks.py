@@ -186,6 +186,8 @@ def _fail_range(op: str, call: ExpertsCall, experts: int) -> None:
 def _check_hidden(op: str, call: ExpertsCall, plan: Plan) -> tuple[int, bool]:
     """Hidden states, unquantized or packed. Returns the hidden size and whether they are packed."""
     x, scale, act = call.hidden_states, call.hidden_states_scale, plan.act
+    if x.layout != torch.strided:
+        fail(op, "hidden_states", "be strided", x.layout)
     if x.ndim != 2:
         fail(op, "hidden_states", "have shape [num_tokens, hidden_size]", x.shape)
     if scale is None:
@@ -211,8 +213,9 @@ def _check_hidden(op: str, call: ExpertsCall, plan: Plan) -> tuple[int, bool]:
 def _make_table(op: str, call: ExpertsCall, plan: Plan, hidden_size: int, packed: bool) -> _Table:
     """Check w13 and w2, and say what all other weight arguments must be."""
     scheme, w13, w2 = plan.scheme, call.w13, call.w2
-    if w13.dtype not in scheme.weight_dtypes:
-        allowed = " or ".join(str(d) for d in scheme.weight_dtypes)
+    dtypes = plan.backend.layout.weight_dtypes(scheme)
+    if w13.dtype not in dtypes:
+        allowed = " or ".join(str(d) for d in dtypes)
         fail(op, "w13", f"have dtype {allowed}", w13.dtype)
     if w13.ndim < 3 or not w13.shape[0]:
         fail(op, "w13", "have at least 3 dimensions and one expert", w13.shape)
@@ -222,6 +225,7 @@ def _make_table(op: str, call: ExpertsCall, plan: Plan, hidden_size: int, packed
     for name, size in (("hidden_size", hidden_size), ("intermediate_size", inter)):
         if size <= 0 or size % scheme.size_multiple:
             fail(op, name, f"be a positive multiple of {scheme.size_multiple}", size)
+    _check_hidden_size(op, call, plan, hidden_size)
     sizes = Sizes(w13.shape[0], hidden_size, inter, plan.is_gated, w13.dtype)
     expected = plan.backend.layout.specs(scheme, sizes)
     for name, tensor in (("w13", w13), ("w2", w2)):
@@ -232,6 +236,15 @@ def _make_table(op: str, call: ExpertsCall, plan: Plan, hidden_size: int, packed
     large = [name for name in _LARGE if name in expected or (scheme.has_zero_point and name.endswith("point"))]
     pick = itemgetter(*(INDEX[spec.name] for spec in specs))
     return _Table(w13.shape[0], pick, tuple(specs), itemgetter(*(INDEX[name] for name in large)))
+
+
+def _check_hidden_size(op: str, call: ExpertsCall, plan: Plan, hidden_size: int) -> None:
+    """Where both weights agree on another hidden size, the hidden states are wrong, not the weights."""
+    if plan.backend.layout.name != "linear_v1" or call.w2.ndim != 3 or call.w13.ndim != 3:
+        return
+    rows = call.w2.shape[1]
+    if plan.scheme.logical_k(call.w13.shape[2]) == rows != hidden_size:
+        fail(op, "hidden_states", f"have hidden_size {rows} (rows of w2)", hidden_size)
 
 
 def _fail_tensor(
@@ -266,8 +279,17 @@ def check_topk(op: str, call: ExpertsCall) -> None:
     fits = len(other) == 2 and other[1] == shape[1] and other[0] == shape[0]
     if fits is not True:
         check(fits, lambda: describe(op, "topk_weights", f"have shape {tuple(shape)} like topk_ids", other))
-    if call.router_weight_on_input and shape[1] != 1:
-        fail(op, "router_weight_on_input", "be False unless top_k is 1", f"top_k = {shape[1]}")
+    if call.router_weight_on_input:
+        check_weighted_input(op, call)
+        if shape[1] != 1:
+            fail(op, "router_weight_on_input", "be False unless top_k is 1", f"top_k = {shape[1]}")
+
+
+def check_weighted_input(op: str, call: ExpertsCall) -> None:
+    """The routing weight goes on the token before it is quantized."""
+    if call.hidden_states_scale is not None:
+        text = "be unquantized where the router weight goes on the input"
+        fail(op, "hidden_states", text, call.hidden_states.dtype)
 
 
 def check_out(op: str, out: Tensor, shape: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> None:

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from torch_moe_ops._check import check, describe, fail
 from torch_moe_ops._schemas import FAMILIES, arguments
-from torch_moe_ops.ops.bind import attach, below_autograd
+from torch_moe_ops.ops.bind import attach, like_a_kernel
 from torch_moe_ops.ops.call import FIELDS, ExpertsCall
-from torch_moe_ops.ops.checks import Plan, check_experts, check_out, check_topk, plan_of
+from torch_moe_ops.ops.checks import Plan, check_experts, check_out, check_topk, check_weighted_input, plan_of
 from torch_moe_ops.routing import check_route, route_reference
 
 
@@ -102,7 +102,7 @@ def _run(call: ExpertsCall, plan: Plan, out: Tensor, routing: tuple[Any, ...] | 
         swiglu_limit=plan.limit,
         out_dtype=out.dtype,
     )
-    with below_autograd():
+    with like_a_kernel(out.device.type):
         if routing is not None:
             whole = plan.backend.run_monolithic
             if whole is not None and whole(ready, routing, out):
@@ -200,9 +200,15 @@ def _define_monolithic(family: str) -> None:
         experts = logits.shape[1]
         if call.num_experts not in (0, experts):
             fail(op, "num_experts", f"be 0 or {experts}, the columns of router_logits", call.num_experts)
-        call = call._replace(num_experts=experts, router_weight_on_input=options[0] == "llama4")
+        given, call = call.num_experts, call._replace(num_experts=experts)
         plan = plan_of(op, call)
         hidden_size = check_experts(op, call, plan, devices, tracing)
+        if not given and call.w13.shape[0] != experts:
+            text = f"be {experts}, the columns of router_logits, where only {call.w13.shape[0]} experts are local"
+            fail(op, "num_experts", text, given)
+        if options[0] == "llama4":
+            check_weighted_input(op, call)
+            call = call._replace(router_weight_on_input=True)
         rows = call.hidden_states.shape[0]
         check(
             logits.shape[0] == rows,

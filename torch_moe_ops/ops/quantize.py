@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_moe_ops import _ext
 from torch_moe_ops._check import check, describe, fail
-from torch_moe_ops.ops.bind import attach, below_autograd
+from torch_moe_ops.ops.bind import attach, like_a_kernel
 from torch_moe_ops.quant import fp8, int8, mx, nvfp4
+from torch_moe_ops.quant.e8m0 import RULES
 from torch_moe_ops.schemes import ACT_FORMATS, FLOATS, ceil_div
 
-RULES = ("floor", "rceil", "even")
 Pair = tuple[Tensor, Tensor]
 
 
@@ -51,12 +52,12 @@ def _empty(x: Tensor, act_format: str, scale_columns: int | None) -> Pair:
 def _attach(op: str, checks: Callable[..., None], run: Callable[..., Pair], fake: Callable[..., Pair]) -> None:
     """One body for every device, and a fake that makes the same checks."""
 
-    def impl(*args: object, **kwargs: object) -> Pair:
+    def impl(*args: Any, **kwargs: Any) -> Pair:
         checks(*args, **kwargs)
-        with below_autograd():
+        with like_a_kernel(args[0].device.type):
             return run(*args, **kwargs)
 
-    def checked_fake(*args: object, **kwargs: object) -> Pair:
+    def checked_fake(*args: Any, **kwargs: Any) -> Pair:
         checks(*args, **kwargs)
         return fake(*args, **kwargs)
 
@@ -138,7 +139,7 @@ _attach("quantize_int8", _check_int8, _run_int8, lambda x, gscale=None: _empty(x
 
 def _dynamic_gscale_nvfp4(x: Tensor) -> Tensor:
     _check_rows("dynamic_gscale_nvfp4", x, "nvfp4")
-    with below_autograd():
+    with like_a_kernel(x.device.type):
         if x.is_cuda and _ext.has_cuda_extension():
             rows = x.reshape(-1, x.shape[-1]).contiguous()
             return torch.ops.moeq_C.dynamic_gscale_nvfp4_cuda(rows).view(x.shape[:-1])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops._check import fail
-from torch_moe_ops.ops.bind import attach, below_autograd
+from torch_moe_ops.ops.bind import attach, like_a_kernel
 from torch_moe_ops.routing import check_route, route_reference
 
 
@@ -27,7 +27,7 @@ def _implementation(devices: bool) -> Any:
         check_route("route", router_logits, routing_bias, *options)
         if devices:
             _check_devices(router_logits, routing_bias)
-        with below_autograd():
+        with like_a_kernel(router_logits.device.type):
             return route_reference(router_logits, routing_bias, *options)
 
     return impl

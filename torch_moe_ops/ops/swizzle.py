@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from torch_moe_ops._check import check, describe, fail
-from torch_moe_ops.ops.bind import attach, below_autograd
+from torch_moe_ops.ops.bind import attach, like_a_kernel
 from torch_moe_ops.quant import swizzle
 
 _ROWS, _COLS = 128, 4  # of one tile
@@ -24,7 +24,7 @@ def _check_element(op: str, argument: str, t: Tensor, ndim: int, shape: str) -> 
 
 def _swizzle(scale: Tensor) -> Tensor:
     _check_element("swizzle_scale", "scale", scale, 2, "[..., rows, cols]")
-    with below_autograd():
+    with like_a_kernel(scale.device.type):
         return swizzle.swizzle_scale(scale)
 
 
@@ -45,7 +45,7 @@ def _check_unswizzle(swizzled: Tensor, rows: int, cols: int) -> None:
 
 def _unswizzle(swizzled: Tensor, rows: int, cols: int) -> Tensor:
     _check_unswizzle(swizzled, rows, cols)
-    with below_autograd():
+    with like_a_kernel(swizzled.device.type):
         return swizzle.unswizzle_scale(swizzled, rows, cols)
 
 

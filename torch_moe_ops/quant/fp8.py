@@ -43,6 +43,7 @@ def quantize_fp8_group(x: Tensor, group: int = GROUP) -> tuple[Tensor, Tensor]:
     """
     require_floats("fp8.quantize_fp8_group", "x", x)
     _require_positive("fp8.quantize_fp8_group", "group", group)
+    group = min(group, max(x.shape[-1], 1))  # a row is padded to whole groups
     codes, scale = quantize_weight_block(x[..., None, :], (1, group))
     return codes.squeeze(-2), scale.squeeze(-2)
 

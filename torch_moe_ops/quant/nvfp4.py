@@ -23,7 +23,7 @@ def quantize_activation(x: Tensor, gscale: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize activations; bit-equal on every device.
 
     Per block of 16, each line one float32 rounding (c = fl(1/6)):
-        t = fl(v * c), v = max|x|;  s = min(fl(gscale * t), 448);  S = e4m3(s);  S = 0 where v = 0
+        t = fl(v * c), v = max|x|;  s = min(fl(gscale * t), 448);  S = e4m3(s);  S = 0 where t = 0
         r = 0 where S = 0, else fl(1 / fl(S * fl(1 / gscale)));  code = e2m1(fl(x * r))
 
     Args:
@@ -38,9 +38,10 @@ def quantize_activation(x: Tensor, gscale: Tensor) -> tuple[Tensor, Tensor]:
     blocks = split_blocks(function, "x", x, BLOCK)
     gs = per_row(function, gscale, x)
     amax = blocks.abs().amax(-1).float()
-    wanted = torch.clamp_max(gs * (amax * _ONE_SIXTH), e4m3.MAX)
+    sixth = amax * _ONE_SIXTH
+    wanted = torch.clamp_max(gs * sixth, e4m3.MAX)
     # An infinite gscale (from a row of magnitudes below 8e-36) times a zero block would be NaN.
-    scale = e4m3.encode(wanted.masked_fill_(amax == 0, 0.0))
+    scale = e4m3.encode(wanted.masked_fill_(sixth == 0, 0.0))
     stored = e4m3.decode(scale)
     # 1 / 0 would be infinite, and infinity times zero NaN: a block whose scale underflows is lost, by contract.
     factor = (stored * gs.reciprocal()).reciprocal_().masked_fill_(stored == 0, 0.0)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from torch_moe_ops.fused import fused_moe_routed
-from torch_moe_ops.prepare import prepare, restore
+from torch_moe_ops.prepare import prepare
 from torch_moe_ops.prepared_weights import PreparedWeights
+from torch_moe_ops.restoring import restore
 
 IMPLEMENTATION = "moeq"
 

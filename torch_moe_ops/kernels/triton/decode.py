@@ -80,7 +80,7 @@ def decode_e2m1_words(word, scale, DTYPE: tl.constexpr, ROWS: tl.constexpr, WORD
     Returns DTYPE [ROWS, 8 * WORDS], K in the order of `permute`.
     """
     if USE_PTX:
-        if DTYPE == tl.bfloat16:
+        if tl.bfloat16 == DTYPE:
             c0, c1, c2, c3, c4, c5, c6, c7 = tl.inline_asm_elementwise(
                 _DECODE_BF16, _REGISTERS, [word, scale], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1
             )
@@ -112,7 +112,7 @@ def decode_nvfp4(
     """word: int32 [ROWS, WORDS]; scale: uint8 [ROWS, WORDS / 2], e4m3. Returns DTYPE [ROWS, 8 * WORDS] / 256."""
     if not USE_PTX:
         factor = decode_e4m3(scale.to(tl.int32)) * (1.0 / 256.0)
-    elif DTYPE == tl.bfloat16:
+    elif tl.bfloat16 == DTYPE:
         factor = _scale_e4m3_bf16(scale)
     else:
         factor = _scale_e4m3_f16(scale)

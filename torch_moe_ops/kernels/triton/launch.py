@@ -73,12 +73,13 @@ def _target(device: torch.device) -> dict[str, bool]:
 
 
 def _plan(call: ExpertsCall, config: Config | None) -> _Plan:
-    num_slots, experts = call.topk_ids.numel(), call.w13.shape[0]
+    tokens, top_k = call.topk_ids.shape
+    num_slots, experts = tokens * top_k, call.w13.shape[0]
     packed = call.scheme != "none"
-    direct = call.topk_ids.shape[0] == 1  # one token's experts differ, so nothing is read twice
+    direct = tokens == 1  # one token's experts differ, so nothing is read twice
     hidden_size = call.w2.shape[1]
     inter = call.w2.shape[2] * (2 if packed else 1)
-    chosen = select(call.scheme, num_slots, experts) if config is None else config
+    chosen = select(call.scheme, tokens, top_k, experts, hidden_size, inter) if config is None else config
     return _Plan(
         config=chosen,
         hidden_size=hidden_size,
@@ -308,7 +309,8 @@ def _run_combine(call: ExpertsCall, plan: _Plan, b: _Buffers, out: Tensor) -> No
         H=plan.hidden_size,
         BLOCK=block,
         WEIGHTED=not call.router_weight_on_input,
-        SPECULATE=out.shape[0] < _MANY_ROWS,
+        # With experts elsewhere most slots may be foreign, and their bytes would be read for nothing.
+        SPECULATE=out.shape[0] < _MANY_ROWS and call.num_experts in (0, call.w13.shape[0]),
         num_warps=4 if block > 256 else 2,
     )
 

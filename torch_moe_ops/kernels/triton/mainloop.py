@@ -11,7 +11,6 @@ import triton.language as tl
 
 from torch_moe_ops.kernels.triton.decode import decode_nvfp4
 
-
 _PREFETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;")
 
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from torch_moe_ops.kernels.triton.permute import reorder, reordered_position
+from torch_moe_ops.kernels.triton.permute import reorder
 from torch_moe_ops.kernels.triton.quantize import (
     decode_e2m1,
     decode_e4m3,

@@ -41,7 +41,7 @@ def round_to_e2m1(y):
 @triton.jit
 def narrow(x, DTYPE: tl.constexpr, USE_PTX: tl.constexpr):
     """float32 x rounded to the nearest DTYPE, ties to even."""
-    if USE_PTX or DTYPE != tl.bfloat16:
+    if USE_PTX or tl.bfloat16 != DTYPE:
         y = x.to(DTYPE)
     else:
         # Triton's interpreter cuts bfloat16 off instead of rounding it.

@@ -1,0 +1,79 @@
+"""The layer that every simulated kernel computes, in float64, once its operands are decoded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Halves = tuple[Tensor, Tensor | None]  # up, gate
+
+
+@dataclass
+class Expert:
+    """One expert as a kernel sees it.
+
+    w1: float64 [rows, H], rows [up; gate] where gated. up_factor, gate_factor multiply the accumulators of the
+    first GEMM, factor2 that of the second; biases are added to the accumulators before.
+    """
+
+    w1: Tensor
+    w2: Tensor
+    up_factor: float = 1.0
+    gate_factor: float = 1.0
+    factor2: float = 1.0
+    bias1: Tensor | None = None
+    bias2: Tensor | None = None
+    alpha: float = 1.0
+    beta: float = 0.0
+    limit: float = math.inf
+
+
+def activate(name: str, expert: Expert, accumulator: Tensor) -> Tensor:
+    """Activation by FlashInfer's name, times what the output is to be multiplied by."""
+    if expert.bias1 is not None:
+        accumulator = accumulator + expert.bias1
+    if name == "Relu2":
+        return (expert.gate_factor * accumulator).clamp(min=0) ** 2 * expert.up_factor
+    if name == "Identity":
+        return expert.gate_factor * accumulator * expert.up_factor
+    up, gate = accumulator.chunk(2, dim=-1)
+    limit = expert.limit
+    if name == "SwigluStep":
+        gate = expert.gate_factor * gate
+        silu = (gate * torch.sigmoid(gate)).clamp(max=limit * expert.gate_factor)
+        return silu * up.clamp(-limit, limit) * expert.up_factor
+    up, gate = up.clamp(-limit, limit), gate.clamp(max=limit)
+    gate = expert.gate_factor * gate
+    if name == "Geglu":
+        return torch.nn.functional.gelu(gate) * up * expert.up_factor
+    assert name == "Swiglu", name
+    return gate * torch.sigmoid(expert.alpha * gate) * (up * expert.up_factor + expert.beta)
+
+
+def layer(
+    x: Callable[[int], Tensor],
+    experts: list[Expert],
+    ids: Tensor,
+    weights: Tensor,
+    offset: int,
+    activation: str,
+    requantize: Callable[[int, Tensor], Tensor],
+) -> Tensor:
+    """sum over slots of weight * expert(x): float64 [tokens, H].
+
+    x: expert -> the input [tokens, H] as that expert sees it. requantize: (expert, intermediate) -> operand.
+    """
+    out = torch.zeros(ids.shape[0], experts[0].w2.shape[0], dtype=torch.float64)
+    for e, expert in enumerate(experts):
+        token, slot = torch.nonzero(ids == e + offset, as_tuple=True)
+        if not token.numel():
+            continue
+        hidden = activate(activation, expert, x(e)[token] @ expert.w1.T)
+        y = requantize(e, hidden) @ expert.w2.T
+        y = (y if expert.bias2 is None else y + expert.bias2) * expert.factor2
+        out.index_add_(0, token, y * weights[token, slot, None].double())
+    return out

@@ -1,0 +1,78 @@
+"""Putting the simulator in the place of the compiled module, in every supported release."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from . import trtllm
+
+
+class CompiledModule:
+    """Any attribute exists: the front reads about 20 of them when it loads the module."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def call(*values: Any) -> Any:
+            self._calls.append(name)
+            return trtllm.simulate(name, values)
+
+        return call
+
+
+class _Spec:
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+
+    def build_and_load(self) -> CompiledModule:
+        return CompiledModule(self._calls)
+
+    def get_library_paths(self) -> tuple[str, ...]:
+        return ()
+
+    def get_library_path(self) -> str:
+        return ""
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Replace what flashinfer would compile. Returns the list in which calls of the module are noted."""
+    from flashinfer.fused_moe import core
+
+    calls: list[str] = []
+    monkeypatch.setattr(core, "gen_trtllm_gen_fused_moe_sm100_module", lambda *a, **k: _Spec(calls))
+    if hasattr(core, "_get_trtllm_moe_sm100_module_impl"):
+        core._get_trtllm_moe_sm100_module_impl.cache_clear()
+        monkeypatch.setattr(core, "get_trtllm_moe_sm100_module", lambda: core._get_trtllm_moe_sm100_module_impl(False))
+    else:
+        core.get_trtllm_moe_sm100_module.cache_clear()
+        monkeypatch.setattr(core, "setup_cubin_loader", lambda *a: None)
+    monkeypatch.setattr(core, "device_support_pdl", lambda device: False)
+    return calls
+
+
+def allow_cpu(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """Let `prepare` choose a backend on a CPU: its requirements of the device are dropped, the others stay."""
+    import dataclasses
+
+    from torch_moe_ops.backends import BACKENDS
+    from torch_moe_ops.backends.registry import Problem, Requirement
+
+    as_blackwell = {"device": "cuda", "capability": (10, 0)}
+
+    def elsewhere(requirement: Requirement) -> Requirement:
+        def unmet(problem: Problem) -> str | None:
+            on_cpu = problem.device == "cpu"
+            return requirement.unmet(dataclasses.replace(problem, **as_blackwell) if on_cpu else problem)
+
+        return Requirement(unmet, requirement.of_machine)
+
+    real = BACKENDS[backend]
+    fake = dataclasses.replace(real, requires=tuple(elsewhere(r) for r in real.requires), auto=False)
+    monkeypatch.setitem(BACKENDS, backend, fake)

@@ -1,0 +1,153 @@
+"""Weight layouts: exact inverses over ugly sizes, and equality with FlashInfer's own CPU-capable helpers.
+
+Tensors are coded by coordinate (each byte says where it came from), so that no two wrong orders look alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from problems import Case, make_raw
+from torch import Tensor
+
+import torch_moe_ops as moe
+from torch_moe_ops.flashinfer import cutlass_layout, matrices, rows, trtllm_layout
+from torch_moe_ops.flashinfer.layout import LayerLayout
+from torch_moe_ops.flashinfer.matrices import MatrixLayout
+from torch_moe_ops.schemes import SCHEMES
+
+UGLY = (704, 1856, 2880, 176, 7168)
+LAYERS = {"trtllm": trtllm_layout.LAYER, "cutlass": cutlass_layout.LAYER}
+
+
+def coded(*shape: int) -> Tensor:
+    """Bytes that follow from their position by a hash without short periods along any dimension."""
+    index = torch.arange(torch.Size(shape).numel())
+    mixed = (index * 2654435761) & 0xFFFFFFFF
+    return ((mixed >> 24) ^ (mixed >> 9) ^ (index // 251)).to(torch.uint8).view(shape)
+
+
+def coded_raw(scheme_name: str, hidden: int, inter: int, gated: bool = True) -> moe.RawWeights:
+    """One expert whose bytes are coded by coordinate (NaN patterns too: nothing may interpret them)."""
+    scheme = SCHEMES[scheme_name]
+    dtype = scheme.weight_dtypes[0]
+    halves, fields = 2 if gated else 1, {}
+    for name, n, k, parts in (("w13", halves * inter, hidden, halves), ("w2", hidden, inter, 1)):
+        storage = scheme.storage_k(k)
+        fields[name] = coded(1, n, storage * dtype.itemsize).view(dtype)
+        if scheme.scales is not None:
+            shapes = scheme.scales.shapes(n, k, parts)
+            shape, kind = (shapes[1] if scheme.scales.kind == "channel" else shapes[0]), scheme.scales.dtypes[0]
+            fields[f"{name}_scale"] = coded(1, *shape[:-1], shape[-1] * kind.itemsize).view(kind)
+    if scheme.has_scale_2:
+        fields |= {"w13_scale_2": torch.ones(1, halves), "w2_scale_2": torch.ones(1)}
+    return moe.RawWeights(scheme=scheme_name, **fields)
+
+
+def restored(layer: LayerLayout, raw: moe.RawWeights) -> moe.RawWeights:
+    from torch_moe_ops.backends.registry import Sizes
+
+    sizes = Sizes(raw.num_experts, raw.hidden_size, raw.intermediate_size, raw.is_gated, raw.w13.dtype)
+    return dataclasses.replace(raw, **layer.restore(SCHEMES[raw.scheme], layer.prepare(raw), sizes))
+
+
+SIZES = [(size, other) for size, other in zip(UGLY, (176, 704, 2880, 7168, 1856), strict=True)]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize(("backend", "scheme"), [(b, s) for b, layer in LAYERS.items() for s in layer.rules])
+def test_restore_inverts_prepare_bit_for_bit(backend: str, scheme: str, sizes: tuple[int, int]) -> None:
+    hidden, inter = (-(-size // SCHEMES[scheme].size_multiple) * SCHEMES[scheme].size_multiple for size in sizes)
+    for gated in (True, False):
+        raw = coded_raw(scheme, hidden, inter, gated)
+        assert restored(LAYERS[backend], raw).equal(raw)
+
+
+@pytest.mark.parametrize("scheme", list(trtllm_layout.RULES))
+def test_prepare_allocates_what_the_op_expects(scheme: str) -> None:
+    from torch_moe_ops.backends.registry import Sizes
+
+    raw = coded_raw(scheme, 192, 288)
+    tensors = trtllm_layout.LAYER.prepare(raw)
+    sizes = Sizes(1, 192, trtllm_layout.LAYER.intermediate_size(SCHEMES[scheme], tuple(tensors["w2"].shape)), True, raw.w13.dtype)
+    for name, (shapes, dtypes) in trtllm_layout.LAYER.specs(SCHEMES[scheme], sizes).items():
+        if not name.endswith("bias"):
+            assert tuple(tensors[name].shape) in shapes and tensors[name].dtype in dtypes, name
+
+
+def test_padding_keeps_the_halves_apart() -> None:
+    """The boundary between gate and up moves with the padding."""
+    matrix = torch.arange(1, 7, dtype=torch.uint8)[:, None]
+    padded = matrices.pad_matrix(matrix, 2, 8, 2)
+    assert padded[:, 0].tolist() == [1, 2, 3, 0, 4, 5, 6, 0] and not padded[:, 1].any()
+    assert torch.equal(matrices.cut_matrix(padded, 2, 6, 1), matrix)
+
+
+@pytest.mark.parametrize("size", [128, 256, 3712, 5760, 7168])
+@pytest.mark.parametrize("block", [16, 32])
+def test_shuffle_is_the_stated_formula(size: int, block: int) -> None:
+    order = rows.shuffle_blocks(size, block)
+    n = block // 8
+    for old in range(size):
+        inside = old % block
+        assert order[old - inside + inside % n * 8 + inside // n] == old
+
+
+# ------------------------------------------------------------------ against FlashInfer's own functions
+
+
+@pytest.fixture
+def core() -> object:
+    pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
+    from flashinfer.fused_moe import core
+
+    return core
+
+
+@pytest.mark.parametrize(("rows_", "cols"), [(256, 64), (2 * 704, 48), (2 * 2944, 32), (2 * 1856, 16), (7168, 176)])
+def test_orders_equal_flashinfers(core: object, rows_: int, cols: int) -> None:
+    w = coded(rows_, cols)
+    gated = core._maybe_get_cached_w3_w1_permute_indices({}, w, 128)  # takes [up; gate]
+    assert torch.equal(rows.row_order(rows_, True, True, 32), rows.swap_halves(rows_)[gated])
+    plain = core.get_w2_permute_indices_with_cache({}, w, 128)
+    assert torch.equal(rows.row_order(rows_, False, True, 32), plain)
+    assert torch.equal(rows.shuffle_blocks(rows_, 16), core.get_w2_permute_indices_with_cache({}, w, 64))
+    interleaved = core.reorder_rows_for_gated_act_gemm(w)
+    assert torch.equal(w[rows.interleave_halves(rows_)], interleaved)
+
+
+def test_block_layout_equals_flashinfers(core: object) -> None:
+    w = coded(1, 256, 384)
+    out = torch.empty(1, 3, 256, 128, dtype=torch.uint8)
+    matrices.arrange_weights(w, out, MatrixLayout(blocked=True), torch.arange(256), 1)
+    assert torch.equal(out[0], core.convert_to_block_layout(w[0], 128))
+
+
+def swapped(w13: Tensor) -> Tensor:
+    """[gate; up] -> [up; gate], as FlashInfer's own preparation takes it."""
+    return torch.cat([w13[:, w13.shape[1] // 2 :], w13[:, : w13.shape[1] // 2]], 1).contiguous()
+
+
+@pytest.mark.parametrize("scheme", ["none", "fp8_block", "fp8"])
+def test_whole_layers_equal_flashinfers_preparation(core: object, scheme: str) -> None:
+    """prepare.py of newer releases has one function per kernel; three of them run on a CPU."""
+    prepare = pytest.importorskip("flashinfer.fused_moe.prepare", reason="this release prepares no weights itself")
+    case = Case(scheme=scheme, experts=2, hidden=384, inter=256, act_format="fp8" if scheme != "none" else "none")
+    raw = make_raw(case)
+    if scheme == "fp8":
+        raw = coded_raw("fp8", 384, 256)
+    ours = trtllm_layout.LAYER.prepare(raw)
+    function = {
+        "none": "prepare_trtllm_bf16_weights",
+        "fp8_block": "prepare_trtllm_fp8_block_weights",
+        "fp8": "prepare_trtllm_fp8_per_tensor_weights",
+    }[scheme]
+    theirs = flashinfer_prepared(getattr(prepare, function), raw)
+    for name in ("w13", "w2"):
+        assert torch.equal(ours[name].view(torch.uint8).flatten(), theirs[name].contiguous().view(torch.uint8).flatten())
+
+
+def flashinfer_prepared(function: object, raw: moe.RawWeights) -> dict[str, Tensor]:
+    raise AssertionError

@@ -1,0 +1,113 @@
+"""`flashinfer_trtllm` against the oracle: FlashInfer's own front on a CPU, a simulator of the module behind it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from problems import Case, make_batch, make_raw
+
+import torch_moe_ops as moe
+from torch_moe_ops.backends import BACKENDS
+
+flashinfer = pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
+from flashinfer_sim import seam  # noqa: E402
+
+NAME = "flashinfer_trtllm"
+TOLERANCE = 5e-3  # relative L2
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    seam.allow_cpu(monkeypatch, NAME)
+    return seam.install(monkeypatch)
+
+
+def reason(raw: moe.RawWeights, act_format: str) -> str:
+    against = moe.explain(raw, act_format=act_format).against[NAME]
+    return "; ".join(against)
+
+
+def error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+BASE = Case(tokens=5, experts=8, top_k=2, hidden=256, inter=128)
+NVFP4 = dataclasses.replace(BASE, act_format="nvfp4", input_scale="tensor")
+CASES = {
+    "nvfp4": NVFP4,
+    "nvfp4 half alphas": dataclasses.replace(NVFP4, per_half=True, bias=True),
+    "nvfp4 bias": dataclasses.replace(NVFP4, bias=True, hidden=144, inter=176),
+    "nvfp4 relu2": dataclasses.replace(NVFP4, activation="relu2_no_mul", inter=176, bias=True),
+    "nvfp4 gelu": dataclasses.replace(NVFP4, activation="gelu"),
+    "nvfp4 identity": dataclasses.replace(NVFP4, activation="identity_no_mul"),
+    "nvfp4 swiglustep": dataclasses.replace(NVFP4, activation="swiglustep"),
+    "nvfp4 padded": dataclasses.replace(NVFP4, hidden=272, inter=144, foreign=True, dtype=torch.float16),
+    "mxfp4": dataclasses.replace(BASE, scheme="mxfp4"),
+    "mxfp4 gpt-oss": dataclasses.replace(BASE, scheme="mxfp4", activation="swigluoai", bias=True, hidden=96, inter=160),
+    "mxfp4 mxfp8": dataclasses.replace(BASE, scheme="mxfp4", act_format="mxfp8", bias=True, inter=96),
+    "mxint4": dataclasses.replace(BASE, scheme="mxint4", inter=256, foreign=True),
+    "mxint4 padded": dataclasses.replace(BASE, scheme="mxint4", hidden=160, inter=96),
+    "fp8": dataclasses.replace(BASE, scheme="fp8", act_format="fp8", input_scale="tensor", hidden=136, inter=144),
+    "fp8 relu2": dataclasses.replace(
+        BASE, scheme="fp8", act_format="fp8", input_scale="tensor", activation="relu2_no_mul"
+    ),
+    "fp8_block": dataclasses.replace(BASE, scheme="fp8_block", act_format="fp8", hidden=384, inter=256),
+    "fp8_block padded": dataclasses.replace(BASE, scheme="fp8_block", act_format="fp8", hidden=136, inter=152),
+    "none": dataclasses.replace(BASE, scheme="none"),
+    "none gpt-oss": dataclasses.replace(BASE, scheme="none", activation="swigluoai", hidden=144, inter=72),
+    "none relu2": dataclasses.replace(BASE, scheme="none", activation="relu2_no_mul", foreign=True),
+}
+
+
+def raw_of(case: Case) -> moe.RawWeights:
+    """quantize_experts gives fp8 weights one scale a row; the kernel takes one a matrix or half."""
+    raw = make_raw(case)
+    if case.scheme != "fp8":
+        return raw
+    fields: dict[str, torch.Tensor] = {}
+    for name, dense, parts in zip(("w13", "w2"), moe.dequantize_experts(raw), (2 if raw.is_gated else 1, 1), strict=True):
+        wide = dense.float().unflatten(1, (parts, -1))
+        scale = wide.abs().amax((2, 3)) / 448
+        fields[name] = (wide / scale[..., None, None]).flatten(1, 2).to(torch.float8_e4m3fn)
+        fields[f"{name}_scale"] = scale
+    return dataclasses.replace(raw, **fields)
+
+
+def layers(case: Case) -> tuple[moe.PreparedWeights, moe.PreparedWeights]:
+    raw = raw_of(case)
+    why = reason(raw, case.act_format)
+    if "flashinfer must have" in why or "bf16 kernels of flashinfer" in why:
+        pytest.skip(why)
+    return tuple(moe.prepare(raw, act_format=case.act_format, backend=b) for b in (NAME, "reference"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_routed(name: str, calls: list[str]) -> None:
+    case = CASES[name]
+    w, oracle = layers(case)
+    x, ids, weights = make_batch(case)
+    got, expected = moe.fused_moe_routed(x, ids, weights, w), moe.fused_moe_routed(x, ids, weights, oracle)
+    assert [c for c in calls if c.endswith("_moe")], calls
+    assert error(got, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_monolithic(name: str, calls: list[str]) -> None:
+    case = CASES[name]
+    w, oracle = layers(case)
+    x, _, _ = make_batch(case)
+    logits, routing = torch.randn(case.tokens, case.experts), moe.Routing("renormalize", case.top_k)
+    got = moe.fused_moe(x, logits, w, routing=routing)
+    assert error(got, moe.fused_moe(x, logits, oracle, routing=routing)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_restore_inverts_prepare(name: str, calls: list[str]) -> None:
+    w, _ = layers(CASES[name])
+    assert moe.restore(w).equal(raw_of(CASES[name]))
+
+
+def test_backend_is_registered_before_the_others() -> None:
+    assert list(BACKENDS).index(NAME) == 0

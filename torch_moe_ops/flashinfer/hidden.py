@@ -1,0 +1,84 @@
+"""Hidden states as FlashInfer's kernels take them: weighted, padded, quantized."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from torch_moe_ops._check import fail
+from torch_moe_ops.ops.call import ExpertsCall
+from torch_moe_ops.schemes import ACT_FORMATS, SCHEMES
+
+BF16 = (torch.bfloat16,)
+
+
+class Hidden(NamedTuple):
+    """values: unquantized [tokens, padded K], or codes; scale: linear [tokens, scales], or None."""
+
+    values: Tensor
+    scale: Tensor | None
+
+
+def op_name(call: ExpertsCall) -> str:
+    """The op of a call's scheme, for messages."""
+    return f"{SCHEMES[call.scheme].op_prefix}moe_routed"
+
+
+def weigh_input(call: ExpertsCall) -> ExpertsCall:
+    """The call with the routing weights multiplied into the hidden states, where it asks for that."""
+    if not call.router_weight_on_input:
+        return call
+    if call.hidden_states_scale is not None:
+        fail(op_name(call), "hidden_states", "be unquantized where router_weight_on_input is set", "packed codes")
+    x = call.hidden_states
+    weighted = (x.float() * call.topk_weights).to(x.dtype)
+    return call._replace(
+        hidden_states=weighted, topk_weights=torch.ones_like(call.topk_weights), router_weight_on_input=False
+    )
+
+
+def hidden_states_of(call: ExpertsCall, hidden_size: int, dtypes: tuple[torch.dtype, ...] = BF16) -> Hidden:
+    """Quantized as call.act_format says, with zeros up to hidden_size values.
+
+    dtypes: those that the kernel takes unquantized.
+    """
+    x, scale, act = call.hidden_states, call.hidden_states_scale, ACT_FORMATS[call.act_format]
+    if scale is not None:
+        missing = hidden_size - x.shape[1] * act.pack
+        columns = SCHEMES[call.scheme].act_scale_columns(act, hidden_size)
+        return Hidden(_pad(x, missing // act.pack), _pad(scale, columns - scale.shape[1]))
+    if act.dtype is None:
+        if x.dtype not in dtypes:
+            fail(op_name(call), "hidden_states", f"have one of the dtypes {[str(d) for d in dtypes]}", x.dtype)
+        return Hidden(_pad(x, hidden_size - x.shape[1]), None)
+    return Hidden(*_quantize(call, _pad(x, hidden_size - x.shape[1])))
+
+
+def _quantize(call: ExpertsCall, x: Tensor) -> tuple[Tensor, Tensor]:
+    if call.act_format == "nvfp4":
+        return torch.ops.moeq.quantize_nvfp4(x, single_scale(call, "a1_gscale"))
+    if call.act_format == "mxfp8":
+        return torch.ops.moeq.quantize_mxfp8(x)
+    group = SCHEMES[call.scheme].fp8_group
+    return torch.ops.moeq.quantize_fp8(x, None if group else single_scale(call, "a1_gscale"), group)
+
+
+def single_scale(call: ExpertsCall, name: str) -> Tensor:
+    """A calibrated scale that serves all experts: float32 []."""
+    scale = getattr(call, name)
+    if scale is None or scale.ndim:
+        got = None if scale is None else tuple(scale.shape)
+        fail(op_name(call), name, f"have shape (): one calibrated scale for all experts (backend {call.backend})", got)
+    return scale
+
+
+def _pad(x: Tensor, columns: int) -> Tensor:
+    """x with so many columns of zeros behind it. Any dtype: bytes are padded as bytes."""
+    if not columns:
+        return x
+    if x.element_size() == 1:
+        return pad(x.view(torch.uint8), (0, columns)).view(x.dtype)
+    return pad(x, (0, columns))

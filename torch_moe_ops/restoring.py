@@ -1,0 +1,76 @@
+"""restore and update: from a backend's layout back to raw weights, and new raw weights into it."""
+
+from __future__ import annotations
+
+import json
+import urllib.parse
+from typing import Any
+
+import torch
+
+from torch_moe_ops.activations import ACTIVATIONS
+from torch_moe_ops.backends import BACKENDS
+from torch_moe_ops.backends.registry import Sizes
+from torch_moe_ops.prepare import KEPT, plain_values, tensors_of
+from torch_moe_ops.prepared_weights import PreparedWeights
+from torch_moe_ops.raw_weights import RawWeights
+from torch_moe_ops.schemes import SCHEMES
+
+
+def sizes_of(w: PreparedWeights) -> Sizes:
+    """The logical sizes of a prepared layer."""
+    gated = ACTIVATIONS[w.activation].is_gated
+    return Sizes(w.num_local_experts, w.hidden_size, w.intermediate_size, gated, w.w13.dtype)
+
+
+def restore(w: PreparedWeights) -> RawWeights:
+    """The raw weights that `prepare` took (this rank's share of them), bit for bit."""
+    backend = BACKENDS[w.backend]
+    arguments = {name: t for name, t in w.tensors().items() if name.split("_")[0] in ("w13", "w2")}
+    for name in ("w13_bias", "w2_bias", "w13_scale_2", "w2_scale_2"):
+        arguments.pop(name, None)
+    tensors: dict[str, Any] = backend.restore(SCHEMES[w.scheme], arguments, sizes_of(w))
+    tensors |= {name: value for name in KEPT if (value := getattr(w, name)) is not None}
+    plain = json.loads(urllib.parse.unquote(w.raw))
+    for name, rows in (("w13_bias", w.intermediate_size), ("w2_bias", w.hidden_size)):
+        dtype, bias = plain.pop(f"{name}_dtype"), getattr(w, name)
+        if bias is not None:
+            halves = 2 if name == "w13_bias" and ACTIVATIONS[w.activation].is_gated else 1
+            if backend.bias_layout is not None:
+                bias = backend.bias_layout.undo(name, bias, halves)
+            kept = bias.unflatten(1, (halves, -1))[:, :, :rows].flatten(1)
+            tensors[name] = kept.to(getattr(torch, dtype))
+    return RawWeights(scheme=w.scheme, **tensors, **plain)
+
+
+@torch.no_grad()
+def update(w: PreparedWeights, raw: RawWeights) -> None:
+    """Copy what `prepare` would make of `raw` into the tensors of `w`. raw: this rank's share of the experts."""
+    settings = {name: value for name, value in w.metadata().items() if name not in ("backend", "layout", "raw")}
+    for name, mine, other in (
+        ("scheme", w.scheme, raw.scheme),
+        ("num_experts", w.num_local_experts, raw.num_experts),
+        ("hidden_size", w.hidden_size, raw.hidden_size),
+        ("intermediate_size", w.intermediate_size, raw.intermediate_size),
+    ):
+        if mine != other:
+            raise ValueError(f"update_: {name} must be {mine!r} as prepared, got {other!r}")
+    _check_plain_values(w, raw)
+    new, old = tensors_of(raw, BACKENDS[w.backend], settings, w.device), w.tensors()
+    if new.keys() != old.keys():
+        raise ValueError(f"update_: tensors must be {sorted(old)} as prepared, got {sorted(new)}")
+    for name, tensor in new.items():
+        if tensor.shape != old[name].shape or tensor.dtype != old[name].dtype:
+            expected = f"{tuple(old[name].shape)} {old[name].dtype}"
+            got = f"{tuple(tensor.shape)} {tensor.dtype}"
+            raise ValueError(f"update_: {name} must be {expected} as prepared, got {got}")
+    for name, tensor in new.items():
+        old[name].copy_(tensor)
+
+
+def _check_plain_values(w: PreparedWeights, raw: RawWeights) -> None:
+    """What RawWeights says besides its tensors must still hold; only where it was read from may change."""
+    old, new = (json.loads(urllib.parse.unquote(text)) for text in (w.raw, plain_values(raw)))
+    for name in old.keys() - {"source"}:
+        if old[name] != new[name]:
+            raise ValueError(f"update_: {name} must be {old[name]!r} as prepared, got {new[name]!r}")
