@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from fixtures_nvfp4 import CHECKPOINTS
+from fixture_layers import CHECKPOINTS
 
 ROOT = Path(__file__).resolve().parents[1]
 

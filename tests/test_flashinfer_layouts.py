@@ -71,7 +71,9 @@ def test_prepare_allocates_what_the_op_expects(scheme: str) -> None:
 
     raw = coded_raw(scheme, 192, 288)
     tensors = trtllm_layout.LAYER.prepare(raw)
-    sizes = Sizes(1, 192, trtllm_layout.LAYER.intermediate_size(SCHEMES[scheme], tuple(tensors["w2"].shape)), True, raw.w13.dtype)
+    sizes = Sizes(
+        1, 192, trtllm_layout.LAYER.intermediate_size(SCHEMES[scheme], tuple(tensors["w2"].shape)), True, raw.w13.dtype
+    )
     for name, (shapes, dtypes) in trtllm_layout.LAYER.specs(SCHEMES[scheme], sizes).items():
         if not name.endswith("bias"):
             assert tuple(tensors[name].shape) in shapes and tensors[name].dtype in dtypes, name
@@ -146,7 +148,9 @@ def test_whole_layers_equal_flashinfers_preparation(core: object, scheme: str) -
     }[scheme]
     theirs = flashinfer_prepared(getattr(prepare, function), raw)
     for name in ("w13", "w2"):
-        assert torch.equal(ours[name].view(torch.uint8).flatten(), theirs[name].contiguous().view(torch.uint8).flatten())
+        assert torch.equal(
+            ours[name].view(torch.uint8).flatten(), theirs[name].contiguous().view(torch.uint8).flatten()
+        )
 
 
 def flashinfer_prepared(function: object, raw: moe.RawWeights) -> dict[str, Tensor]:

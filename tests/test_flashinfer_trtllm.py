@@ -67,7 +67,9 @@ def raw_of(case: Case) -> moe.RawWeights:
     if case.scheme != "fp8":
         return raw
     fields: dict[str, torch.Tensor] = {}
-    for name, dense, parts in zip(("w13", "w2"), moe.dequantize_experts(raw), (2 if raw.is_gated else 1, 1), strict=True):
+    for name, dense, parts in zip(
+        ("w13", "w2"), moe.dequantize_experts(raw), (2 if raw.is_gated else 1, 1), strict=True
+    ):
         wide = dense.float().unflatten(1, (parts, -1))
         scale = wide.abs().amax((2, 3)) / 448
         fields[name] = (wide / scale[..., None, None]).flatten(1, 2).to(torch.float8_e4m3fn)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fixtures_nvfp4 import CHECKPOINTS, LAYERS, Expected, expected
+from fixture_layers import CHECKPOINTS, LAYERS, NVFP4_LAYERS, Expected, expected
 from tolerances import BF16, F32, W4A4, relative_l2
 
 import torch_moe_ops as moe
 from torch_moe_ops.ops.call import ExpertsCall
+from torch_moe_ops.schemes import SCHEMES
 
 layers = pytest.mark.parametrize(("name", "layer"), LAYERS)
+nvfp4_layers = pytest.mark.parametrize(("name", "layer"), NVFP4_LAYERS)
 backends = pytest.mark.parametrize("backend", ["reference", "cpu"])
 
 
@@ -25,7 +27,7 @@ def test_dequantized_weights_equal_the_tool(name: str, layer: int) -> None:
     w13, w2 = moe.dequantize_experts(moe.load_experts(CHECKPOINTS / name, layer=layer))
     for e in (0, 1):
         # compressed-tensors stores the reciprocal of the global scale: one ulp is lost.
-        rtol = 3e-7 if "_ct_" in name else 0.0
+        rtol = 3e-7 if name == "qwen3_moe_ct_nvfp4" else 0.0
         torch.testing.assert_close(w13[e], want[f"w13_deq_e{e}"], rtol=rtol, atol=0)
         torch.testing.assert_close(w2[e], want[f"w2_deq_e{e}"], rtol=rtol, atol=0)
 
@@ -58,7 +60,7 @@ def test_reference_in_float64_without_rounding(name: str, layer: int) -> None:
     assert relative_l2(out, want["moe_out_dequant"]) < 3e-7
 
 
-@layers
+@nvfp4_layers
 @backends
 def test_w4a4_rows_agree_with_the_tool(name: str, layer: int, backend: str) -> None:
     """Row by row: a tie in a block scale is broken differently by the tool and moves a whole block."""
@@ -73,13 +75,23 @@ def test_w4a4_rows_agree_with_the_tool(name: str, layer: int, backend: str) -> N
     assert (errors < 6e-3).double().mean() >= 0.8, errors
 
 
-@layers
+@nvfp4_layers
 def test_cpu_w4a4_equals_the_emulating_reference(name: str, layer: int) -> None:
     want = expected(name, layer)
     raw = moe.load_experts(CHECKPOINTS / name, layer=layer)
     for dtype in (torch.float32, torch.bfloat16):
         pair = [_run(raw, want, dtype, "nvfp4", backend) for backend in ("cpu", "reference")]
         assert relative_l2(*pair) < W4A4
+
+
+@layers
+def test_every_activation_format_of_the_scheme(name: str, layer: int) -> None:
+    """`cpu` against the reference that makes every rounding step, with the checkpoint's own input scales."""
+    want = expected(name, layer)
+    raw = moe.load_experts(CHECKPOINTS / name, layer=layer)
+    for act_format in SCHEMES[raw.scheme].act_formats:
+        pair = [_run(raw, want, torch.bfloat16, act_format, backend) for backend in ("cpu", "reference")]
+        assert relative_l2(*pair) < BF16, act_format
 
 
 @layers

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures_nvfp4 import CHECKPOINTS, LAYERS
+from fixture_layers import CHECKPOINTS, LAYERS
 from hypothesis import given
 from hypothesis import strategies as st
 from problems import Case, make_batch, make_raw

@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from problems import Case, make_batch, make_raw
 
 import torch_moe_ops as moe
-from problems import Case, make_batch, make_raw
 
 backends = pytest.mark.parametrize("backend", ["reference", "cpu"])
 CASE = Case(act_format="nvfp4", input_scale="tensor", hidden=256, inter=128, tokens=9)

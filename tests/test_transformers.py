@@ -13,7 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
-from fixtures_nvfp4 import CHECKPOINTS
+from fixture_layers import CHECKPOINTS
 from safetensors.torch import load_file, save_file
 from tolerances import F32, relative_l2
 from torch import Tensor

@@ -179,10 +179,12 @@ def constants_of(settings: Mapping[str, Any]) -> tuple[float, float, float] | No
 
 
 def weight_scales_of(scheme: str, *scales: Tensor | None) -> str | None:
+    """What shares a scale of fp8 weights: "tensor", "half" (of w13) or "channel"; None for other schemes."""
     if scheme != "fp8":
         return None
-    per_tensor = all(s is not None and s.ndim == 2 for s in scales)
-    return "tensor" if per_tensor else "channel"
+    if any(s is None or s.ndim != 2 for s in scales):
+        return "channel"
+    return "tensor" if all(s is not None and s.shape[1] == 1 for s in scales) else "half"
 
 
 def device_fields(device: torch.device) -> dict[str, Any]:

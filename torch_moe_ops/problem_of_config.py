@@ -88,4 +88,4 @@ def _weight_scales(config: FusedMoEQuantConfig) -> str | None:
     """What shares a scale of fp8 weights: a matrix, or a half of w13, or else a row. None: not known."""
     scales = [d.scale if d.scale is not None else d.alpha for d in (config._w1, config._w2)]
     counts = [s.numel() // s.shape[0] for s in scales if s is not None]
-    return None if not counts else "tensor" if max(counts) <= 2 else "channel"
+    return None if not counts else {1: "tensor", 2: "half"}.get(max(counts), "channel")

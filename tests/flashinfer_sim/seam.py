@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
 
-from . import trtllm
+from . import cutlass, trtllm
 
 
 class CompiledModule:
     """Any attribute exists: the front reads about 20 of them when it loads the module."""
 
-    def __init__(self, calls: list[str]) -> None:
+    def __init__(self, calls: list[Any]) -> None:
         self._calls = calls
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -28,7 +30,7 @@ class CompiledModule:
 
 
 class _Spec:
-    def __init__(self, calls: list[str]) -> None:
+    def __init__(self, calls: list[Any]) -> None:
         self._calls = calls
 
     def build_and_load(self) -> CompiledModule:
@@ -57,14 +59,39 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-def allow_cpu(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+class _CutlassSpec(_Spec):
+    def build_and_load(self) -> cutlass.Module:  # type: ignore[override]
+        return cutlass.Module(self._calls)  # type: ignore[arg-type]
+
+
+def install_cutlass(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> list[dict[str, Any]]:
+    """The same for the CUTLASS module of a device. Returns the list in which the bound arguments are kept."""
+    from flashinfer.fused_moe import core
+
+    from torch_moe_ops.flashinfer import workspace
+
+    calls: list[dict[str, Any]] = []
+    for name in ("90", "100", "103", "120", "89"):
+        monkeypatch.setattr(core, f"gen_cutlass_fused_moe_sm{name}_module", lambda *a: _CutlassSpec(calls), raising=False)
+    core.get_cutlass_fused_moe_module.cache_clear()
+    monkeypatch.setattr(core, "get_compute_capability", lambda device: capability)
+    monkeypatch.setattr(core, "device_support_pdl", lambda device: False)
+    monkeypatch.setattr(core, "is_cuda_version_at_least", lambda version: True, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    workspace.release()
+    workspace._bytes_needed.cache_clear()
+    return calls
+
+
+def allow_cpu(monkeypatch: pytest.MonkeyPatch, backend: str, capability: tuple[int, int] = (10, 0)) -> None:
     """Let `prepare` choose a backend on a CPU: its requirements of the device are dropped, the others stay."""
     import dataclasses
 
     from torch_moe_ops.backends import BACKENDS
     from torch_moe_ops.backends.registry import Problem, Requirement
 
-    as_blackwell = {"device": "cuda", "capability": (10, 0)}
+    as_blackwell = {"device": "cuda", "capability": capability}
 
     def elsewhere(requirement: Requirement) -> Requirement:
         def unmet(problem: Problem) -> str | None:

@@ -87,13 +87,13 @@ def restore(scheme: Scheme, tensors: Mapping[str, Tensor], sizes: Sizes) -> dict
 
 
 def _pack_scale(scheme: Scheme, scale: Tensor, gated: bool) -> Tensor:
-    if is_per_tensor(scale) or (scheme.scales is not None and scheme.scales.kind == "tile"):
+    if is_per_tensor(scale):
         return scale
     return _cpu_layout.pack_scale(kernel_scheme(scheme), scale, gated)
 
 
 def _unpack_scale(scheme: Scheme, scale: Tensor, size_n: int, gated: bool) -> Tensor:
-    if is_per_tensor(scale) or (scheme.scales is not None and scheme.scales.kind == "tile"):
+    if is_per_tensor(scale):
         return scale
     return _cpu_layout.unpack_scale(kernel_scheme(scheme), scale, size_n, scale.shape[2], gated)
 

@@ -117,7 +117,7 @@ register(
             Requirement(_constants_unmet),
             Requirement(_bf16_constants_unmet, of_machine=True),
             limits.calibrated(),
-            limits.per_tensor_weights(),
+            limits.weight_scales("tensor", "half"),
             limits.no_bias(("mxint4", "fp8", "fp8_block", "none")),
             limits.hidden_dtype({name: (torch.bfloat16,) for name in ("mxfp4", "mxint4", "none")}),
             limits.at_most("num_experts", MAX_EXPERTS),

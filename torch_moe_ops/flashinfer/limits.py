@@ -130,13 +130,13 @@ def no_bias(schemes: tuple[str, ...]) -> Requirement:
     return Requirement(unmet)
 
 
-def per_tensor_weights() -> Requirement:
-    """FP8 weights with one scale a matrix, or a half of w13."""
+def weight_scales(*allowed: str) -> Requirement:
+    """What shares a scale of FP8 weights."""
 
     def unmet(problem: Problem) -> str | None:
-        if problem.scheme != "fp8" or problem.weight_scales in (None, "tensor"):
+        if problem.scheme != "fp8" or problem.weight_scales in (None, *allowed):
             return None
-        return f"weight_scales must be 'tensor' (one a matrix, or a half of w13), got {problem.weight_scales!r}"
+        return f"weight_scales must be one of {list(allowed)} for fp8 weights, got {problem.weight_scales!r}"
 
     return Requirement(unmet)
 

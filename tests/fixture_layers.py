@@ -1,4 +1,4 @@
-"""The NVFP4 checkpoints in tests/data, written by third-party tools, and what they say the result is."""
+"""The checkpoints in tests/data, written by third-party tools, and what they say the result is."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 
 CHECKPOINTS = Path(__file__).parent / "data" / "checkpoints"
 
-# (checkpoint, layer): every MoE layer of every NVFP4 checkpoint.
-LAYERS = [
+# (checkpoint, layer): every MoE layer of every NVFP4 checkpoint, and of all others.
+NVFP4_LAYERS = [
     ("qwen3_moe_modelopt_nvfp4", 0),
     ("qwen3_moe_modelopt_nvfp4", 1),
     ("qwen3_moe_modelopt_nvfp4_w4a16", 0),
@@ -24,7 +24,16 @@ LAYERS = [
     ("gpt_oss_modelopt_nvfp4", 0),
     ("qwen3_moe_ct_nvfp4", 0),
 ]
-NAMES = sorted({name for name, _ in LAYERS})
+OTHER_LAYERS = [
+    ("gpt_oss_mxfp4", 0),
+    ("qwen3_moe_ct_int4_g32", 0),
+    ("qwen3_moe_ct_mxfp4", 0),
+    ("qwen3_moe_ct_int8", 0),
+    ("qwen3_moe_ct_fp8_channel", 0),
+    ("qwen3_moe_modelopt_fp8", 0),
+    ("qwen3_moe_fp8_block", 0),
+]
+LAYERS = NVFP4_LAYERS + OTHER_LAYERS
 
 
 @dataclass(frozen=True)

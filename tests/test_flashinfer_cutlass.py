@@ -1,0 +1,133 @@
+"""`flashinfer_cutlass` against the oracle: FlashInfer's own front on a CPU, a simulator of the module behind it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from problems import Case, make_batch, make_raw
+
+import torch_moe_ops as moe
+
+pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
+from flashinfer_sim import seam  # noqa: E402
+
+NAME = "flashinfer_cutlass"
+BLACKWELL, HOPPER = (10, 0), (9, 0)
+BASE = Case(tokens=5, experts=8, top_k=2, hidden=256, inter=128)
+NVFP4 = dataclasses.replace(BASE, act_format="nvfp4", input_scale="tensor")
+CASES: dict[str, tuple[tuple[int, int], Case]] = {
+    "bf16": (HOPPER, dataclasses.replace(BASE, scheme="none")),
+    "f16 padded": (HOPPER, dataclasses.replace(BASE, scheme="none", hidden=100, inter=60, dtype=torch.float16)),
+    "bf16 gpt-oss": (BLACKWELL, dataclasses.replace(BASE, scheme="none", activation="swigluoai", foreign=True)),
+    "bf16 relu2": (BLACKWELL, dataclasses.replace(BASE, scheme="none", activation="relu2_no_mul")),
+    "fp8": (HOPPER, dataclasses.replace(BASE, scheme="fp8", act_format="fp8", input_scale="tensor", inter=136)),
+    "fp8_block": (HOPPER, dataclasses.replace(BASE, scheme="fp8_block", act_format="fp8", hidden=136, inter=152)),
+    "nvfp4": (BLACKWELL, NVFP4),
+    "nvfp4 padded": (BLACKWELL, dataclasses.replace(NVFP4, hidden=144, inter=176, foreign=True)),
+    "nvfp4 relu2": (BLACKWELL, dataclasses.replace(NVFP4, activation="relu2_no_mul", inter=176)),
+    "mxfp4 mxfp8": (BLACKWELL, dataclasses.replace(BASE, scheme="mxfp4", act_format="mxfp8", inter=96)),
+    "mxfp4 gpt-oss": (
+        BLACKWELL,
+        dataclasses.replace(BASE, scheme="mxfp4", act_format="mxfp8", bias=True, activation="swigluoai", hidden=96),
+    ),
+}
+
+
+def raw_of(case: Case) -> moe.RawWeights:
+    raw = make_raw(case)
+    if case.scheme != "fp8":
+        return raw
+    fields: dict[str, torch.Tensor] = {}
+    for name, dense in zip(("w13", "w2"), moe.dequantize_experts(raw), strict=True):
+        scale = dense.abs().amax((1, 2), keepdim=True).float() / 448
+        fields[name] = (dense.float() / scale).to(torch.float8_e4m3fn)
+        fields[f"{name}_scale"] = scale[:, :, 0]
+    return dataclasses.replace(raw, **fields)
+
+
+def use(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> list[dict[str, Any]]:
+    seam.allow_cpu(monkeypatch, NAME, capability)
+    return seam.install_cutlass(monkeypatch, capability)
+
+
+def error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_routed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    capability, case = CASES[name]
+    calls = use(monkeypatch, capability)
+    raw = raw_of(case)
+    w, oracle = (moe.prepare(raw, act_format=case.act_format, backend=b) for b in (NAME, "reference"))
+    x, ids, weights = make_batch(case)
+    got, expected = moe.fused_moe_routed(x, ids, weights, w), moe.fused_moe_routed(x, ids, weights, oracle)
+    assert len(calls) == 1
+    assert error(got, expected) < 5e-3
+    assert moe.restore(w).equal(raw)
+    logits, routing = torch.randn(case.tokens, case.experts), moe.Routing("deepseek_v3", case.top_k)
+    got, expected = (moe.fused_moe(x, logits, layer, routing=routing) for layer in (w, oracle))
+    assert error(got, expected) < 5e-3
+
+
+def test_expert_parallel_ranks_sum_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = use(monkeypatch, BLACKWELL)
+    raw, (x, ids, weights) = make_raw(NVFP4), make_batch(NVFP4)
+    whole = moe.fused_moe_routed(x, ids, weights, moe.prepare(raw, act_format="nvfp4", backend="reference"))
+    total = torch.zeros(whole.shape)
+    for rank in (0, 1):
+        mine = {n: t[4 * rank : 4 * rank + 4] for n, t in raw.tensors().items() if t.ndim}
+        part = dataclasses.replace(raw, **mine)
+        w = moe.prepare(part, act_format="nvfp4", backend=NAME, num_experts=8, local_expert_offset=4 * rank)
+        total += moe.fused_moe_routed(x, ids, weights, w).float()
+        assert (calls[-1]["ep_size"], calls[-1]["ep_rank"]) == (2, rank)
+    assert error(total, whole) < 5e-3
+
+
+def test_uneven_ranges_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, BLACKWELL)
+    with pytest.raises(ValueError, match="must be multiples of the 8 local experts, got 4, 12"):
+        moe.prepare(make_raw(NVFP4), act_format="nvfp4", backend=NAME, num_experts=12, local_expert_offset=4)
+
+
+def test_deterministic_finalize_and_one_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashinfer.fused_moe import core
+
+    if not hasattr(core, "cutlass_fused_moe_workspace_size"):
+        pytest.skip("this release takes no workspace")
+    calls = use(monkeypatch, BLACKWELL)
+    w = moe.prepare(make_raw(NVFP4), act_format="nvfp4", backend=NAME)
+    for tokens in (5, 3, 8, 5):
+        moe.fused_moe_routed(*make_batch(dataclasses.replace(NVFP4, tokens=tokens)), w)
+    assert [a["fused_finalize"] for a in calls] == [False] * 4
+    buffers = {a["workspace_buffer"].data_ptr() for a in calls}
+    assert len(buffers) == 1, "5 tokens ask for as much as 8"
+    moe.fused_moe_routed(*make_batch(dataclasses.replace(NVFP4, tokens=500)), w)
+    assert calls[-1]["workspace_buffer"].numel() > calls[0]["workspace_buffer"].numel()
+
+
+def test_hidden_states_packed_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, BLACKWELL)
+    case = dataclasses.replace(NVFP4, hidden=144)
+    w = moe.prepare(make_raw(case), act_format="nvfp4", backend=NAME)
+    x, ids, weights = make_batch(case)
+    codes, scale = moe.quantize_nvfp4(x, w.a1_gscale)
+    packed = moe.fused_moe_routed(codes, ids, weights, w, hidden_states_scale=scale)
+    assert torch.equal(packed, moe.fused_moe_routed(x, ids, weights, w))
+
+
+def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, BLACKWELL)
+    half = make_raw(dataclasses.replace(NVFP4, per_half=True))
+    with pytest.raises(ValueError, match="per_half_alphas must be False"):
+        moe.prepare(half, act_format="nvfp4", backend=NAME)
+    block = make_raw(dataclasses.replace(BASE, scheme="fp8_block"))
+    with pytest.raises(ValueError, match=r"compute capability must be one of 9\.0 for fp8_block weights, got 10\.0"):
+        moe.prepare(block, act_format="fp8", backend=NAME)
+    w = moe.prepare(make_raw(NVFP4), act_format="nvfp4", backend=NAME)
+    several = dataclasses.replace(w, a1_gscale=torch.ones(8))
+    with pytest.raises(RuntimeError, match=r"a1_gscale must have shape \(\): one calibrated scale"):
+        moe.fused_moe_routed(*make_batch(NVFP4), several)
