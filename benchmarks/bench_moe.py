@@ -2,7 +2,7 @@
 """Time the library's Triton engine and other fused-MoE libraries side by side (see peers/README.md for the protocol).
 
     bash benchmarks/peers/fetch_peers.sh
-    python benchmarks/bench_moe.py --peers marlin,humming --shapes qwen3_30b,dsv3 --ms 1,64,4096 --check --out results.jsonl
+    python benchmarks/bench_moe.py --peers marlin,humming --shapes qwen3_30b --ms 1,64,4096 --check --out results.jsonl
 
 Formats of --moeq-fmts: nvfp4 (16-bit activations), nvfp4-a4 (NVFP4 activations, static scales), bf16.
 """
@@ -68,7 +68,13 @@ def make_call(fmt: str, weights: dict[str, Any], activation: str) -> ExpertsCall
 
 
 def make(
-    E: int, k: int, H: int, I: int, fmt: str, real_weights: dict[str, Any], activation: str = "silu"  # noqa: E741
+    E: int,
+    k: int,
+    H: int,
+    I: int,  # noqa: E741
+    fmt: str,
+    real_weights: dict[str, Any],
+    activation: str = "silu",
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Factory for --moeq: forward(x, topk_ids, topk_weights) -> [M, H] in bfloat16."""
     template = make_call(fmt, real_weights, activation)

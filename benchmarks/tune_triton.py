@@ -3,8 +3,8 @@
     python benchmarks/tune_triton.py --shapes qwen3_30b,dsv3 --ms 1,64,1024 --out tune.jsonl
 
 Whole forwards are timed, in a CUDA graph over several routings: with one routing a small batch would find
-its weights in L2, and a GEMM alone hides what it waits for behind its own next launch. What is worth keeping goes into torch_moe_ops/kernels/triton/configs.py by hand: a
-table in the repository, so nobody's first call tunes anything.
+its weights in L2, and a GEMM alone hides what it waits for behind its own next launch. What is worth keeping goes into
+torch_moe_ops/kernels/triton/configs.py by hand: a table in the repository, so nobody's first call tunes anything.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "peers"))
 
-from bench_moe import make_call  # noqa: E402
-from moe_peers import common  # noqa: E402
+from bench_moe import make_call
+from moe_peers import common
 
-from torch_moe_ops.kernels.triton import launch  # noqa: E402
-from torch_moe_ops.kernels.triton.configs import Config, Tile  # noqa: E402
-from torch_moe_ops.ops.call import ExpertsCall  # noqa: E402
-
+from torch_moe_ops.kernels.triton import launch
+from torch_moe_ops.kernels.triton.configs import Config, Tile
+from torch_moe_ops.ops.call import ExpertsCall
 
 # BLOCK_N, BLOCK_K, warps, stages, register limit, parts of K (of GEMM2)
 _NARROW = (
@@ -78,7 +77,7 @@ class Layer:
 
         try:
             run()
-        except Exception:  # noqa: BLE001  Triton raises what it likes
+        except Exception:
             return float("inf")
         return graph_time(run) / len(outputs)
 

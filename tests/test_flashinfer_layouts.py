@@ -9,7 +9,6 @@ import dataclasses
 
 import pytest
 import torch
-from problems import Case, make_raw
 from torch import Tensor
 
 import torch_moe_ops as moe
@@ -53,7 +52,7 @@ def restored(layer: LayerLayout, raw: moe.RawWeights) -> moe.RawWeights:
     return dataclasses.replace(raw, **layer.restore(SCHEMES[raw.scheme], layer.prepare(raw), sizes))
 
 
-SIZES = [(size, other) for size, other in zip(UGLY, (176, 704, 2880, 7168, 1856), strict=True)]
+SIZES = [(size, 176) for size in UGLY] + [(176, size) for size in UGLY[1:]] + [(704, 704)]
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -132,26 +131,51 @@ def swapped(w13: Tensor) -> Tensor:
     return torch.cat([w13[:, w13.shape[1] // 2 :], w13[:, : w13.shape[1] // 2]], 1).contiguous()
 
 
-@pytest.mark.parametrize("scheme", ["none", "fp8_block", "fp8"])
-def test_whole_layers_equal_flashinfers_preparation(core: object, scheme: str) -> None:
-    """prepare.py of newer releases has one function per kernel; three of them run on a CPU."""
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_bf16_layer_equals_flashinfers_preparation(core: object, gated: bool) -> None:
+    """Newer releases prepare weights themselves; for bf16 they do it on a CPU too."""
     prepare = pytest.importorskip("flashinfer.fused_moe.prepare", reason="this release prepares no weights itself")
-    case = Case(scheme=scheme, experts=2, hidden=384, inter=256, act_format="fp8" if scheme != "none" else "none")
-    raw = make_raw(case)
-    if scheme == "fp8":
-        raw = coded_raw("fp8", 384, 256)
-    ours = trtllm_layout.LAYER.prepare(raw)
-    function = {
-        "none": "prepare_trtllm_bf16_weights",
-        "fp8_block": "prepare_trtllm_fp8_block_weights",
-        "fp8": "prepare_trtllm_fp8_per_tensor_weights",
-    }[scheme]
-    theirs = flashinfer_prepared(getattr(prepare, function), raw)
-    for name in ("w13", "w2"):
-        assert torch.equal(
-            ours[name].view(torch.uint8).flatten(), theirs[name].contiguous().view(torch.uint8).flatten()
-        )
+    from flashinfer.fused_moe.api import ReLU2, SwiGLU
+
+    raw = coded_raw("none", 384, 256, gated)
+    raw = dataclasses.replace(raw, w13=raw.w13.view(torch.int16).abs().view(torch.bfloat16))
+    theirs = prepare.prepare_trtllm_bf16_weights(
+        swapped(raw.w13) if gated else raw.w13,
+        raw.w2,
+        num_local_experts=1,
+        hidden_size=384,
+        intermediate_size=256,
+        activation=SwiGLU() if gated else ReLU2(),
+    )
+    found = {t.flatten().view(torch.uint8).numpy().tobytes() for t in theirs.values() if isinstance(t, Tensor)}
+    for name, ours in trtllm_layout.LAYER.prepare(raw).items():
+        assert ours.flatten().view(torch.uint8).numpy().tobytes() in found, name
 
 
-def flashinfer_prepared(function: object, raw: moe.RawWeights) -> dict[str, Tensor]:
-    raise AssertionError
+def swapped(w13: Tensor) -> Tensor:
+    """[gate; up] -> [up; gate], as FlashInfer's own preparation takes it."""
+    return torch.cat([w13[:, w13.shape[1] // 2 :], w13[:, : w13.shape[1] // 2]], 1).contiguous()
+
+
+def test_scales_are_tiled_after_their_rows_moved() -> None:
+    """Every scale lands where the kernel looks for the scale of its row: row p of the prepared weight."""
+    raw = coded_raw("nvfp4", 256, 128)
+    tensors = trtllm_layout.LAYER.prepare(raw)
+    order = rows.row_order(256, True, True, 32)
+    source = raw.w13_scale[0].view(torch.uint8)
+    flat = tensors["w13_scale"].view(torch.uint8).flatten()
+    for m, c in ((0, 0), (1, 3), (33, 7), (130, 15), (255, 15)):
+        offset = ((m // 128) * 4 + c // 4) * 512 + (m % 32) * 16 + (m % 128) // 32 * 4 + c % 4
+        assert flat[offset] == source[order[m], c]
+        assert torch.equal(tensors["w13"][0, m], raw.w13[0, order[m]])
+
+
+def test_int4_nibbles_become_twos_complement() -> None:
+    raw = coded_raw("mxint4", 256, 256)
+    w2 = trtllm_layout.LAYER.prepare(raw)["w2"].view(torch.uint8)[0]
+    order = rows.row_order(256, False, True, 32)
+    source = raw.w2.view(torch.uint8)[0]
+    assert w2.shape == (1, 256, 128)
+    low, high = source[order] & 15, source[order] >> 4
+    signed = ((low.int() - 8) & 15) | (((high.int() - 8) & 15) << 4)
+    assert torch.equal(w2[0].int(), signed)

@@ -318,7 +318,8 @@ def test_explain_takes_configs(name: str) -> None:
     of_raw = moe.explain(raw, act_format=given.config.act_format, **placed)
     known: dict[str, Any] = {"top_k": 2, "routing_method": "deepseek_v3", "dtype": torch.bfloat16}
     assert found.problem == dataclasses.replace(of_raw.problem, **known)
-    assert found.chosen == of_raw.chosen and found.against == of_raw.against
+    same = moe.explain(dataclasses.replace(of_raw.problem, **known))
+    assert found.chosen == same.chosen and found.against == same.against
 
 
 def test_explain_takes_the_backend_and_the_device_of_the_config() -> None:
@@ -333,7 +334,10 @@ def test_explain_refuses_configs_that_contradict_each_other() -> None:
     given = CASES["nvfp4_w4a16"]()
     with pytest.raises(ValueError, match="w1_scale must have shape"):
         moe.explain(config=layer_config(hidden_dim=64), quant_config=given.config)
-    calls: list[dict[str, Any]] = [{"quant_config": given.config}, {"what": given.raw(), "config": layer_config()}]
-    for arguments in calls:
-        with pytest.raises(TypeError, match="config must be given instead of what"):
+    calls: list[tuple[dict[str, Any], str]] = [
+        ({"quant_config": given.config}, "config must be given with quant_config"),
+        ({"what": given.raw(), "config": layer_config()}, "what must be left out where config is given"),
+    ]
+    for arguments, text in calls:
+        with pytest.raises(TypeError, match=text):
             moe.explain(**arguments)

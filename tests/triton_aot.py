@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
+from triton_cases import empty_output, make_call
+
+from torch_moe_ops.kernels.triton import launch
 
 _POINTERS = {
     torch.bfloat16: "*bf16",
@@ -50,3 +58,38 @@ def _type(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return _POINTERS[value.dtype]
     return "i32" if isinstance(value, int) else "fp32"
+
+
+def record(**fields: Any) -> Recorder:
+    """The launches of one small call. Nothing runs."""
+    call = make_call(**fields)
+    recorder = Recorder()
+    with mock.patch.object(launch, "_launch", recorder):
+        launch.run_experts(call, empty_output(call))
+    return recorder
+
+
+CASES: tuple[dict[str, Any], ...] = (
+    {"tokens": 6, "hidden": 256, "inter": 128},
+    {"tokens": 200, "hidden": 256, "inter": 128, "dtype": torch.float16, "bias": True},
+    {"tokens": 6, "hidden": 80, "inter": 48, "act_format": "nvfp4"},
+    {"tokens": 6, "hidden": 256, "inter": 128, "act_format": "nvfp4", "a1": "expert", "a2": "expert"},
+    {"tokens": 6, "hidden": 256, "inter": 128, "scheme": "none"},
+)
+
+
+def main(capability: int) -> None:
+    """Compile every case for one target; print a line for each kernel: name, PTX's products, arithmetic or PTX decode."""
+    for fields in CASES:
+        recorder = record(**fields)
+        for use_ptx in (True, False):
+            for name, kernel in recorder.compile(capability, use_ptx, pdl=use_ptx and capability >= 90):
+                assert kernel.asm["cubin"]
+                ptx = kernel.asm["ptx"]
+                assert "e4m3" not in ptx and "e2m1" not in ptx  # types that older targets lack
+                products = [p for p in ("wgmma.mma_async", "tcgen05.mma", "mma.sync") if p in ptx]
+                print(name, "ptx" if use_ptx else "arithmetic", *products)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

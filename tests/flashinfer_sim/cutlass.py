@@ -102,21 +102,22 @@ def _run(a: dict[str, Any]) -> Tensor:
         constants[key] = [usual] * experts if a[f"swiglu_{key}"] is None else a[f"swiglu_{key}"].tolist()
     made = []
     for e in range(experts):
-        w1, w2, factors = decode(e)
+        w1, w2, (factor1, factor2) = decode(e)
+        up = factor1 if name == "Swiglu" else 1.0  # of a product with the gate
         biases = [None if a[b] is None else a[b][e].double() for b in ("fc1_expert_biases", "fc2_expert_biases")]
-        made.append(Expert(w1, w2, *factors, *biases, *(constants[key][e] for key in ("alpha", "beta", "limit"))))
+        made.append(Expert(w1, w2, up, factor1, factor2, *biases, *(constants[key][e] for key in ("alpha", "beta", "limit"))))
     hidden, requantize = _activations(a, scales)
     ids, offset = a["token_selected_experts"].long(), a["ep_rank"] * experts
     return layer(lambda e: hidden, made, ids, a["token_final_scales"].double(), offset, name, requantize)
 
 
-Decoded = tuple[Tensor, Tensor, tuple[float, float, float]]
+Decoded = tuple[Tensor, Tensor, tuple[float, float]]
 
 
 def _decoder(a: dict[str, Any]) -> Callable[[int], Decoded]:
-    """expert -> both matrices, and the factors of up, gate and output."""
+    """expert -> both matrices, and what multiplies the accumulators of the two GEMMs."""
     w1, w2, scales, experts = a["fc1_expert_weights"], a["fc2_expert_weights"], a["quant_scales"], len(a["fc1_expert_weights"])
-    one = (1.0, 1.0, 1.0)
+    one = (1.0, 1.0)
     if a["fp8_block"]:
         assert len(scales) == 2 and a["x_dtype"] == torch.bfloat16
         assert all(s.dtype == torch.float32 for s in scales)
@@ -132,7 +133,7 @@ def _decoder(a: dict[str, Any]) -> Callable[[int], Decoded]:
         return lambda e: (
             numbers.e4m3(w1[e]),
             numbers.e4m3(w2[e]),
-            (dequantize1[e].item(), dequantize1[e].item(), dequantize2[e].item()),
+            (dequantize1[e].item(), dequantize2[e].item()),
         )
     if not _fp4(a):
         assert not scales and w1.dtype == a["x_dtype"]
@@ -151,7 +152,7 @@ def _decoder(a: dict[str, Any]) -> Callable[[int], Decoded]:
     return lambda e: (
         matrix(w1[e], block1[e]),
         matrix(w2[e], block2[e]),
-        (factor1[e].item(), factor1[e].item(), factor2[e].item()),
+        (factor1[e].item(), factor2[e].item()),
     )
 
 

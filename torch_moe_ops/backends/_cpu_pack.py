@@ -36,13 +36,13 @@ def specs(scheme: Scheme, sizes: Sizes) -> dict[str, Spec]:
         shapes = _cpu_layout.packed_shapes(name, *common, scales.dtypes[0], group)
         for argument, (shape, dtype) in shapes.items():
             known, dtypes = table.get(argument, ((), (dtype,) if not argument.endswith("_scale") else scales.dtypes))
-            table[argument] = (tuple(dict.fromkeys((*known, shape))), dtypes)
+            table[argument] = ((*known, shape), dtypes)
     if scales.kind == "channel":  # one scale per tensor stays as it is
         halves = 2 if sizes.is_gated else 1
         for argument, columns in (("w13_scale", (halves, 1)), ("w2_scale", (1,))):
             known, dtypes = table[argument]
             extra = tuple((sizes.num_experts, n) for n in columns)
-            table[argument] = (tuple(dict.fromkeys((*known, *extra))), dtypes)
+            table[argument] = ((*known, *extra), dtypes)
     return table
 
 

@@ -58,7 +58,10 @@ def reasons(
     capability: tuple[int, int] | None = None,
     dtype: torch.dtype | None = None,
 ) -> list[str]:
-    """Every reason why this backend cannot run such a layer; empty where it can. dtype: of the hidden states, if known."""
+    """Every reason why this backend cannot run such a layer; empty where it can.
+
+    dtype: of the hidden states, if known.
+    """
     found = [reason for reason in (package_reason(), device_reason(device, capability)) if reason is not None]
     if scheme not in FORMATS:
         found.append(f"scheme must be one of {list(FORMATS)}, got {scheme!r}")

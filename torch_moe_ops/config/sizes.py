@@ -27,7 +27,8 @@ def check_against_sizes(config: FusedMoEConfig, quant: FusedMoEQuantConfig) -> N
         desc: FusedMoEQuantDesc = getattr(quant, f"_{operand}")
         _check_experts(config.num_local_experts, operand, desc)
         if isinstance(desc.scale, Tensor):
-            _check_scale(f"{operand}_scale", desc.scale, desc, quant.scale_layout, rows, k)
+            parts = halves if operand == "w1" else 1
+            _check_scale(f"{operand}_scale", desc.scale, desc, quant.scale_layout, rows, k, parts)
         for field, name in (("bias", f"{operand}_bias"), ("channel_scale", f"g{operand[1]}_alphas")):
             tensor = getattr(desc, field)
             if tensor is not None and tensor.ndim > 1:
@@ -48,7 +49,9 @@ def _check_experts(experts: int, operand: str, desc: FusedMoEQuantDesc) -> None:
         require(tensor.shape[0] == experts, OWNER, name, f"hold num_local_experts (= {experts})", tensor.shape)
 
 
-def _check_scale(name: str, scale: Tensor, desc: FusedMoEQuantDesc, layout: str, rows: int, k: int) -> None:
+def _check_scale(
+    name: str, scale: Tensor, desc: FusedMoEQuantDesc, layout: str, rows: int, k: int, halves: int
+) -> None:
     shape = desc.shape
     if shape is None or not shape.is_block():
         # Per tensor, per half or per channel; groups of an unstated size say nothing about K.
@@ -56,7 +59,8 @@ def _check_scale(name: str, scale: Tensor, desc: FusedMoEQuantDesc, layout: str,
         ok = not per_channel or rows in scale.shape[1:]
         require(ok, OWNER, name, f"have one scale for each of {rows} rows", scale.shape)
         return
-    blocks = (_ceil_div(rows, shape.row), _ceil_div(k, shape.col))
+    # Gate and up are tiled separately.
+    blocks = (halves * _ceil_div(rows // halves, shape.row), _ceil_div(k, shape.col))
     if layout == "swizzled":
         padded = _ceil_div(blocks[0], TILE_ROWS) * TILE_ROWS * _ceil_div(blocks[1], TILE_COLS) * TILE_COLS
         ok = scale[0].numel() == padded

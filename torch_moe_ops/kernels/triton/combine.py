@@ -36,7 +36,9 @@ def combine_kernel(
     USE_PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid: (tokens, cdiv(H, BLOCK)). y: float32 [SPLIT_K, T * top_k, H], parts to add; what it holds for slots of foreign experts is ignored.
+    """Grid: (tokens, cdiv(H, BLOCK)).
+
+    y: float32 [SPLIT_K, T * top_k, H], parts to add; what it holds for slots of foreign experts is ignored.
 
     WEIGHTED: False where the router weight went on the input.
     SPECULATE: read a slot without waiting to know whether it is foreign: sooner, but more bytes where many are.

@@ -36,16 +36,17 @@ _WIDE = Tile(128, 64, 4, 4)
 
 
 def _one_token(inter: int) -> Config:
-    gemm1 = Tile(128, 256, 8, 3, 128)
     if inter >= 8192:
-        return Config(16, 16, gemm1, Tile(128, 256, 4, 3, 168, split_k=4))
-    return Config(16, 16, gemm1, Tile(64, 256, 4, 3, split_k=2 if inter >= 2048 else 1))
+        return Config(16, 16, Tile(256, 256, 8, 3), _DEEP_CAPPED._replace(split_k=4))
+    gemm2 = _DEEP_CAPPED._replace(split_k=2) if inter >= 2048 else Tile(64, 256, 4, 3)
+    return Config(16, 16, Tile(128, 256, 8, 3, 128), gemm2)
 
 
 def _few_each(num_slots: int, hidden: int, inter: int) -> Config:
     """Up to about ten tokens an expert: weights are all that moves."""
     gemm1 = _DEEP_CAPPED if hidden > 2048 else Tile(128, 128, 8, 4) if num_slots <= 128 else _SHALLOW
-    return Config(16, 16, gemm1, _DEEP_CAPPED if inter >= 2048 else _SHALLOW)
+    gemm2 = _DEEP if inter >= 8192 else _DEEP_CAPPED if inter >= 2048 else _SHALLOW
+    return Config(16, 16, gemm1, gemm2)
 
 
 def _many_each(per_expert: float, hidden: int, inter: int) -> Config:
@@ -76,7 +77,7 @@ def _select_plain(per_expert: float) -> Config:
         return Config(32, 16, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4))
     if per_expert <= 100:
         return Config(64, 32, Tile(128, 64, 8, 4), Tile(128, 64, 8, 4))
-    return Config(128, 32, Tile(128, 64, 8, 4), Tile(128, 64, 8, 4))
+    return Config(128, 32, Tile(256, 64, 8, 4), Tile(128, 64, 4, 3))
 
 
 def select(scheme: str, tokens: int, top_k: int, num_experts: int, hidden: int, inter: int) -> Config:

@@ -58,7 +58,8 @@ def _store_intermediate(
         else:
             position = reordered_position(i)
     out = h_ptr + rows[:, None] * I_PADDED + position[None, :]
-    tl.store(out, narrow(h.trans(), h_ptr.dtype.element_ty, USE_PTX), mask=live[:, None] & (position[None, :] < I_PADDED))
+    value = narrow(h.trans(), h_ptr.dtype.element_ty, USE_PTX)
+    tl.store(out, value, mask=live[:, None] & (position < I_PADDED)[None, :])
 
 
 @triton.jit
@@ -82,8 +83,7 @@ def _gemm1_tile(
     rows_of_w: tl.constexpr = 2 * INTER if IS_GATED else INTER
     acc = multiply(
         operand_ptr, operand_rows, w_ptr, scale_ptr, expert, columns, 0, SCHEME, rows_of_w, H, H,
-        H % BLOCK_K != 0, OPERAND_STRIDE,
-        BLOCK_N, BLOCK_T, BLOCK_K, STAGES, USE_PTX,
+        H % BLOCK_K != 0, OPERAND_STRIDE, BLOCK_N, BLOCK_T, BLOCK_K, STAGES, USE_PTX,
     )  # fmt: skip
     factor = tl.load(factor_ptr + operand_rows) if HAS_FACTOR else None
     i = column_tile * width + tl.arange(0, width)
@@ -206,14 +206,14 @@ def _gemm2_tile(
     rows = (start + tl.minimum(token, num_rows - 1)).to(tl.int64)
     acc = multiply(
         operand_ptr, rows, w_ptr, scale_ptr, expert, tl.minimum(n, H - 1), part, SCHEME, H, INTER, k_part,
-        SPLIT_K * k_part != INTER or k_part % BLOCK_K != 0,
-        OPERAND_STRIDE, BLOCK_N, BLOCK_T, BLOCK_K, STAGES, USE_PTX,
+        SPLIT_K * k_part != INTER or k_part % BLOCK_K != 0, OPERAND_STRIDE, BLOCK_N, BLOCK_T, BLOCK_K, STAGES, USE_PTX,
     )  # fmt: skip
     factor = tl.load(factor_ptr + rows) if HAS_FACTOR else None
     alpha = tl.load(alpha_ptr + expert) if SCHEME == "nvfp4" else 1.0
     y = _scaled(acc, alpha, factor, SCHEME, HAS_FACTOR)
     if HAS_BIAS:
-        y += tl.load(bias_ptr + expert * H + n, mask=n < (H if SPLIT_K == 1 else tl.where(part == 0, H, 0)), other=0.0)[:, None]
+        end = H if SPLIT_K == 1 else tl.where(part == 0, H, 0)  # once, not with every part
+        y += tl.load(bias_ptr + expert * H + n, mask=n < end, other=0.0)[:, None]
     slot = rows if DIRECT else tl.load(row_slot_ptr + rows).to(tl.int64)
     out = y_ptr + (part * num_slots + slot)[:, None] * H + n[None, :]
     tl.store(out, y.trans(), mask=(token < num_rows)[:, None] & (n < H)[None, :])
@@ -261,10 +261,9 @@ def gemm2_kernel(
         table_ptr, num_tiles_max, num_experts, expert_offset, column_tiles, DIRECT
     )
     if PDL:
-        if PREFETCH > 0:
-            if valid:
-                columns = tl.minimum(column_tile * BLOCK_N + tl.arange(0, BLOCK_N), H - 1)
-                prefetch_rows(w_ptr, expert, columns, H, INTER // 2, PREFETCH)
+        if PREFETCH and valid:
+            columns = tl.minimum(column_tile * BLOCK_N + tl.arange(0, BLOCK_N), H - 1)
+            prefetch_rows(w_ptr, expert, columns, H, INTER // 2)
         tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
     if valid:
@@ -272,12 +271,12 @@ def gemm2_kernel(
         if TAIL_T < BLOCK_T and num_rows - first_row <= TAIL_T:
             _gemm2_tile(
                 operand_ptr, factor_ptr, row_slot_ptr, w_ptr, scale_ptr, alpha_ptr, bias_ptr, y_ptr, expert,
-                column_tile, start, num_rows, first_row, num_slots, SCHEME, H, INTER, OPERAND_STRIDE, HAS_BIAS, HAS_FACTOR,
-                BLOCK_N, TAIL_T, BLOCK_K, SPLIT_K, STAGES, DIRECT, USE_PTX,
+                column_tile, start, num_rows, first_row, num_slots, SCHEME, H, INTER, OPERAND_STRIDE, HAS_BIAS,
+                HAS_FACTOR, BLOCK_N, TAIL_T, BLOCK_K, SPLIT_K, STAGES, DIRECT, USE_PTX,
             )  # fmt: skip
         else:
             _gemm2_tile(
                 operand_ptr, factor_ptr, row_slot_ptr, w_ptr, scale_ptr, alpha_ptr, bias_ptr, y_ptr, expert,
-                column_tile, start, num_rows, first_row, num_slots, SCHEME, H, INTER, OPERAND_STRIDE, HAS_BIAS, HAS_FACTOR,
-                BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, STAGES, DIRECT, USE_PTX,
+                column_tile, start, num_rows, first_row, num_slots, SCHEME, H, INTER, OPERAND_STRIDE, HAS_BIAS,
+                HAS_FACTOR, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, STAGES, DIRECT, USE_PTX,
             )  # fmt: skip

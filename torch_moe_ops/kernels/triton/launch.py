@@ -1,9 +1,9 @@
-"""Launches the kernels of one call. Buffers come from torch's allocator at every call, so a CUDA graph owns its own."""
+"""Launches the kernels of one call."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -11,112 +11,20 @@ from torch import Tensor
 
 from torch_moe_ops.activations import ACTIVATIONS
 from torch_moe_ops.kernels.triton.combine import combine_kernel
-from torch_moe_ops.kernels.triton.configs import Config, Tile, select
+from torch_moe_ops.kernels.triton.configs import Config, Tile
 from torch_moe_ops.kernels.triton.gemm import gemm1_kernel, gemm2_kernel
+from torch_moe_ops.kernels.triton.plan import Buffers, Plan, make_buffers, make_plan
 from torch_moe_ops.kernels.triton.prologue import prologue_kernel, requantize_kernel
-from torch_moe_ops.kernels.triton.schedule import FIELDS, TAIL, max_tiles
+from torch_moe_ops.kernels.triton.schedule import FIELDS
 from torch_moe_ops.ops.call import ExpertsCall
 
 _PIECES = (256, 1024)  # activation values that one program handles, of few rows and of many
 _MANY_ROWS = 128
-_FEW_SLOTS = 128  # up to which launches are short enough for a prefetch to matter
-_PREFETCH_BYTES = 1024
+_FEW_SLOTS = 128
+_SHORT_ROW = 1024
 
 
-class _Plan(NamedTuple):
-    """What the kernels need to know besides tensors."""
-
-    config: Config
-    hidden_size: int
-    intermediate_size: int
-    h_stride: int  # stored columns of the intermediate
-    x_stride: int  # stored columns of GEMM1's operand
-    num_slots: int
-    num_tiles: int
-    mode: str  # how the prologue makes GEMM1's operand ("none": it does not)
-    operand_dtype: torch.dtype
-    packed: bool  # 4-bit weights: operands in the reordered K
-    direct: bool  # no schedule: every slot is a tile of its own
-    target: dict[str, bool]
-
-
-class _Buffers(NamedTuple):
-    row_slot: Tensor  # int32 [slots]
-    table: Tensor  # int32
-    operand: Tensor  # [tokens or slots, x_stride]
-    factor: Tensor  # float32 [tokens], used where the scale is the token's own
-    h: Tensor  # [slots, h_stride]
-    h_factor: Tensor  # float32 [slots], likewise
-    y: Tensor  # float32 [split_k * slots, hidden_size]
-
-
-def _padded(k: int, packed: bool) -> int:
-    return triton.cdiv(k, 64) * 64 if packed else k
-
-
-def _mode(call: ExpertsCall) -> str:
-    if call.hidden_states_scale is not None:
-        return "packed"
-    if call.act_format == "nvfp4":
-        if call.a1_gscale is None:
-            return "token"
-        return "expert" if call.a1_gscale.ndim else "tensor"
-    if call.scheme == "none" and not call.router_weight_on_input:
-        return "none"
-    return "copy"
-
-
-def _target(device: torch.device) -> dict[str, bool]:
-    """Which instructions the kernels may use: none of them in Triton's interpreter."""
-    on_gpu = device.type == "cuda" and not triton.knobs.runtime.interpret
-    return {"USE_PTX": on_gpu, "PDL": on_gpu and torch.cuda.get_device_capability(device)[0] >= 9}
-
-
-def _plan(call: ExpertsCall, config: Config | None) -> _Plan:
-    tokens, top_k = call.topk_ids.shape
-    num_slots, experts = tokens * top_k, call.w13.shape[0]
-    packed = call.scheme != "none"
-    direct = tokens == 1  # one token's experts differ, so nothing is read twice
-    hidden_size = call.w2.shape[1]
-    inter = call.w2.shape[2] * (2 if packed else 1)
-    chosen = select(call.scheme, tokens, top_k, experts, hidden_size, inter) if config is None else config
-    return _Plan(
-        config=chosen,
-        hidden_size=hidden_size,
-        intermediate_size=inter,
-        h_stride=_padded(inter, packed),
-        x_stride=_padded(hidden_size, packed),
-        num_slots=num_slots,
-        num_tiles=num_slots if direct else max_tiles(num_slots, experts, chosen.block_t),
-        mode=_mode(call),
-        # NVFP4 values (code times block scale) are exact in bfloat16, whatever the hidden states are.
-        operand_dtype=torch.bfloat16 if call.act_format == "nvfp4" else call.hidden_states.dtype,
-        packed=packed,
-        direct=direct,
-        target=_target(call.w13.device),
-    )
-
-
-def _buffers(call: ExpertsCall, plan: _Plan) -> _Buffers:
-    device, tokens = call.w13.device, call.topk_ids.shape[0]
-
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    rows = plan.num_slots if plan.mode == "expert" else tokens
-    own = plan.mode == "none"
-    return _Buffers(
-        row_slot=empty(plan.num_slots, dtype=torch.int32),
-        table=empty(FIELDS * plan.num_tiles + TAIL, dtype=torch.int32),
-        operand=call.hidden_states if own else empty(rows, plan.x_stride, dtype=plan.operand_dtype),
-        factor=empty(tokens),
-        h=empty(plan.num_slots, plan.h_stride, dtype=plan.operand_dtype),
-        h_factor=empty(plan.num_slots),
-        y=empty(plan.config.gemm2.split_k * plan.num_slots, plan.hidden_size),
-    )
-
-
-def _launch(kernel: Any, grid: tuple[int, ...], plan: _Plan, *args: Any, **constants: Any) -> None:
+def _launch(kernel: Any, grid: tuple[int, ...], plan: Plan, *args: Any, **constants: Any) -> None:
     if plan.target["PDL"]:
         constants["launch_pdl"] = True
     kernel[grid](*args, **plan.target, **constants)
@@ -127,13 +35,17 @@ def _piece(rows: int, stride: int) -> int:
     return min(_PIECES[rows >= _MANY_ROWS], max(_PIECES[0], triton.next_power_of_2(stride)))
 
 
-def _prefetch(plan: _Plan, k: int) -> int:
-    """Bytes of each weight row to ask for before the kernel ahead has ended; 0: none."""
-    few = plan.num_slots <= _FEW_SLOTS and plan.config.gemm2.split_k == 1
-    return _PREFETCH_BYTES if few and plan.packed and plan.target["PDL"] and k % 32 == 0 else 0
+def _prefetch(plan: Plan) -> bool:
+    """Whether GEMM2 asks the L2 for its weights while GEMM1 still runs.
+
+    It pays where GEMM1 leaves memory idle. With long rows it only takes bandwidth from GEMM1.
+    """
+    k = plan.intermediate_size
+    useful = plan.num_slots <= _FEW_SLOTS and k <= _SHORT_ROW and plan.config.gemm2.split_k == 1
+    return useful and plan.packed and plan.target["PDL"] and k % 32 == 0
 
 
-def _words(weight: Tensor, plan: _Plan) -> Tensor:
+def _words(weight: Tensor, plan: Plan) -> Tensor:
     return weight.view(torch.int32) if plan.packed else weight
 
 
@@ -141,7 +53,7 @@ def _bytes(scale: Tensor | None, instead: Tensor) -> Tensor:
     return instead if scale is None else scale.view(torch.uint8)
 
 
-def _tile_constants(tile: Tile, plan: _Plan) -> dict[str, Any]:
+def _tile_constants(tile: Tile, plan: Plan) -> dict[str, Any]:
     limit = {"maxnreg": tile.max_registers} if tile.max_registers else {}
     return limit | {
         "BLOCK_N": tile.block_n,
@@ -154,7 +66,7 @@ def _tile_constants(tile: Tile, plan: _Plan) -> dict[str, Any]:
     }
 
 
-def _run_prologue(call: ExpertsCall, plan: _Plan, b: _Buffers) -> None:
+def _run_prologue(call: ExpertsCall, plan: Plan, b: Buffers) -> None:
     if plan.direct and plan.mode == "none":
         return
     experts = call.w13.shape[0]
@@ -195,7 +107,7 @@ def _run_prologue(call: ExpertsCall, plan: _Plan, b: _Buffers) -> None:
     )
 
 
-def _run_gemm1(call: ExpertsCall, plan: _Plan, b: _Buffers, h: Tensor, dynamic: bool) -> None:
+def _run_gemm1(call: ExpertsCall, plan: Plan, b: Buffers, h: Tensor, dynamic: bool) -> None:
     tile, inter = plan.config.gemm1, plan.intermediate_size
     gated = ACTIVATIONS[call.activation].is_gated
     alphas = call.g1_alphas
@@ -242,7 +154,7 @@ def _run_gemm1(call: ExpertsCall, plan: _Plan, b: _Buffers, h: Tensor, dynamic: 
     )
 
 
-def _run_gemm2(call: ExpertsCall, plan: _Plan, b: _Buffers, dynamic: bool) -> None:
+def _run_gemm2(call: ExpertsCall, plan: Plan, b: Buffers, dynamic: bool) -> None:
     tile = plan.config.gemm2
     _launch(
         gemm2_kernel,
@@ -267,13 +179,13 @@ def _run_gemm2(call: ExpertsCall, plan: _Plan, b: _Buffers, dynamic: bool) -> No
         OPERAND_STRIDE=plan.h_stride,
         HAS_BIAS=call.w2_bias is not None,
         HAS_FACTOR=dynamic,
-        PREFETCH=_prefetch(plan, plan.intermediate_size),
+        PREFETCH=_prefetch(plan),
         SPLIT_K=tile.split_k,
         **_tile_constants(tile, plan),
     )
 
 
-def _run_requantize(plan: _Plan, b: _Buffers, h: Tensor) -> None:
+def _run_requantize(plan: Plan, b: Buffers, h: Tensor) -> None:
     piece = _piece(plan.num_slots, plan.h_stride)
     _launch(
         requantize_kernel,
@@ -290,7 +202,7 @@ def _run_requantize(plan: _Plan, b: _Buffers, h: Tensor) -> None:
     )
 
 
-def _run_combine(call: ExpertsCall, plan: _Plan, b: _Buffers, out: Tensor) -> None:
+def _run_combine(call: ExpertsCall, plan: Plan, b: Buffers, out: Tensor) -> None:
     # A few tokens: short pieces, to have more of them.
     block = min(1024 if out.shape[0] >= 128 else 256, triton.next_power_of_2(plan.hidden_size))
     _launch(
@@ -323,8 +235,8 @@ def run_experts(call: ExpertsCall, out: Tensor, config: Config | None = None) ->
     """
     if out.numel() == 0:
         return
-    plan = _plan(call, config)
-    b = _buffers(call, plan)
+    plan = make_plan(call, config)
+    b = make_buffers(call, plan)
     dynamic = call.act_format == "nvfp4" and call.a2_gscale is None
     _run_prologue(call, plan, b)
     if dynamic:

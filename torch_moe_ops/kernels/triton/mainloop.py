@@ -15,16 +15,15 @@ _PREFETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0,
 
 
 @triton.jit
-def prefetch_rows(w_ptr, expert, columns, N: tl.constexpr, ROW_BYTES: tl.constexpr, BYTES: tl.constexpr):
-    """Ask the L2 for the first BYTES of each weight row, without waiting (SM90 and later; rows 16-byte aligned).
+def prefetch_rows(w_ptr, expert, columns, N: tl.constexpr, ROW_BYTES: tl.constexpr):
+    """Ask the L2 for weight rows, without waiting (SM90 and later; ROW_BYTES a multiple of 16).
 
     What a program can do for itself while the kernel before it still runs.
     """
     row = w_ptr.to(tl.pointer_type(tl.uint8)) + expert * (N * ROW_BYTES) + columns * ROW_BYTES
-    size: tl.constexpr = BYTES if BYTES < ROW_BYTES else ROW_BYTES
+    size = tl.full(columns.shape, ROW_BYTES, tl.int32)
     tl.inline_asm_elementwise(
-        _PREFETCH, "=r,l,r", [row.to(tl.int64), tl.full(columns.shape, size, tl.int32)], dtype=tl.int32, is_pure=False,
-        pack=1,
+        _PREFETCH, "=r,l,r", [row.to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1
     )  # fmt: skip
 
 
@@ -66,8 +65,9 @@ def _dot(a, b, acc, USE_PTX: tl.constexpr):
 
 @triton.jit
 def _multiply_nvfp4(
-    acc, operand_ptr, operand_rows, w_ptr, scale_ptr, columns, part, OPERAND_STRIDE: tl.constexpr, K: tl.constexpr,
-    K_PART: tl.constexpr, MASKED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, USE_PTX: tl.constexpr,
+    acc, operand_ptr, operand_rows, w_ptr, scale_ptr, columns, part, OPERAND_STRIDE: tl.constexpr, K:
+    tl.constexpr, K_PART: tl.constexpr, MASKED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, USE_PTX: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = operand_ptr.dtype.element_ty
     words: tl.constexpr = BLOCK_K // 8
@@ -99,8 +99,8 @@ def _multiply_nvfp4(
 
 @triton.jit
 def _multiply_plain(
-    acc, operand_ptr, operand_rows, w_ptr, columns, part, OPERAND_STRIDE: tl.constexpr, K: tl.constexpr,
-    K_PART: tl.constexpr, MASKED: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, USE_PTX: tl.constexpr,
+    acc, operand_ptr, operand_rows, w_ptr, columns, part, OPERAND_STRIDE: tl.constexpr, K: tl.constexpr, K_PART:
+    tl.constexpr, MASKED: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, USE_PTX: tl.constexpr,
 ):  # fmt: skip
     k = tl.arange(0, BLOCK_K)
     operand = operand_ptr + operand_rows[:, None] * OPERAND_STRIDE + (part * K_PART + k)[None, :]
@@ -120,9 +120,9 @@ def _multiply_plain(
 
 @triton.jit
 def multiply(
-    operand_ptr, operand_rows, w_ptr, scale_ptr, expert, columns, part, SCHEME: tl.constexpr, N: tl.constexpr,
-    K: tl.constexpr, K_PART: tl.constexpr, MASKED: tl.constexpr, OPERAND_STRIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, USE_PTX: tl.constexpr,
+    operand_ptr, operand_rows, w_ptr, scale_ptr, expert, columns, part, SCHEME: tl.constexpr, N: tl.constexpr, K:
+    tl.constexpr, K_PART: tl.constexpr, MASKED: tl.constexpr, OPERAND_STRIDE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, USE_PTX: tl.constexpr,
 ):  # fmt: skip
     """float32 [BLOCK_N, BLOCK_T]: weight rows `columns` of `expert` times operand rows `operand_rows` (int64).
 
@@ -139,7 +139,7 @@ def multiply(
     else:
         tl.static_assert(SCHEME == "none", "unknown scheme")
         acc = _multiply_plain(
-            acc, operand_ptr, operand_rows, w_ptr + expert * N * K, columns, part, OPERAND_STRIDE, K, K_PART, MASKED, BLOCK_K,
-            STAGES, USE_PTX,
+            acc, operand_ptr, operand_rows, w_ptr + expert * N * K, columns, part, OPERAND_STRIDE, K, K_PART, MASKED,
+            BLOCK_K, STAGES, USE_PTX,
         )  # fmt: skip
     return acc

@@ -1,7 +1,8 @@
 """Which rows an expert gets, and which tile a GEMM program works on: on the device, sizes from shapes alone.
 
 The table is int32 [FIELDS, max_tiles] plus a tail; a tile is BLOCK_TOKENS rows of one expert, and tiles
-beyond the last one have expert -1. Rows are numbered in the order of experts, inside an expert in the order of slots, where slot = token * top_k + j.
+beyond the last one have expert -1. Rows are numbered in the order of experts, inside an expert in the
+order of slots, where slot = token * top_k + j.
 """
 
 from __future__ import annotations

@@ -1,0 +1,158 @@
+"""The contract tests can fail: each mutant of the adapter is noticed, by an assertion or by a wrong result."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from problems import Case, make_batch
+from torch import Tensor
+
+import torch_moe_ops as moe
+from torch_moe_ops.flashinfer import activations, layout, matrices, package, routing, rows, trtllm_call
+
+pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
+from flashinfer_sim import seam  # noqa: E402
+from test_flashinfer_trtllm import CASES, NVFP4, error, layers  # noqa: E402
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+CLEAR = 0.02  # a mutant's relative L2; results of the unchanged adapter stay below 5e-3
+
+
+def replace(module: Any, name: str, value: Any) -> Patch:
+    return lambda monkeypatch: monkeypatch.setattr(module, name, value)
+
+
+def identity(rows_: int, *_: Any) -> Tensor:
+    return torch.arange(rows_)
+
+
+def padded_behind_both_halves(matrix: Tensor, halves: int, rows_: int, cols: int) -> Tensor:
+    padded = matrix.new_zeros(rows_, cols)
+    padded[: matrix.shape[0], : matrix.shape[1]] = matrix
+    return padded
+
+
+def unmasked(ids: Tensor, weights: Tensor) -> Tensor:
+    return (ids << 16) | weights.to(torch.bfloat16).view(torch.int16).to(torch.int32)
+
+
+def swapped_scalars(alpha: Tensor, gscale: Tensor, gated: bool) -> tuple[Tensor, Tensor]:
+    flipped = alpha.flip(1) if alpha.ndim == 2 else alpha
+    return flipped[:, -1] * gscale, flipped[:, 0].contiguous()
+
+
+def unscaled(alpha: Tensor, gscale: Tensor, gated: bool) -> tuple[Tensor, Tensor]:
+    return alpha.contiguous(), alpha.contiguous()
+
+
+def real_units(call: Any, unit: Tensor | None = None) -> dict[str, Tensor | None]:
+    return activations.constant_tensors(call, None)
+
+
+def shifted(enum: str, by: int) -> Patch:
+    """Numbers of an enum as another release counts them."""
+    real = package.number
+
+    def number(name: str, member: str) -> int:
+        return real(name, member) + (by if name == enum else 0)
+
+    return replace(package, "number", number)
+
+
+def as_old_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(package.Entry, "accepts_pairs", property(lambda self: False, lambda self, value: None), raising=False)
+    package.entry.cache_clear()
+
+
+def unmasked_packing(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_old_release(monkeypatch)
+    monkeypatch.setattr(routing, "pack", unmasked)
+
+
+PADDED = dataclasses.replace(NVFP4, inter=176)
+STEP = dataclasses.replace(NVFP4, activation="swiglustep")
+HALVES, BIAS = CASES["nvfp4 half alphas"], CASES["mxfp4 gpt-oss"]
+
+MUTANTS: dict[str, tuple[Case, Patch]] = {
+    "halves not swapped": (NVFP4, replace(rows, "swap_halves", identity)),
+    "halves not interleaved": (NVFP4, replace(rows, "interleave_halves", identity)),
+    "rows not shuffled": (NVFP4, replace(rows, "shuffle_blocks", identity)),
+    "shuffle of the other tile": (
+        NVFP4,
+        replace(rows, "shuffle_blocks", lambda n, block, real=rows.shuffle_blocks: real(n, 48 - block)),
+    ),
+    "shuffle of the other tile, fp8_block": (
+        CASES["fp8_block"],
+        replace(rows, "shuffle_blocks", lambda n, block, real=rows.shuffle_blocks: real(n, 48 - block)),
+    ),
+    "scales not tiled": (NVFP4, replace(matrices, "swizzle_scale", lambda s: s.flatten())),
+    "scales not tiled, e8m0": (CASES["mxfp4"], replace(matrices, "swizzle_scale", lambda s: s.flatten())),
+    "scales not permuted": (
+        NVFP4,
+        replace(matrices, "arrange_scales", lambda s, out, order, halves, real=matrices.arrange_scales: real(s, out, order.sort().values, halves)),
+    ),
+    "padding behind both halves": (PADDED, replace(matrices, "pad_matrix", padded_behind_both_halves)),
+    "alphas of the other half": (HALVES, replace(trtllm_call, "_scalars", swapped_scalars)),
+    "no requantization factor": (NVFP4, replace(trtllm_call, "_scalars", unscaled)),
+    "one factor where nothing is gated": (
+        CASES["nvfp4 relu2"],
+        replace(trtllm_call, "_scalars", lambda a, g, gated, real=trtllm_call._scalars: real(a, g, True)),
+    ),
+    "biases in real units": (CASES["nvfp4 bias"], replace(trtllm_call, "_bias_before_scaling", lambda bias, *_: bias)),
+    "biases not permuted": (BIAS, replace(layout.LayerLayout, "_bias_order", lambda self, n, halves: torch.arange(n))),
+    "limit in real units": (STEP, replace(trtllm_call, "constant_tensors", real_units)),
+    "activation of another release": (NVFP4, shifted("ActivationType", 1)),
+    "weight layout of another release": (CASES["none"], shifted("WeightLayout", -1)),
+    "nibbles not flipped": (
+        CASES["mxint4"],
+        replace(torch.Tensor, "bitwise_xor_", lambda self, mask: self),
+    ),
+    "packed ids not masked": (NVFP4, unmasked_packing),
+    "foreign ids passed on as they are": (
+        dataclasses.replace(NVFP4, foreign=True),
+        lambda monkeypatch: (
+            as_old_release(monkeypatch),
+            monkeypatch.setattr(torch.Tensor, "masked_fill", lambda self, mask, value: self),
+        )[0],
+    ),
+}
+
+
+def outcome(case: Case) -> float:
+    w, oracle = layers(case)
+    x, ids, weights = make_batch(case)
+    weights = torch.where(torch.arange(weights.numel()).view_as(weights) % 3 == 0, -weights, weights)
+    expected = moe.fused_moe_routed(x, ids, weights, oracle)
+    return error(moe.fused_moe_routed(x, ids, weights, w), expected)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_simulator_notices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, patch = MUTANTS[name]
+    seam.allow_cpu(monkeypatch, "flashinfer_trtllm")
+    seam.install(monkeypatch)
+    assert outcome(case) < 5e-3
+    patch(monkeypatch)
+    try:
+        found = outcome(case)
+    except (AssertionError, RuntimeError, ValueError) as noticed:
+        assert "sim" in str(noticed) or noticed.__traceback__ is not None
+    else:
+        assert not found < CLEAR, f"unnoticed: relative L2 {found:.1e}"
+    finally:
+        package.forget()
+
+
+def test_packing_survives_negative_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The counterpart of a mutant: masked packing of the same weights is right."""
+    seam.allow_cpu(monkeypatch, "flashinfer_trtllm")
+    seam.install(monkeypatch)
+    as_old_release(monkeypatch)
+    try:
+        assert outcome(dataclasses.replace(NVFP4, foreign=True)) < 5e-3
+    finally:
+        package.forget()
