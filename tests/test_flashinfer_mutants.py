@@ -139,8 +139,8 @@ def test_the_simulator_notices(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     patch(monkeypatch)
     try:
         found = outcome(case)
-    except (AssertionError, RuntimeError, ValueError) as noticed:
-        assert "sim" in str(noticed) or noticed.__traceback__ is not None
+    except AssertionError:
+        return  # the simulated launcher refused
     else:
         assert not found < CLEAR, f"unnoticed: relative L2 {found:.1e}"
     finally:

@@ -15,7 +15,9 @@ pytest.importorskip("triton")
 PRODUCTS = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 
 
-@pytest.mark.parametrize("capability", PRODUCTS)
+@pytest.mark.parametrize(
+    "capability", [c if c in (80, 90) else pytest.param(c, marks=pytest.mark.slow) for c in PRODUCTS]
+)
 def test_compiles(capability: int, tmp_path: Path) -> None:
     # Another process: where this one has no GPU, its kernels are for Triton's interpreter.
     script = Path(__file__).with_name("triton_aot.py")

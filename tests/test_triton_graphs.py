@@ -15,6 +15,7 @@ from triton_cases import empty_output, make_call
 from torch_moe_ops.backends import triton as backend
 from torch_moe_ops.ops.call import ExpertsCall
 
+pytestmark = pytest.mark.gpu
 TOKENS = 24
 
 

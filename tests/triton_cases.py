@@ -93,7 +93,8 @@ def make_call(
         "router_weight_on_input": False, "weight_policy": "exact", "out_dtype": out_dtype or dtype,
     }  # fmt: skip
     values |= fields
-    return ExpertsCall(**{name: v.to(DEVICE) if isinstance(v, Tensor) else v for name, v in values.items()})
+    placed: dict[str, Any] = {name: v.to(DEVICE) if isinstance(v, Tensor) else v for name, v in values.items()}
+    return ExpertsCall(**placed)
 
 
 def empty_output(call: ExpertsCall) -> Tensor:

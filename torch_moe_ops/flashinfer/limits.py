@@ -157,9 +157,10 @@ def even_experts(scheme: str, multiple: int) -> Requirement:
 
 
 def sizes_noted(problem: Problem, hidden: int, inter: int) -> str:
-    """ "pads hidden_size 2880 -> 2944", where something is padded."""
+    """ "pads hidden_size 2880 -> 2944", or "" where nothing is padded."""
     pairs = (("hidden_size", problem.hidden_size, hidden), ("intermediate_size", problem.intermediate_size, inter))
-    return ", ".join(f"pads {name} {old} -> {new}" for name, old, new in pairs if old != new)
+    changed = ", ".join(f"{name} {old} -> {new}" for name, old, new in pairs if old != new)
+    return f"pads {changed}" if changed else ""
 
 
 def routing_noted(problem: Problem) -> str:

@@ -30,17 +30,12 @@ class _Spec(NamedTuple):
     required: bool = False
 
 
-# Small ones are made contiguous where they are not; a copy of these would go unnoticed and be slow.
-_LARGE = ("w13", "w13_scale", "w13_zero_point", "w2", "w2_scale", "w2_zero_point")
-
-
 class _Table(NamedTuple):
     """The arguments that follow from w13, w2 and the hidden size: which ones, and what each must be."""
 
     num_experts: int
     pick: Callable[[ExpertsCall], tuple[Tensor | None, ...]]
-    specs: tuple[_Spec, ...]
-    large: Callable[[ExpertsCall], tuple[Tensor | None, ...]]
+    specs: tuple[tuple[Any, ...], ...]  # of _Spec, as plain tuples: unpacking those takes half the time
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,10 +136,14 @@ def check_experts(op: str, call: ExpertsCall, plan: Plan, devices: bool, tracing
                 fail(op, name, f"be a Tensor of shape {shapes[0]}", None)
         elif tensor.shape not in shapes or tensor.dtype not in dtypes:
             _fail_tensor(op, name, shapes, dtypes, tensor)
-    for tensor in table.large(call):
-        if tensor is not None and not tensor.is_contiguous():
-            name = next(name for name in _LARGE if getattr(call, name) is tensor)
-            fail(op, name, "be contiguous", f"strides {tensor.stride()}")
+    s13, s2 = call.w13_scale, call.w2_scale
+    if not (
+        w13.is_contiguous()
+        and w2.is_contiguous()
+        and (s13 is None or s13.is_contiguous())
+        and (s2 is None or s2.is_contiguous())
+    ):
+        _fail_contiguous(op, call)
     if plan.unusual:
         _check_unusual(op, call, plan)
     offset, total = call.local_expert_offset, call.num_experts
@@ -169,6 +168,7 @@ def _check_unusual(op: str, call: ExpertsCall, plan: Plan) -> None:
         if zero_point is not None and scale is not None and zero_point.shape != scale.shape:
             text = f"have shape {tuple(scale.shape)} like {name}_scale"
             fail(op, f"{name}_zero_point", text, zero_point.shape)
+    _fail_contiguous(op, call)
 
 
 _OUT_DTYPES = (None, *FLOATS)
@@ -233,9 +233,8 @@ def _make_table(op: str, call: ExpertsCall, plan: Plan, hidden_size: int, packed
         if tensor.shape not in shapes or tensor.dtype not in dtypes:
             _fail_tensor(op, name, shapes, dtypes, tensor)
     specs = _specs(plan, expected, sizes, packed)
-    large = [name for name in _LARGE if name in expected or (scheme.has_zero_point and name.endswith("point"))]
     pick = itemgetter(*(INDEX[spec.name] for spec in specs))
-    return _Table(w13.shape[0], pick, tuple(specs), itemgetter(*(INDEX[name] for name in large)))
+    return _Table(w13.shape[0], pick, tuple(tuple(spec) for spec in specs))
 
 
 def _check_hidden_size(op: str, call: ExpertsCall, plan: Plan, hidden_size: int) -> None:
@@ -245,6 +244,14 @@ def _check_hidden_size(op: str, call: ExpertsCall, plan: Plan, hidden_size: int)
     rows = call.w2.shape[1]
     if plan.scheme.logical_k(call.w13.shape[2]) == rows != hidden_size:
         fail(op, "hidden_states", f"have hidden_size {rows} (rows of w2)", hidden_size)
+
+
+def _fail_contiguous(op: str, call: ExpertsCall) -> None:
+    """Small arguments are made contiguous; a copy of these at every call would be slow and go unnoticed."""
+    for name in ("w13", "w13_scale", "w13_zero_point", "w2", "w2_scale", "w2_zero_point"):
+        tensor = getattr(call, name)
+        if tensor is not None and not tensor.is_contiguous():
+            fail(op, name, "be contiguous", f"strides {tensor.stride()}")
 
 
 def _fail_tensor(

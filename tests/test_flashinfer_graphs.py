@@ -1,0 +1,119 @@
+"""torch.compile and opcheck over the FlashInfer-backed ops: one graph where FlashInfer's own functions break it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from problems import make_batch, make_raw
+from torch._dynamo.testing import CompileCounter
+
+import torch_moe_ops as moe
+
+pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
+from flashinfer_sim import seam  # noqa: E402
+from samples import overload  # noqa: E402
+from test_flashinfer_trtllm import CASES, NVFP4, layers  # noqa: E402
+from test_opcheck import allclose_of_float8  # noqa: E402, F401 (a fixture)
+
+ROUTING = moe.Routing("renormalize", 2)
+
+
+def prepared(monkeypatch: pytest.MonkeyPatch, backend: str) -> moe.PreparedWeights:
+    seam.allow_cpu(monkeypatch, backend)
+    seam.install(monkeypatch)
+    if backend == "flashinfer_cutlass":
+        seam.install_cutlass(monkeypatch, (10, 0))
+    return moe.prepare(make_raw(NVFP4), act_format="nvfp4", backend=backend)
+
+
+BACKENDS = pytest.mark.parametrize("backend", ["flashinfer_trtllm", "flashinfer_cutlass"])
+
+
+@BACKENDS
+def test_one_graph(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    w = prepared(monkeypatch, backend)
+    torch._dynamo.reset()
+    counter = CompileCounter()
+
+    @torch.compile(fullgraph=True, backend=counter, dynamic=True)
+    def layer(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        routed = moe.fused_moe_routed(x * 2, ids, weights, w)
+        return routed + moe.fused_moe(x, logits, w, routing=ROUTING)
+
+    for tokens in (5, 9):
+        batch = make_batch(dataclasses.replace(NVFP4, tokens=tokens))
+        logits = torch.randn(tokens, NVFP4.experts)
+        eager = moe.fused_moe_routed(batch[0] * 2, *batch[1:], w) + moe.fused_moe(batch[0], logits, w, routing=ROUTING)
+        assert torch.equal(layer(*batch, logits), eager)
+    assert counter.frame_count == 1
+
+
+@BACKENDS
+def test_inductor(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    w = prepared(monkeypatch, backend)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, i, g: moe.fused_moe_routed(x * 2, i, g, w) + 1, fullgraph=True)
+    x, ids, weights = make_batch(NVFP4)
+    assert torch.equal(compiled(x, ids, weights), moe.fused_moe_routed(x * 2, ids, weights, w) + 1)
+
+
+def test_flashinfers_own_function_does_not_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the ops are for. If this starts to pass, say so in the docs."""
+    from torch_moe_ops.flashinfer import package
+
+    w = prepared(monkeypatch, "flashinfer_trtllm")
+    entry = package.entry("trtllm_fp4_block_scale_routed_moe")
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(entry, "function", lambda **arguments: seen.update(arguments) or torch.zeros(5, 256))
+    moe.fused_moe_routed(*make_batch(NVFP4), w)
+    monkeypatch.undo()
+    seam.install(monkeypatch)
+    torch._dynamo.reset()
+    from flashinfer.fused_moe import core
+
+    with pytest.raises(Exception, match=r"(?i)unsupported|graph break|trac"):
+        torch.compile(lambda: core.trtllm_fp4_block_scale_routed_moe(**seen), fullgraph=True, backend="eager")()
+
+
+@pytest.mark.usefixtures("allclose_of_float8")
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4 half alphas", "mxfp4 gpt-oss", "mxint4", "fp8", "fp8_block", "none"])
+def test_opcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seam.allow_cpu(monkeypatch, "flashinfer_trtllm")
+    seam.install(monkeypatch)
+    case = CASES[name]
+    w, _ = layers(case)
+    x, ids, weights = make_batch(case)
+    prefix = {"none": ""}.get(case.scheme, f"{case.scheme}_")
+    options = {"act_format": w.act_format, "activation": w.activation}
+    routed = (x, None, ids, weights, *w.op_weights(), w.backend)
+    torch.library.opcheck(overload(f"{prefix}moe_routed"), routed, options)
+    out = torch.zeros(case.tokens, case.hidden, dtype=case.dtype)
+    torch.library.opcheck(overload(f"{prefix}moe_routed.out"), routed, {**options, "out": out})
+    logits = torch.randn(case.tokens, case.experts)
+    monolithic = (x, None, logits, None, *w.op_weights(), w.backend, "renormalize", case.top_k)
+    torch.library.opcheck(overload(f"{prefix}moe"), monolithic, options)
+
+
+def test_warmup_runs_every_step_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    import contextlib
+
+    import flashinfer
+
+    from torch_moe_ops.flashinfer import warmup
+
+    w = prepared(monkeypatch, "flashinfer_trtllm")
+    tuned: list[bool] = []
+
+    @contextlib.contextmanager
+    def autotune(tune_mode: bool) -> Any:
+        tuned.append(tune_mode)
+        yield
+
+    monkeypatch.setattr(flashinfer, "autotune", autotune)
+    said: list[str] = []
+    warmup(w, top_k=2, tokens=(1, 7), progress=said.append)
+    assert tuned == [True, True]
+    assert [text.rsplit(", ", 1)[1] for text in said] == ["1 tokens", "7 tokens"]

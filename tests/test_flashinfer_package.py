@@ -1,0 +1,208 @@
+"""The installed package: versions, enums by name, signatures, and what explain() says with and without it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import torch_moe_ops as moe
+from torch_moe_ops.backends import BACKENDS
+from torch_moe_ops.flashinfer import package, routing, trtllm_call, warmup
+
+TRTLLM, CUTLASS = "flashinfer_trtllm", "flashinfer_cutlass"
+NVFP4 = moe.Problem(
+    "nvfp4",
+    act_format="nvfp4",
+    device="cuda",
+    capability=(10, 0),
+    num_experts=128,
+    hidden_size=2880,
+    intermediate_size=704,
+    input_scale="tensor",
+)
+
+
+def against(problem: moe.Problem, backend: str = TRTLLM) -> str:
+    return "; ".join(moe.explain(problem).against[backend])
+
+
+@pytest.fixture
+def version(monkeypatch: pytest.MonkeyPatch) -> object:
+    """Pretend that some release is installed."""
+    monkeypatch.setattr(package, "import_error", lambda: None)
+    return lambda text: monkeypatch.setattr(package, "installed_version", lambda: text)
+
+
+@pytest.mark.parametrize(
+    ("text", "bad"),
+    [
+        ("0.6.7", "flashinfer-python must be at least 0.6.8, got 0.6.7"),
+        ("0.6.8rc1", "must be at least 0.6.8, got 0.6.8rc1"),
+        ("0.6.16rc4", None),
+        ("0.6.16rc5", "192-token tiles give NaN"),
+        ("0.6.16", "got 0.6.16"),
+        ("0.6.16.post4", "flashinfer issue 4486"),
+        ("0.6.17", "got 0.6.17"),
+        ("0.6.18", None),
+        ("0.7.2.post1", None),
+        (None, "flashinfer-python (at least 0.6.8) must be installed, got none"),
+    ],
+)
+def test_releases(text: str | None, bad: str | None, version: object) -> None:
+    version(text)  # type: ignore[operator]
+    found = package.package_unmet("nvfp4", importing=False)
+    assert (found is None) if bad is None else (found is not None and bad in found)
+
+
+def test_a_release_that_is_bad_for_one_scheme_serves_the_others(version: object) -> None:
+    version("0.6.17")  # type: ignore[operator]
+    assert package.package_unmet("mxfp4", importing=False) is None
+
+
+def test_importing_the_library_does_not_import_flashinfer() -> None:
+    code = (
+        "import sys, torch_moe_ops as moe;"
+        "moe.explain(moe.Problem('nvfp4', hidden_size=64, intermediate_size=64));"
+        "assert not [m for m in sys.modules if m.split('.')[0] == 'flashinfer']"
+    )
+    root = str(Path(__file__).parent.parent)
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": root}, timeout=120)
+
+
+def test_a_package_that_cannot_be_imported_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(package, "installed_version", lambda: "0.7.2")
+    monkeypatch.setattr(package, "import_error", lambda: "ModuleNotFoundError: No module named 'tvm_ffi'")
+    assert "flashinfer must be importable, got ModuleNotFoundError: No module named 'tvm_ffi'" in against(NVFP4)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"device": "cpu", "capability": None}, "device must be 'cuda', got 'cpu'"),
+        ({"capability": (9, 0)}, "compute capability must be one of 10.0, 10.3 for nvfp4 weights, got 9.0"),
+        ({"capability": (12, 0)}, "compute capability must be one of 10.0, 10.3 for nvfp4 weights, got 12.0"),
+        ({"act_format": "none"}, "act_format must be one of ['nvfp4'] for scheme 'nvfp4', got 'none'"),
+        ({"scheme": "int8"}, "scheme must be one of"),
+        ({"activation": "swigluoai"}, "activation must be one of ['silu', 'gelu', 'swiglustep', 'relu2_no_mul'"),
+        ({"input_scale": "none"}, "input_scale must be calibrated ('tensor' or 'expert')"),
+        ({"top_k": 33}, "top_k must be at most 32, got 33"),
+        ({"num_experts": 4096}, "num_experts must be at most 2048, got 4096"),
+        ({"per_half_alphas": True, "constants": (1.0, 0.0, 7.0)}, "per_half_alphas must be False where limit = 7.0"),
+        ({"scheme": "mxfp4", "act_format": "none", "capability": (10, 3)}, "must be one of 10.0 for mxfp4 weights"),
+        ({"scheme": "mxfp4", "act_format": "none", "dtype": torch.float16}, "dtype must be one of ['torch.bfloat16']"),
+        ({"scheme": "fp8", "act_format": "fp8", "weight_scales": "channel"}, "weight_scales must be one of"),
+        ({"scheme": "fp8", "act_format": "fp8", "constants": (1.0, 0.0, 7.0)}, "fp8 kernels take none"),
+        ({"scheme": "fp8_block", "act_format": "fp8", "num_experts": 126}, "num_experts must be a multiple of 4"),
+        ({"scheme": "fp8_block", "act_format": "fp8", "top_k": 128}, "top_k must be less than num_experts = 128"),
+        ({"scheme": "mxint4", "act_format": "none", "has_bias": True}, "has_bias must be False"),
+    ],
+)
+def test_trtllm_requirements(change: dict[str, object], text: str) -> None:
+    assert text in against(dataclasses.replace(NVFP4, **change))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"capability": (9, 0)}, "compute capability must be one of 10.0, 10.3, 11.0, 12.0, 12.1 for nvfp4"),
+        ({"scheme": "fp8_block", "act_format": "fp8"}, "compute capability must be one of 9.0 for fp8_block"),
+        ({"scheme": "mxfp4", "act_format": "none"}, "act_format must be one of ['mxfp8'] for scheme 'mxfp4'"),
+        ({"per_half_alphas": True}, "per_half_alphas must be False"),
+        ({"num_local_experts": 96}, "must be multiples of the 96 local experts"),
+        ({"scheme": "fp8", "act_format": "fp8", "weight_scales": "half"}, "weight_scales must be one of ['tensor']"),
+    ],
+)
+def test_cutlass_requirements(change: dict[str, object], text: str) -> None:
+    assert text in against(dataclasses.replace(NVFP4, **change), CUTLASS)
+
+
+def test_explain_on_a_hopper_gpu(version: object) -> None:
+    """What the issue of choosing looks like on an H200: CUTLASS can serve bf16 and block FP8, TRTLLM nothing."""
+    pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
+    hopper = dataclasses.replace(NVFP4, capability=(9, 0))
+    plain = dataclasses.replace(hopper, scheme="none", act_format="none", input_scale="none")
+    block = dataclasses.replace(plain, scheme="fp8_block", act_format="fp8")
+    assert "got 9.0" in against(hopper) and "got 9.0" in against(plain) and "got 9.0" in against(block)
+    assert "got 9.0" in against(hopper, CUTLASS)
+    assert against(plain, CUTLASS) == against(block, CUTLASS) == ""
+    assert "by contract" in moe.explain(plain).notes[CUTLASS]
+
+
+def test_notes_say_by_contract_and_what_is_padded() -> None:
+    notes = moe.explain(NVFP4).notes
+    assert "by contract, not run on SM100; pads hidden_size 2880 -> 2944, intermediate_size 704 -> 768" in notes[TRTLLM]
+    assert all(BACKENDS[name].verified(NVFP4) == "by contract" for name in (TRTLLM, CUTLASS))
+
+
+def test_warmup_refuses_other_backends() -> None:
+    from problems import Case, make_raw
+
+    with pytest.raises(ValueError, match="must be a FlashInfer backend, got 'reference'"):
+        warmup(moe.prepare(make_raw(Case()), backend="reference"), top_k=2)
+
+
+# ------------------------------------------------------------------ against the installed release
+
+
+@pytest.fixture
+def installed() -> str:
+    pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
+    return str(package.installed_version())
+
+
+def test_numbers_are_looked_up_by_name(installed: str) -> None:
+    from flashinfer.tllm_enums import ActivationType, RoutingMethodType
+
+    assert package.number("ActivationType", "Identity") == ActivationType.Identity
+    assert package.number("RoutingMethodType", "MiniMax2") == RoutingMethodType.MiniMax2
+    with pytest.raises(RuntimeError, match=rf"flashinfer {installed} has no RoutingMethodType.Nonsense"):
+        package.number("RoutingMethodType", "Nonsense")
+
+
+# What each function must take by keyword; `output` and the layout of scales are passed where they exist.
+_COMMON = {"hidden_states", "gemm1_weights", "gemm2_weights", "num_experts", "top_k", "n_group", "topk_group"}
+_COMMON |= {"intermediate_size", "local_expert_offset", "local_num_experts", "routed_scaling_factor"}
+_COMMON |= {"routing_method_type"}
+
+
+@pytest.mark.parametrize("scheme", list(trtllm_call.FAMILIES))
+@pytest.mark.parametrize("routed", [True, False])
+def test_functions_take_our_keywords(scheme: str, routed: bool, installed: str) -> None:
+    entry = package.entry(trtllm_call.function_name(scheme, routed))
+    if entry.function is None:
+        assert routed and scheme in ("mxint4", "fp8") and package.parse_version(installed) < (0, 7, 0, 0, 0)
+        return
+    assert entry.parameters >= _COMMON | ({"topk_ids"} if routed else {"routing_logits", "routing_bias"})
+    assert ("routing_bias" in entry.parameters) == (not routed or trtllm_call.FAMILIES[scheme].bias_in_routed)
+
+
+OPS = {
+    "trtllm_fp4_block_scale_moe": {34, 43},
+    "trtllm_fp8_block_scale_moe": {32, 42},
+    "trtllm_bf16_moe": {25, 33},
+    "trtllm_mxint4_block_scale_moe": {26, 33},
+    "trtllm_fp8_per_tensor_scale_moe": {23, 29},
+}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_compiled_functions_have_the_known_parameters(op: str, installed: str) -> None:
+    """An alarm for new releases: a parameter that came or went means that this adapter has to be looked at."""
+    from flashinfer_sim import cpp
+
+    names = cpp.parameters(op)
+    assert len(set(names)) == len(names) and "output" in names
+    assert len(names) in OPS[op], (op, len(names))
+
+
+def test_routing_methods_exist_by_name(installed: str) -> None:
+    missing = {n for n in routing.METHODS.values() if not package.has_member("RoutingMethodType", n)}
+    assert missing <= {"Sigmoid", "TopKSigmoid"}
+    if package.parse_version(installed) >= (0, 6, 18, 1, 0):
+        assert not missing
