@@ -63,9 +63,9 @@ def prepared(case: Case, backend: str, device: str) -> moe.PreparedWeights:
     )
 
 
-def runs(case: Case, backend: str) -> bool:
+def runs(case: Case, backend: str, device: str) -> bool:
     """Whether a backend takes the case at all."""
-    settings = {"act_format": case.act_format, "weight_policy": case.weight_policy}
+    settings = {"act_format": case.act_format, "weight_policy": case.weight_policy, "device": device}
     return not moe.explain(make_raw(case), **settings).against[backend]
 
 
@@ -121,10 +121,10 @@ def _backends(device: str) -> list[str]:
 def _routed(family: str) -> Callable[[str], list[Sample]]:
     def samples(device: str) -> list[Sample]:
         names = _backends(device)
-        found = [routed_sample(case, n, device) for n in names for case in cases(family) if runs(case, n)]
+        found = [routed_sample(case, n, device) for n in names for case in cases(family) if runs(case, n, device)]
         for scheme in FAMILIES[family]:
             packed = [packed_case(scheme, act) for act in scheme.act_formats if act != "none"]
-            found += [packed_sample(case, n, device) for n in names for case in packed if runs(case, n)]
+            found += [packed_sample(case, n, device) for n in names for case in packed if runs(case, n, device)]
         return found
 
     return samples
@@ -151,7 +151,7 @@ def _monolithic(family: str) -> Callable[[str], list[Sample]]:
             monolithic_sample(case, name, device)
             for name in names
             for case in cases(family)
-            if not case.foreign and runs(case, name)
+            if not case.foreign and runs(case, name, device)
         ]
 
     return samples

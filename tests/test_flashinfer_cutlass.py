@@ -12,7 +12,7 @@ from problems import Case, make_batch, make_raw
 import torch_moe_ops as moe
 
 pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
-from flashinfer_sim import seam  # noqa: E402
+from flashinfer_sim import seam
 
 NAME = "flashinfer_cutlass"
 BLACKWELL, HOPPER = (10, 0), (9, 0)

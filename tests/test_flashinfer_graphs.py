@@ -13,10 +13,10 @@ from torch._dynamo.testing import CompileCounter
 import torch_moe_ops as moe
 
 pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
-from flashinfer_sim import seam  # noqa: E402
-from samples import overload  # noqa: E402
-from test_flashinfer_trtllm import CASES, NVFP4, layers  # noqa: E402
-from test_opcheck import allclose_of_float8  # noqa: E402, F401 (a fixture)
+from flashinfer_sim import seam
+from samples import overload
+from test_flashinfer_trtllm import CASES, NVFP4, layers
+from test_opcheck import allclose_of_float8  # noqa: F401 (a fixture)
 
 ROUTING = moe.Routing("renormalize", 2)
 

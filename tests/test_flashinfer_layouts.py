@@ -126,11 +126,6 @@ def test_block_layout_equals_flashinfers(core: object) -> None:
     assert torch.equal(out[0], core.convert_to_block_layout(w[0], 128))
 
 
-def swapped(w13: Tensor) -> Tensor:
-    """[gate; up] -> [up; gate], as FlashInfer's own preparation takes it."""
-    return torch.cat([w13[:, w13.shape[1] // 2 :], w13[:, : w13.shape[1] // 2]], 1).contiguous()
-
-
 @pytest.mark.parametrize("gated", [True, False])
 def test_a_bf16_layer_equals_flashinfers_preparation(core: object, gated: bool) -> None:
     """Newer releases prepare weights themselves; for bf16 they do it on a CPU too."""
@@ -168,6 +163,15 @@ def test_scales_are_tiled_after_their_rows_moved() -> None:
         offset = ((m // 128) * 4 + c // 4) * 512 + (m % 32) * 16 + (m % 128) // 32 * 4 + c % 4
         assert flat[offset] == source[order[m], c]
         assert torch.equal(tensors["w13"][0, m], raw.w13[0, order[m]])
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16])
+def test_fast_tiling_is_the_librarys_tiling(dtype: torch.dtype) -> None:
+    scale = coded(256, 20 * dtype.itemsize).view(dtype)
+    out = torch.empty_like(scale)
+    matrices.tile_scales(matrices._groups(scale), matrices._groups(out))
+    assert torch.equal(out.flatten().view(torch.uint8), moe.swizzle_scale(scale).view(torch.uint8))
+    assert torch.equal(matrices.untile_scales(matrices._groups(out)), matrices._groups(scale))
 
 
 def test_int4_nibbles_become_twos_complement() -> None:

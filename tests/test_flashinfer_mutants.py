@@ -15,8 +15,8 @@ import torch_moe_ops as moe
 from torch_moe_ops.flashinfer import activations, layout, matrices, package, routing, rows, trtllm_call
 
 pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
-from flashinfer_sim import seam  # noqa: E402
-from test_flashinfer_trtllm import CASES, NVFP4, error, layers  # noqa: E402
+from flashinfer_sim import seam
+from test_flashinfer_trtllm import CASES, NVFP4, error, layers
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 CLEAR = 0.02  # a mutant's relative L2; results of the unchanged adapter stay below 5e-3
@@ -64,7 +64,9 @@ def shifted(enum: str, by: int) -> Patch:
 
 
 def as_old_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(package.Entry, "accepts_pairs", property(lambda self: False, lambda self, value: None), raising=False)
+    monkeypatch.setattr(
+        package.Entry, "accepts_pairs", property(lambda self: False, lambda self, value: None), raising=False
+    )
     package.entry.cache_clear()
 
 
@@ -89,11 +91,15 @@ MUTANTS: dict[str, tuple[Case, Patch]] = {
         CASES["fp8_block"],
         replace(rows, "shuffle_blocks", lambda n, block, real=rows.shuffle_blocks: real(n, 48 - block)),
     ),
-    "scales not tiled": (NVFP4, replace(matrices, "swizzle_scale", lambda s: s.flatten())),
-    "scales not tiled, e8m0": (CASES["mxfp4"], replace(matrices, "swizzle_scale", lambda s: s.flatten())),
+    "scales not tiled": (NVFP4, replace(matrices, "tile_scales", lambda linear, out: out.copy_(linear))),
+    "scales not tiled, e8m0": (CASES["mxfp4"], replace(matrices, "tile_scales", lambda linear, out: out.copy_(linear))),
     "scales not permuted": (
         NVFP4,
-        replace(matrices, "arrange_scales", lambda s, out, order, halves, real=matrices.arrange_scales: real(s, out, order.sort().values, halves)),
+        replace(
+            matrices,
+            "arrange_scales",
+            lambda s, out, order, halves, real=matrices.arrange_scales: real(s, out, order.sort().values, halves),
+        ),
     ),
     "padding behind both halves": (PADDED, replace(matrices, "pad_matrix", padded_behind_both_halves)),
     "alphas of the other half": (HALVES, replace(trtllm_call, "_scalars", swapped_scalars)),

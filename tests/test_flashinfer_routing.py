@@ -14,8 +14,8 @@ from torch_moe_ops.flashinfer import routing, trtllm_call
 from torch_moe_ops.routing import ROUTING_METHODS
 
 pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
-from flashinfer_sim import seam, trtllm  # noqa: E402
-from test_flashinfer_trtllm import NVFP4, error  # noqa: E402
+from flashinfer_sim import seam, trtllm
+from test_flashinfer_trtllm import NVFP4, error
 
 NAME = "flashinfer_trtllm"
 CASE = dataclasses.replace(NVFP4, tokens=9, experts=16, top_k=4)
@@ -156,9 +156,7 @@ def test_long_batches_are_split(bound: list[dict[str, Any]], monkeypatch: pytest
 def test_router_weight_on_input(bound: list[dict[str, Any]]) -> None:
     case = dataclasses.replace(CASE, top_k=1)
     raw, (x, ids, weights) = make_raw(case), make_batch(case)
-    layers = [
-        moe.prepare(raw, act_format="nvfp4", backend=b, router_weight_on_input=True) for b in (NAME, "reference")
-    ]
+    layers = [moe.prepare(raw, act_format="nvfp4", backend=b, router_weight_on_input=True) for b in (NAME, "reference")]
     got, expected = (moe.fused_moe_routed(x, ids, weights * 3, layer) for layer in layers)
     assert error(got, expected) < 5e-3
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from typing import Any
@@ -16,6 +17,8 @@ pytest.importorskip("triton")
 
 from triton_cases import DEVICE, empty_output, make_call, relative_error
 
+import torch_moe_ops as moe
+from torch_moe_ops.backends import BACKENDS
 from torch_moe_ops.backends import triton as backend
 from torch_moe_ops.kernels.triton import launch
 from torch_moe_ops.kernels.triton.configs import Config, Tile
@@ -180,10 +183,18 @@ def test_a_nan_row_disturbs_no_other() -> None:
 
 
 def test_reasons_name_what_is_missing() -> None:
-    assert backend.reasons("nvfp4", "none", "cuda", (9, 0), torch.bfloat16) == []
-    assert any("'int3'" in reason for reason in backend.reasons("int3", "none", "cuda", (9, 0)))
-    assert any("'fp8'" in reason for reason in backend.reasons("nvfp4", "fp8", "cuda", (9, 0)))
-    assert any("float32" in reason for reason in backend.reasons("none", "none", "cuda", (9, 0), torch.float32))
+    good = moe.Problem("nvfp4", device="cuda", capability=(9, 0), dtype=torch.bfloat16)
+    triton = BACKENDS["triton"]
+    assert triton.fits_anywhere(good)
+    for change, text in (
+        ({"scheme": "int3"}, "'int3'"),
+        ({"act_format": "fp8"}, "'fp8'"),
+        ({"scheme": "none", "dtype": torch.float32}, "float32"),
+        ({"weight_policy": "packed", "act_format": "fp8"}, "weight_policy"),
+    ):
+        assert any(text in reason for reason in triton.reasons(dataclasses.replace(good, **change)))
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        assert any("(8, 0)" in reason for reason in triton.reasons(dataclasses.replace(good, capability=(7, 5))))
 
 
 if __name__ == "__main__":

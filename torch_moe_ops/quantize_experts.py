@@ -118,7 +118,7 @@ def dequantize_experts(raw: RawWeights) -> tuple[Tensor, Tensor]:
     Rows of w13 are gate then up. Expert by expert into the result.
     """
     halves = 2 if raw.is_gated else 1
-    like = {"dtype": torch.float32, "device": raw.device}
+    like: dict[str, Any] = {"dtype": torch.float32, "device": raw.device}
     w13 = torch.empty(raw.num_experts, raw.w13.shape[1], raw.hidden_size, **like)
     w2 = torch.empty(raw.num_experts, raw.hidden_size, raw.intermediate_size, **like)
     for e in range(raw.num_experts):
@@ -150,8 +150,6 @@ _PARTS = ("scale", "zero_point", "scale_2")
 
 def _of_expert(tensor: Tensor | None, e: int) -> Any:
     return None if tensor is None else tensor[e]
-
-
 
 
 def _dequantize_fp8(scheme: str, codes: Tensor, scale: Tensor, halves: int) -> Tensor:

@@ -22,7 +22,16 @@ class Runner:
 
     def __init__(self, calls: list[dict[str, Any]], options: tuple[Any, ...]) -> None:
         self._calls = calls
-        names = ("x_dtype", "weight_dtype", "output_dtype", "fp8_block", "w4_group", "mxfp8_act", "packed", "fused_finalize")
+        names = (
+            "x_dtype",
+            "weight_dtype",
+            "output_dtype",
+            "fp8_block",
+            "w4_group",
+            "mxfp8_act",
+            "packed",
+            "fused_finalize",
+        )
         self._options = dict(zip(names, options, strict=False))
 
     def get_workspace_size(self, *values: Any) -> int:
@@ -105,7 +114,9 @@ def _run(a: dict[str, Any]) -> Tensor:
         w1, w2, (factor1, factor2) = decode(e)
         up = factor1 if name == "Swiglu" else 1.0  # of a product with the gate
         biases = [None if a[b] is None else a[b][e].double() for b in ("fc1_expert_biases", "fc2_expert_biases")]
-        made.append(Expert(w1, w2, up, factor1, factor2, *biases, *(constants[key][e] for key in ("alpha", "beta", "limit"))))
+        made.append(
+            Expert(w1, w2, up, factor1, factor2, *biases, *(constants[key][e] for key in ("alpha", "beta", "limit")))
+        )
     hidden, requantize = _activations(a, scales)
     ids, offset = a["token_selected_experts"].long(), a["ep_rank"] * experts
     return layer(lambda e: hidden, made, ids, a["token_final_scales"].double(), offset, name, requantize)
@@ -116,7 +127,12 @@ Decoded = tuple[Tensor, Tensor, tuple[float, float]]
 
 def _decoder(a: dict[str, Any]) -> Callable[[int], Decoded]:
     """expert -> both matrices, and what multiplies the accumulators of the two GEMMs."""
-    w1, w2, scales, experts = a["fc1_expert_weights"], a["fc2_expert_weights"], a["quant_scales"], len(a["fc1_expert_weights"])
+    w1, w2, scales, experts = (
+        a["fc1_expert_weights"],
+        a["fc2_expert_weights"],
+        a["quant_scales"],
+        len(a["fc1_expert_weights"]),
+    )
     one = (1.0, 1.0)
     if a["fp8_block"]:
         assert len(scales) == 2 and a["x_dtype"] == torch.bfloat16

@@ -72,7 +72,9 @@ def install_cutlass(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
 
     calls: list[dict[str, Any]] = []
     for name in ("90", "100", "103", "120", "89"):
-        monkeypatch.setattr(core, f"gen_cutlass_fused_moe_sm{name}_module", lambda *a: _CutlassSpec(calls), raising=False)
+        monkeypatch.setattr(
+            core, f"gen_cutlass_fused_moe_sm{name}_module", lambda *a: _CutlassSpec(calls), raising=False
+        )
     core.get_cutlass_fused_moe_module.cache_clear()
     monkeypatch.setattr(core, "get_compute_capability", lambda device: capability)
     monkeypatch.setattr(core, "device_support_pdl", lambda device: False)

@@ -6,9 +6,21 @@ from __future__ import annotations
 from torch_moe_ops.backends import flashinfer_trtllm
 from torch_moe_ops.backends import flashinfer_cutlass
 from torch_moe_ops.backends import cpu
+from torch_moe_ops.backends import triton
 from torch_moe_ops.backends import reference
 
 # isort: on
 from torch_moe_ops.backends.registry import BACKENDS, Backend, Problem, Requirement, register
 
-__all__ = ["BACKENDS", "Backend", "Problem", "Requirement", "cpu", "flashinfer_cutlass", "flashinfer_trtllm", "reference", "register"]
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "Problem",
+    "Requirement",
+    "cpu",
+    "flashinfer_cutlass",
+    "flashinfer_trtllm",
+    "reference",
+    "register",
+    "triton",
+]

@@ -45,7 +45,7 @@ def _constants_unmet(problem: Problem) -> str | None:
     constants = problem.constants
     if constants is None:
         return None
-    alpha, beta, limit = constants
+    limit = constants[2]
     if problem.scheme in ("fp8", "fp8_block"):
         return f"constants must be (1, 0, inf): {problem.scheme} kernels take none, got {constants}"
     if problem.scheme != "nvfp4" or limit == math.inf:

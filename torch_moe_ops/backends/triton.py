@@ -11,6 +11,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from torch_moe_ops.backends import linear
+from torch_moe_ops.backends.registry import Backend, Problem, Requirement, available, formats, one_of, register
 from torch_moe_ops.ops.call import ExpertsCall
 
 # scheme -> activation formats that the kernels have
@@ -51,25 +53,10 @@ def device_reason(device: str, capability: tuple[int, int] | None) -> str | None
     return None
 
 
-def reasons(
-    scheme: str,
-    act_format: str,
-    device: str,
-    capability: tuple[int, int] | None = None,
-    dtype: torch.dtype | None = None,
-) -> list[str]:
-    """Every reason why this backend cannot run such a layer; empty where it can.
-
-    dtype: of the hidden states, if known.
-    """
-    found = [reason for reason in (package_reason(), device_reason(device, capability)) if reason is not None]
-    if scheme not in FORMATS:
-        found.append(f"scheme must be one of {list(FORMATS)}, got {scheme!r}")
-    elif act_format not in FORMATS[scheme]:
-        found.append(f"act_format must be one of {list(FORMATS[scheme])} for scheme {scheme!r}, got {act_format!r}")
-    if dtype is not None and dtype not in HIDDEN_DTYPES:
-        found.append(f"hidden_states must have one of the dtypes {[str(d) for d in HIDDEN_DTYPES]}, got {dtype}")
-    return found
+def _dtype_reason(problem: Problem) -> str | None:
+    if problem.dtype is None or problem.dtype in HIDDEN_DTYPES:
+        return None
+    return f"dtype must be one of {[str(d) for d in HIDDEN_DTYPES]}, got {problem.dtype}"
 
 
 def run(call: ExpertsCall, out: Tensor) -> None:
@@ -81,3 +68,28 @@ def run(call: ExpertsCall, out: Tensor) -> None:
             run_experts(call, out)
     else:
         run_experts(call, out)
+
+
+def _verified(problem: Problem) -> str:
+    """The suite has run on Hopper; for other architectures the kernels are only compiled."""
+    return "tested" if problem.capability == (9, 0) else "compiles, not run there"
+
+
+register(
+    Backend(
+        name="triton",
+        layout=linear.LINEAR,
+        requires=(
+            available(package_reason),
+            Requirement(lambda problem: device_reason(problem.device, problem.capability)),
+            formats(FORMATS),
+            one_of("weight_policy", "exact"),
+            Requirement(_dtype_reason),
+        ),
+        prepare=linear.prepare,
+        restore=linear.restore,
+        run=run,
+        hidden_dtypes=HIDDEN_DTYPES,
+        verified=_verified,
+    )
+)

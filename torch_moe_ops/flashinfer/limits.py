@@ -90,7 +90,9 @@ def hidden_dtype(schemes: Mapping[str, tuple[torch.dtype, ...]]) -> Requirement:
     return Requirement(unmet)
 
 
-def calibrated(act_formats: tuple[str, ...] = ("nvfp4", "fp8"), schemes: tuple[str, ...] = ("nvfp4", "fp8")) -> Requirement:
+def calibrated(
+    act_formats: tuple[str, ...] = ("nvfp4", "fp8"), schemes: tuple[str, ...] = ("nvfp4", "fp8")
+) -> Requirement:
     """A static scale for the whole input: the kernels quantize a token once, for all experts that it visits.
 
     One scale per expert is reduced to the largest, which ranks of expert parallelism must agree on.

@@ -23,7 +23,7 @@ Version = tuple[int, int, int, int, int]
 
 
 def parse_version(text: str) -> Version:
-    """(major, minor, patch, stage, number): stage 0 is a release candidate or dev build, 1 a release, 2 a post release."""
+    """(major, minor, patch, stage, number): stage 0 is a release candidate or dev build, 1 a release, 2 a post one."""
     found = re.match(r"v?(\d+)\.(\d+)(?:\.(\d+))?(?:\.?(a|b|rc|dev|post)(\d+))?", text)
     if found is None:
         raise ValueError(f"flashinfer's version must look like 0.7.2 or 0.7.2.post1, got {text!r}")

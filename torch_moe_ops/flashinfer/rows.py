@@ -45,4 +45,3 @@ def row_order(rows: int, gated: bool, interleave: bool, block: int) -> Tensor:
     if gated and interleave:
         order = interleave_halves(rows)[order]
     return swap_halves(rows)[order] if gated else order
-

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Installs releases of flashinfer-python side by side and runs the contract tests against each, on a CPU.
+#
+#   PYTHON=.venv/bin/python bash scripts/flashinfer_releases.sh [VERSION ...]
+#
+# Without arguments: the oldest supported release and the newest one. Only the wheel and the small packages that
+# importing it needs are installed (--no-deps), in build/flashinfer/.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+PYTHON=${PYTHON:-python3}
+FOLDER=$PWD/build/flashinfer
+if [ $# -eq 0 ]; then
+  newest=$("$PYTHON" -m pip index versions flashinfer-python 2>/dev/null | sed -n 's/^flashinfer-python (\(.*\))$/\1/p')
+  set -- 0.6.8 "$newest"
+fi
+
+# What `import flashinfer` needs besides torch and numpy.
+"$PYTHON" -m pip install --quiet apache-tvm-ffi nvidia-ml-py tqdm requests filelock jinja2 packaging
+paths=
+for version in "$@"; do
+  target=$FOLDER/$version
+  [ -d "$target/flashinfer" ] || "$PYTHON" -m pip install --quiet --no-deps --target "$target" "flashinfer-python==$version"
+  paths=$paths:$target
+done
+MOEQ_FLASHINFER_PATHS=${paths#:} "$PYTHON" -m pytest -q tests/test_flashinfer_versions.py
