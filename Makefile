@@ -9,7 +9,7 @@ STAMP  := $(VENV)/.installed
 
 SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/cpu/*.cpp csrc/cpu/*.h csrc/cuda/*)
 
-.PHONY: install quickstart test test-all lint format cuda-compile sanitize table bench clean
+.PHONY: install quickstart test test-all test-triton test-flashinfer lint format cuda-compile sanitize table bench clean
 
 $(STAMP): pyproject.toml setup.py $(SOURCES)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or later is needed")'
@@ -27,11 +27,21 @@ quickstart: install
 test: install
 	$(PY) -m pytest -q -m "not slow"
 
-# What is slow besides: long property tests, the examples, CUDA compilation, sanitizers.
+# What is slow besides: long property tests, fuzzing, the examples, CUDA compilation, sanitizers, Triton's interpreter
+# and its ahead-of-time targets, several releases of FlashInfer.
 test-all: install
 	$(PY) -m pytest -q -m slow
 	$(MAKE) cuda-compile
 	$(MAKE) sanitize
+	$(MAKE) test-triton
+	$(MAKE) test-flashinfer
+
+test-triton: install
+	$(PY) -m pip install --quiet 'triton>=3.6'
+	$(PY) -m pytest -q tests/test_triton_*.py
+
+test-flashinfer: install
+	PYTHON=$(PY) bash scripts/flashinfer_releases.sh
 
 lint: install
 	$(VENV)/bin/ruff format --check .

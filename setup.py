@@ -16,6 +16,9 @@ from typing import Any
 from setuptools import setup
 
 ROOT = Path(__file__).resolve().parent
+# Stripped. And a toolchain that links libstdc++ statically would export it, and its streams, which make the
+# error texts, would mix with those that torch has loaded: a crash.
+LINK_FLAGS = ["-Wl,-s", "-Wl,--exclude-libs,ALL"]
 ABI_FLAGS = ["-DTORCH_TARGET_VERSION=0x020b000000000000"]
 X86_FLAGS = {
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
@@ -53,7 +56,7 @@ def isa_flags(isa: str) -> list[str]:
 
 
 def link_flags() -> list[str]:
-    return ["-fsanitize=address,undefined"] if sanitizing() else ["-Wl,-s"]
+    return ["-fsanitize=address,undefined"] if sanitizing() else LINK_FLAGS
 
 
 def is_x86() -> bool:
@@ -92,9 +95,7 @@ def cuda_extension(cpp: Any) -> Any:
             "cxx": [*host_flags(), "-DUSE_CUDA"],
             "nvcc": ["-O3", "-std=c++17", "--fmad=false", *arches, *ABI_FLAGS, "-DUSE_CUDA"],
         },
-        # A toolchain that links libstdc++ statically would else export it, and its streams, which make the error
-        # texts, would mix with those that torch has loaded: a crash.
-        extra_link_args=["-Wl,--exclude-libs,ALL"],
+        extra_link_args=LINK_FLAGS,
         py_limited_api=True,
     )
 
