@@ -29,7 +29,9 @@ SIZES = {"num_experts": 8, "hidden_size": 1024, "intermediate_size": 1024}
 
 def cell(scheme: Scheme, act_format: str, device: str, capability: tuple[int, int] | None) -> str:
     """Backends other than `reference` that fit, and how far they are verified on that device."""
-    problem = Problem(scheme.name, act_format=act_format, device=device, capability=capability, **SIZES)
+    scale = "tensor" if act_format in scheme.static_acts else "none"  # calibrated, as published checkpoints are
+    where = {"device": device, "capability": capability, "input_scale": scale}
+    problem = Problem(scheme.name, act_format=act_format, **where, **SIZES)
     found = []
     for name, backend in BACKENDS.items():
         if name != "reference" and backend.fits_anywhere(problem):

@@ -130,8 +130,9 @@ def test_block_layout_equals_flashinfers(core: object) -> None:
 def test_a_bf16_layer_equals_flashinfers_preparation(core: object, gated: bool) -> None:
     """Newer releases prepare weights themselves; for bf16 they do it on a CPU too."""
     prepare = pytest.importorskip("flashinfer.fused_moe.prepare", reason="this release prepares no weights itself")
-    from flashinfer.fused_moe.api import ReLU2, SwiGLU
-
+    api = pytest.importorskip("flashinfer.fused_moe.api")
+    if not hasattr(api, "ReLU2"):
+        pytest.skip("this release names activations otherwise")
     raw = coded_raw("none", 384, 256, gated)
     raw = dataclasses.replace(raw, w13=raw.w13.view(torch.int16).abs().view(torch.bfloat16))
     theirs = prepare.prepare_trtllm_bf16_weights(
@@ -140,7 +141,7 @@ def test_a_bf16_layer_equals_flashinfers_preparation(core: object, gated: bool) 
         num_local_experts=1,
         hidden_size=384,
         intermediate_size=256,
-        activation=SwiGLU() if gated else ReLU2(),
+        activation=api.SwiGLU() if gated else api.ReLU2(),
     )
     found = {t.flatten().view(torch.uint8).numpy().tobytes() for t in theirs.values() if isinstance(t, Tensor)}
     for name, ours in trtllm_layout.LAYER.prepare(raw).items():

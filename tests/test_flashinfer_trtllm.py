@@ -113,3 +113,38 @@ def test_restore_inverts_prepare(name: str, calls: list[str]) -> None:
 
 def test_backend_is_registered_before_the_others() -> None:
     assert list(BACKENDS).index(NAME) == 0
+
+
+def test_calls_that_the_kernels_cannot_serve_say_why(calls: list[str]) -> None:
+    """Requirements look at problems; these are calls with prepared weights."""
+    batch = make_batch(NVFP4)
+    w, _ = layers(NVFP4)
+    with pytest.raises(RuntimeError, match="a2_gscale must be given: backend flashinfer_trtllm takes calibrated"):
+        moe.fused_moe_routed(*batch, dataclasses.replace(w, a2_gscale=None))
+    with pytest.raises(RuntimeError, match=r"a1_gscale must have shape \(\): one calibrated scale for all experts"):
+        moe.fused_moe_routed(*batch, dataclasses.replace(w, a1_gscale=torch.ones(8)))
+    mx, _ = layers(CASES["mxfp4"])
+    with pytest.raises(
+        RuntimeError, match=r"hidden_states must have one of the dtypes .*bfloat16.*, got torch.float16"
+    ):
+        moe.fused_moe_routed(batch[0].half(), *batch[1:], mx)
+
+
+def test_packed_fp8_is_refused_per_tensor_and_taken_per_block(calls: list[str]) -> None:
+    block, oracle = layers(CASES["fp8_block"])
+    x, ids, weights = make_batch(CASES["fp8_block"])
+    codes, scale = torch.ops.moeq.quantize_fp8(x, None, 128)
+    got, expected = (moe.fused_moe_routed(codes, ids, weights, w, hidden_states_scale=scale) for w in (block, oracle))
+    assert error(got, expected) < TOLERANCE
+    w, _ = layers(CASES["fp8"])
+    x, ids, weights = make_batch(CASES["fp8"])
+    codes, scale = torch.ops.moeq.quantize_fp8(x)
+    with pytest.raises(RuntimeError, match="hidden_states must be unquantized for flashinfer_trtllm"):
+        moe.fused_moe_routed(codes, ids, weights, w, hidden_states_scale=scale)
+
+
+def test_int8_weights_are_refused_at_the_call(calls: list[str]) -> None:
+    raw = make_raw(dataclasses.replace(BASE, scheme="int8"))
+    w = dataclasses.replace(moe.prepare(raw, backend="reference"), backend=NAME)
+    with pytest.raises(RuntimeError, match="backend must be one that runs int8 weights, got 'flashinfer_trtllm'"):
+        moe.fused_moe_routed(*make_batch(BASE), w)

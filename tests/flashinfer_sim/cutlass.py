@@ -127,37 +127,37 @@ Decoded = tuple[Tensor, Tensor, tuple[float, float]]
 
 def _decoder(a: dict[str, Any]) -> Callable[[int], Decoded]:
     """expert -> both matrices, and what multiplies the accumulators of the two GEMMs."""
-    w1, w2, scales, experts = (
-        a["fc1_expert_weights"],
-        a["fc2_expert_weights"],
-        a["quant_scales"],
-        len(a["fc1_expert_weights"]),
-    )
+    w1, w2, scales = a["fc1_expert_weights"], a["fc2_expert_weights"], a["quant_scales"]
     one = (1.0, 1.0)
     if a["fp8_block"]:
         assert len(scales) == 2 and a["x_dtype"] == torch.bfloat16
         assert all(s.dtype == torch.float32 for s in scales)
-
-        def wide(scale: Tensor) -> Tensor:
-            return scale.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
-
-        return lambda e: (numbers.e4m3(w1[e]) * wide(scales[0][e]), numbers.e4m3(w2[e]) * wide(scales[1][e]), one)
+        return lambda e: (numbers.e4m3(w1[e]) * _wide(scales[0][e]), numbers.e4m3(w2[e]) * _wide(scales[1][e]), one)
     if a["weight_dtype"] == torch.float8_e4m3fn:
         dequantize1, quantize2, dequantize2, of_input = scales
-        assert dequantize1.shape == dequantize2.shape == (experts,) and of_input.ndim == 0
-        assert quantize2.shape in ((), (experts,)) and all(s.dtype == torch.float32 for s in scales)
+        assert dequantize1.shape == dequantize2.shape == (len(w1),) and of_input.ndim == 0
+        assert quantize2.shape in ((), (len(w1),)) and all(s.dtype == torch.float32 for s in scales)
         return lambda e: (
             numbers.e4m3(w1[e]),
             numbers.e4m3(w2[e]),
             (dequantize1[e].item(), dequantize2[e].item()),
         )
-    if not _fp4(a):
-        assert not scales and w1.dtype == a["x_dtype"]
-        return lambda e: (w1[e].double(), w2[e].double(), one)
-    mx = a["mxfp8_act"]
+    if _fp4(a):
+        return _fp4_decoder(a)
+    assert not scales and w1.dtype == a["x_dtype"]
+    return lambda e: (w1[e].double(), w2[e].double(), one)
+
+
+def _wide(scale: Tensor) -> Tensor:
+    """One scale per 128x128 tile -> one per element."""
+    return scale.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
+
+
+def _fp4_decoder(a: dict[str, Any]) -> Callable[[int], Decoded]:
+    w1, w2, scales, mx = a["fc1_expert_weights"], a["fc2_expert_weights"], a["quant_scales"], a["mxfp8_act"]
     block1, factor1, block2, factor2 = scales if mx else (scales[1], scales[2], scales[4], scales[5])
     assert block1.dtype == block2.dtype == torch.int32 and block1.ndim == block2.ndim == 3
-    assert factor1.shape == factor2.shape == (experts,)
+    assert factor1.shape == factor2.shape == (len(w1),)
 
     def matrix(weights: Tensor, block: Tensor) -> Tensor:
         codes = numbers.e2m1(weights.contiguous().view(torch.uint8))

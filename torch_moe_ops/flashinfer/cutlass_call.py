@@ -14,7 +14,15 @@ from torch_moe_ops.activations import ACTIVATIONS
 from torch_moe_ops.flashinfer import package
 from torch_moe_ops.flashinfer.activations import activation_number
 from torch_moe_ops.flashinfer.cutlass_layout import LAYER
-from torch_moe_ops.flashinfer.hidden import Hidden, hidden_states_of, op_name, single_scale, weigh_input
+from torch_moe_ops.flashinfer.hidden import (
+    Hidden,
+    calibrated,
+    hidden_states_of,
+    op_name,
+    refuse_packed,
+    single_scale,
+    weigh_input,
+)
 from torch_moe_ops.flashinfer.workspace import Sizes, workspace
 from torch_moe_ops.ops.call import ExpertsCall
 from torch_moe_ops.schemes import SCHEMES
@@ -40,14 +48,16 @@ def _none(call: ExpertsCall, x: Hidden) -> Operands:
 
 
 def _fp8(call: ExpertsCall, x: Hidden) -> Operands:
-    assert call.w13_scale is not None and call.w2_scale is not None and call.a2_gscale is not None
+    assert call.w13_scale is not None and call.w2_scale is not None
+    refuse_packed(call, "whose scale must be that of the layer")
+    gscale = calibrated(call, "a2_gscale")
     if call.w13_scale.shape[1] != 1:
         fail(op_name(call), "w13_scale", "have shape [experts, 1]: one scale for gate and up", call.w13_scale.shape)
     dequantize_input = single_scale(call, "a1_gscale").reciprocal()
     scales = [
         call.w13_scale[:, 0] * dequantize_input,
-        call.a2_gscale,
-        call.w2_scale[:, 0] / call.a2_gscale,
+        gscale,
+        call.w2_scale[:, 0] / gscale,
         dequantize_input,
     ]
     return Operands(x.values, None, call.w13, call.w2, scales)
@@ -62,14 +72,14 @@ def _fp8_block(call: ExpertsCall, x: Hidden) -> Operands:
 
 def _nvfp4(call: ExpertsCall, x: Hidden) -> Operands:
     assert call.w13_scale is not None and call.w2_scale is not None and x.scale is not None
-    assert call.g1_alphas is not None and call.g2_alphas is not None and call.a2_gscale is not None
+    assert call.g1_alphas is not None and call.g2_alphas is not None
     if call.g1_alphas.ndim != 1:
         fail(op_name(call), "g1_alphas", "have shape [experts]: one alpha for gate and up", call.g1_alphas.shape)
     scales = [
         single_scale(call, "a1_gscale"),
         call.w13_scale.view(torch.int32),
         call.g1_alphas,
-        call.a2_gscale,
+        calibrated(call, "a2_gscale"),
         call.w2_scale.view(torch.int32),
         call.g2_alphas,
     ]
@@ -102,8 +112,7 @@ FAMILIES: dict[str, Callable[[ExpertsCall, Hidden], Operands]] = {
 def _hidden(call: ExpertsCall, hidden_size: int) -> Hidden:
     if call.scheme != "fp8_block":
         return hidden_states_of(call, hidden_size, FLOATS)
-    if call.hidden_states_scale is not None:
-        fail(op_name(call), "hidden_states", "be unquantized for flashinfer_cutlass, which quantizes them", "codes")
+    refuse_packed(call, "which quantizes them itself")
     return hidden_states_of(call._replace(act_format="none"), hidden_size)
 
 

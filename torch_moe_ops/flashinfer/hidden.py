@@ -75,6 +75,20 @@ def single_scale(call: ExpertsCall, name: str) -> Tensor:
     return scale
 
 
+def calibrated(call: ExpertsCall, name: str) -> Tensor:
+    """A scale that must have been calibrated: float32 [] or [experts]."""
+    scale: Tensor | None = getattr(call, name)
+    if scale is None:
+        fail(op_name(call), name, f"be given: backend {call.backend} takes calibrated scales only", None)
+    return scale
+
+
+def refuse_packed(call: ExpertsCall, why: str) -> None:
+    """For kernels that do not take hidden states which the caller quantized."""
+    if call.hidden_states_scale is not None:
+        fail(op_name(call), "hidden_states", f"be unquantized for {call.backend}, {why}", "packed codes")
+
+
 def _pad(x: Tensor, columns: int) -> Tensor:
     """x with so many columns of zeros behind it. Any dtype: bytes are padded as bytes."""
     if not columns:

@@ -12,7 +12,15 @@ from torch_moe_ops._check import fail
 from torch_moe_ops.activations import ACTIVATIONS
 from torch_moe_ops.flashinfer import package, routing
 from torch_moe_ops.flashinfer.activations import activation_number, constant_tensors
-from torch_moe_ops.flashinfer.hidden import Hidden, hidden_states_of, op_name, weigh_input
+from torch_moe_ops.flashinfer.hidden import (
+    Hidden,
+    calibrated,
+    hidden_states_of,
+    op_name,
+    refuse_packed,
+    single_scale,
+    weigh_input,
+)
 from torch_moe_ops.flashinfer.trtllm_layout import LAYER
 from torch_moe_ops.ops.call import ExpertsCall
 from torch_moe_ops.schemes import SCHEMES
@@ -41,8 +49,8 @@ def _scalars(alpha: Tensor, gscale: Tensor, gated: bool) -> tuple[Tensor, Tensor
 
 def _nvfp4(call: ExpertsCall, x: Hidden) -> Prepared:
     gated = ACTIVATIONS[call.activation].is_gated
-    assert call.g1_alphas is not None and call.g2_alphas is not None and call.a2_gscale is not None
-    scalar, gate = _scalars(call.g1_alphas, call.a2_gscale, gated)
+    assert call.g1_alphas is not None and call.g2_alphas is not None
+    scalar, gate = _scalars(call.g1_alphas, calibrated(call, "a2_gscale"), gated)
     arguments = _fp4(call, x) | constant_tensors(call, unit=gate)
     arguments |= {"output1_scale_scalar": scalar, "output1_scale_gate_scalar": gate}
     arguments["output2_scale_scalar"] = call.g2_alphas
@@ -111,16 +119,16 @@ def _mxint4(call: ExpertsCall, x: Hidden) -> Prepared:
 def _fp8(call: ExpertsCall, x: Hidden) -> Prepared:
     """Per tensor. The scales of weights (of each half) and activations make the three scalars."""
     assert call.w13_scale is not None and call.w2_scale is not None
-    assert call.a1_gscale is not None and call.a2_gscale is not None
-    gated = ACTIVATIONS[call.activation].is_gated
-    scalar, gate = _scalars(call.w13_scale / call.a1_gscale, call.a2_gscale, gated)
+    refuse_packed(call, "whose scale must be that of the layer")
+    input_gscale, gscale = single_scale(call, "a1_gscale"), calibrated(call, "a2_gscale")
+    scalar, gate = _scalars(call.w13_scale / input_gscale, gscale, ACTIVATIONS[call.activation].is_gated)
     arguments = {
         "hidden_states": x.values,
         "gemm1_weights": call.w13,
         "output1_scales_scalar": scalar,
         "output1_scales_gate_scalar": gate,
         "gemm2_weights": call.w2,
-        "output2_scales_scalar": call.w2_scale[:, 0] / call.a2_gscale,
+        "output2_scales_scalar": call.w2_scale[:, 0] / gscale,
         "use_routing_scales_on_input": False,
     }
     return Prepared(arguments | _activation(call), {})
