@@ -269,8 +269,8 @@ def _check_devices(op: str, call: ExpertsCall) -> None:
             fail(op, name, f"be on {device} like hidden_states", value.device)
 
 
-def check_topk(op: str, call: ExpertsCall) -> None:
-    """topk_ids and topk_weights of a routed op, and the weight on the input."""
+def check_topk(op: str, call: ExpertsCall) -> Any:
+    """topk_ids and topk_weights of a routed op, and the weight on the input. Returns the number of tokens."""
     ids, weights = call.topk_ids, call.topk_weights
     if ids.dtype is not torch.int32:
         fail(op, "topk_ids", "have dtype torch.int32", ids.dtype)
@@ -290,6 +290,7 @@ def check_topk(op: str, call: ExpertsCall) -> None:
         check_weighted_input(op, call)
         if shape[1] != 1:
             fail(op, "router_weight_on_input", "be False unless top_k is 1", f"top_k = {shape[1]}")
+    return shape[0]
 
 
 def check_weighted_input(op: str, call: ExpertsCall) -> None:

@@ -112,6 +112,8 @@ def _run(call: ExpertsCall, plan: Plan, out: Tensor, routing: tuple[Any, ...] | 
         plan.backend.run(ready, out)
 
 
+_NOTHING: dict[str, Any] = {}  # keywords: the dispatcher passes everything by position
+
 Checked = Callable[..., tuple[ExpertsCall, Plan, int]]
 
 
@@ -129,13 +131,13 @@ def _define_routed(family: str) -> None:
     bind = binder.bind
 
     def make(devices: bool) -> Callable[..., Tensor]:
-        def impl(*args: Any, **kwargs: Any) -> Tensor:
-            call = bind(args, kwargs)  # `checked`, without the cost of a call
+        def impl(*args: Any) -> Tensor:
+            call = bind(args, _NOTHING)  # `checked`, without the cost of a call
             plan = plan_of(op, call)
             hidden_size = check_experts(op, call, plan, devices)
-            check_topk(op, call)
+            num_tokens = check_topk(op, call)
             out = _output(call, hidden_size)
-            if call.topk_ids.shape[0]:
+            if num_tokens:
                 _run(call, plan, out)
             return out
 
