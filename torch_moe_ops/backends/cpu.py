@@ -10,7 +10,7 @@ from torch_moe_ops.backends import _cpu_pack
 from torch_moe_ops.backends.registry import Backend, Layout, Problem, available, formats, one_of, register
 from torch_moe_ops.ops.call import ExpertsCall
 from torch_moe_ops.quant import mx
-from torch_moe_ops.schemes import SCHEMES
+from torch_moe_ops.schemes import SCHEMES, ZERO_POINT_DTYPES
 
 FORMATS = {scheme.name: scheme.act_formats for scheme in SCHEMES.values()}
 
@@ -98,7 +98,7 @@ def _both(call: ExpertsCall) -> tuple[Tensor | None, Tensor | None]:
         return a, b
     middle = 8 if call.scheme == "int4" else 0
     assert call.w13_scale is not None and call.w2_scale is not None
-    dtype = torch.uint8 if call.scheme == "int4" else torch.int8
+    dtype = ZERO_POINT_DTYPES[call.scheme]
     if a is None:
         return torch.full_like(call.w13_scale, middle, dtype=dtype), b
     return a, torch.full_like(call.w2_scale, middle, dtype=dtype)

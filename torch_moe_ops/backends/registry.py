@@ -185,16 +185,6 @@ def one_of(attribute: str, *allowed: Any) -> Requirement:
     return Requirement(unmet)
 
 
-def multiple_of(attribute: str, n: int) -> Requirement:
-    """problem.<attribute> is a multiple of n."""
-
-    def unmet(problem: Problem) -> str | None:
-        value = getattr(problem, attribute)
-        return None if value % n == 0 else f"{attribute} must be a multiple of {n}, got {value}"
-
-    return Requirement(unmet)
-
-
 def formats(table: Mapping[str, tuple[str, ...]]) -> Requirement:
     """The pair of scheme and activation format is in the table {scheme: activation formats}."""
 

@@ -14,12 +14,11 @@ from torch_moe_ops.config.formats import FLOATS
 from torch_moe_ops.config.parallel import FusedMoEParallelConfig
 from torch_moe_ops.config.sizes import OWNER, check_against_sizes
 from torch_moe_ops.routing import RoutingMethodType
+from torch_moe_ops.routing_methods import MAX_EXPERTS, MAX_TOP_K
 
 if TYPE_CHECKING:
     from torch_moe_ops.config.quant_config import FusedMoEQuantConfig
 
-MAX_EXPERTS = 2048
-MAX_TOP_K = 32
 # The public backend names; a test holds the registry to them.
 MOE_BACKENDS = ("auto", "flashinfer_trtllm", "flashinfer_cutlass", "cuda_sm90", "triton", "cpu", "reference")
 
