@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from problems import make_batch, make_raw
+from problems import Case, make_batch, make_raw
 from torch._dynamo.testing import CompileCounter
 
 import torch_moe_ops as moe
@@ -15,6 +15,8 @@ import torch_moe_ops as moe
 pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
 from flashinfer_sim import seam
 from samples import overload
+from test_flashinfer_cutlass import CASES as CUTLASS_CASES
+from test_flashinfer_cutlass import raw_of
 from test_flashinfer_trtllm import CASES, NVFP4, layers
 from test_opcheck import allclose_of_float8  # noqa: F401 (a fixture)
 
@@ -79,12 +81,38 @@ def test_flashinfers_own_function_does_not_trace(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("allclose_of_float8")
-@pytest.mark.parametrize("name", ["nvfp4", "nvfp4 half alphas", "mxfp4 gpt-oss", "mxint4", "fp8", "fp8_block", "none"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "nvfp4",
+        "nvfp4 half alphas",
+        "nvfp4 dynamic",
+        "mxfp4 gpt-oss",
+        "mxint4",
+        "fp8",
+        "fp8 channel",
+        "fp8_block",
+        "none",
+    ],
+)
 def test_opcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seam.allow_cpu(monkeypatch, "flashinfer_trtllm")
     seam.install(monkeypatch)
-    case = CASES[name]
-    w, _ = layers(case)
+    w, _ = layers(CASES[name])
+    check(w, CASES[name])
+
+
+@pytest.mark.usefixtures("allclose_of_float8")
+@pytest.mark.parametrize("name", ["bf16 bias", "fp8", "fp8_block", "nvfp4", "mxfp4 mxfp8", "mxfp8"])
+def test_opcheck_of_cutlass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    capability, case = CUTLASS_CASES[name]
+    seam.allow_cpu(monkeypatch, "flashinfer_cutlass", capability)
+    seam.install_cutlass(monkeypatch, capability)
+    check(moe.prepare(raw_of(case), act_format=case.act_format, backend="flashinfer_cutlass"), case)
+
+
+def check(w: moe.PreparedWeights, case: Case) -> None:
+    """opcheck of the three overloads of a scheme."""
     x, ids, weights = make_batch(case)
     prefix = {"none": ""}.get(case.scheme, f"{case.scheme}_")
     options = {"act_format": w.act_format, "activation": w.activation}

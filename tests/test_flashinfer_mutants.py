@@ -12,7 +12,7 @@ from problems import Case, make_batch
 from torch import Tensor
 
 import torch_moe_ops as moe
-from torch_moe_ops.flashinfer import activations, layout, matrices, package, routing, rows, trtllm_call
+from torch_moe_ops.flashinfer import layout, matrices, package, routing, rows, trtllm_operands
 
 pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
 from flashinfer_sim import seam
@@ -40,17 +40,24 @@ def unmasked(ids: Tensor, weights: Tensor) -> Tensor:
     return (ids << 16) | weights.to(torch.bfloat16).view(torch.int16).to(torch.int32)
 
 
-def swapped_scalars(alpha: Tensor, gscale: Tensor, gated: bool) -> tuple[Tensor, Tensor]:
-    flipped = alpha.flip(1) if alpha.ndim == 2 else alpha
-    return flipped[:, -1] * gscale, flipped[:, 0].contiguous()
+def swapped_scalars(alpha: Tensor, gscale: Tensor | None, gated: bool) -> tuple[Tensor, Tensor]:
+    return SCALARS(alpha.flip(1) if alpha.ndim == 2 else alpha, gscale, gated)
 
 
-def unscaled(alpha: Tensor, gscale: Tensor, gated: bool) -> tuple[Tensor, Tensor]:
+def unscaled(alpha: Tensor, gscale: Tensor | None, gated: bool) -> tuple[Tensor, Tensor]:
     return alpha.contiguous(), alpha.contiguous()
 
 
-def real_units(call: Any, unit: Tensor | None = None) -> dict[str, Tensor | None]:
-    return activations.constant_tensors(call, None)
+def real_units(name: str) -> Callable[..., dict[str, Tensor | None]]:
+    """One constant as if the accumulators were in real units."""
+    return lambda call, units=None: CONSTANTS(call, units) | {name: CONSTANTS(call, None)[name]}
+
+
+def swapped_halves_of_rows(scale: Tensor, weight: Tensor) -> Tensor:
+    return PER_ROW(scale.flip(1) if scale.ndim == 2 else scale, weight)
+
+
+SCALARS, CONSTANTS, PER_ROW = trtllm_operands._scalars, trtllm_operands.constant_tensors, trtllm_operands._per_row
 
 
 def shifted(enum: str, by: int) -> Patch:
@@ -93,6 +100,11 @@ MUTANTS: dict[str, tuple[Case, Patch]] = {
     ),
     "scales not tiled": (NVFP4, replace(matrices, "tile_scales", lambda linear, out: out.copy_(linear))),
     "scales not tiled, e8m0": (CASES["mxfp4"], replace(matrices, "tile_scales", lambda linear, out: out.copy_(linear))),
+    "scales not tiled, mxfp8": (
+        CASES["mxfp8"],
+        replace(matrices, "tile_scales", lambda linear, out: out.copy_(linear)),
+    ),
+    "constants left out, mxfp8": (CASES["mxfp8 gpt-oss"], replace(trtllm_operands, "_given", lambda tensors: {})),
     "scales not permuted": (
         NVFP4,
         replace(
@@ -102,15 +114,46 @@ MUTANTS: dict[str, tuple[Case, Patch]] = {
         ),
     ),
     "padding behind both halves": (PADDED, replace(matrices, "pad_matrix", padded_behind_both_halves)),
-    "alphas of the other half": (HALVES, replace(trtllm_call, "_scalars", swapped_scalars)),
-    "no requantization factor": (NVFP4, replace(trtllm_call, "_scalars", unscaled)),
+    "alphas of the other half": (HALVES, replace(trtllm_operands, "_scalars", swapped_scalars)),
+    "no requantization factor": (NVFP4, replace(trtllm_operands, "_scalars", unscaled)),
     "one factor where nothing is gated": (
         CASES["nvfp4 relu2"],
-        replace(trtllm_call, "_scalars", lambda a, g, gated, real=trtllm_call._scalars: real(a, g, True)),
+        replace(trtllm_operands, "_scalars", lambda a, g, gated, real=trtllm_operands._scalars: real(a, g, True)),
     ),
-    "biases in real units": (CASES["nvfp4 bias"], replace(trtllm_call, "_bias_before_scaling", lambda bias, *_: bias)),
+    "biases in real units": (
+        CASES["nvfp4 bias"],
+        replace(trtllm_operands, "_bias_before_scaling", lambda bias, *_: bias),
+    ),
     "biases not permuted": (BIAS, replace(layout.LayerLayout, "_bias_order", lambda self, n, halves: torch.arange(n))),
-    "limit in real units": (STEP, replace(trtllm_call, "constant_tensors", real_units)),
+    "limit in real units": (STEP, replace(trtllm_operands, "constant_tensors", real_units("gemm1_clamp_limit"))),
+    "limit in real units, fp8": (
+        CASES["fp8 swiglustep"],
+        replace(trtllm_operands, "constant_tensors", real_units("gemm1_clamp_limit")),
+    ),
+    "beta in real units": (
+        CASES["nvfp4 gpt-oss"],
+        replace(trtllm_operands, "constant_tensors", real_units("gemm1_beta")),
+    ),
+    "constants left out, fp8_block": (
+        CASES["fp8_block gpt-oss"],
+        replace(trtllm_operands, "_given", lambda tensors: {}),
+    ),
+    "token scales inverted": (
+        CASES["nvfp4 dynamic"],
+        replace(torch.Tensor, "reciprocal", lambda self: self.clone()),
+    ),
+    "scales of rows not permuted": (
+        CASES["fp8 channel"],
+        replace(
+            layout,
+            "_arrange_rows",
+            lambda s, order, halves, real=layout._arrange_rows: real(s, order.sort()[0], halves),
+        ),
+    ),
+    "scales of the other half's rows": (
+        CASES["fp8 dynamic"],
+        replace(trtllm_operands, "_per_row", swapped_halves_of_rows),
+    ),
     "activation of another release": (NVFP4, shifted("ActivationType", 1)),
     "weight layout of another release": (CASES["none"], shifted("WeightLayout", -1)),
     "nibbles not flipped": (

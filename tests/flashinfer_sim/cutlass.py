@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import cpp, layouts, numbers
-from .experts import Expert, layer
+from . import cpp, experts, layouts, numbers
 
 
 class Runner:
@@ -68,8 +67,11 @@ def activation(a: dict[str, Any]) -> str:
     from flashinfer.tllm_enums import ActivationType
 
     name = ActivationType(int(a["base_activation_type"])).name
-    assert name in ("Swiglu", "Relu2"), name
+    assert name in (*GATED, *experts.PLAIN), name
     return name
+
+
+GATED = ("Swiglu", "Geglu", "GegluTanh", "SwigluStep", "Situ")
 
 
 def _fp4(a: dict[str, Any]) -> bool:
@@ -86,17 +88,17 @@ def _check(a: dict[str, Any]) -> None:
     assert a["output"].dtype == a["output_dtype"]
     multiplier = 16 if _fp4(a) else 1
     hidden, inter = w2.shape[1], w2.shape[2] * multiplier
-    gated = activation(a) == "Swiglu"
+    gated = activation(a) in GATED
     assert w1.shape == (w2.shape[0], inter * (2 if gated else 1), hidden // multiplier)
     assert x.shape == (ids.shape[0], hidden // (2 if x.dtype == torch.uint8 else 1))
-    align = 128 if _fp4(a) and a["mxfp8_act"] else 16 // min(x.element_size(), w1.element_size())
+    align = 128 if a["mxfp8_act"] else 16 // min(x.element_size(), w1.element_size())
     assert hidden % align == 0 and inter % align == 0
     biases = a["fc1_expert_biases"], a["fc2_expert_biases"]
     if any(b is not None for b in biases):
         assert all(b.dtype == a["output_dtype"] for b in biases)
         assert biases[0].shape == w1.shape[:2] and biases[1].shape == w2.shape[:2]
-    constants = [a[f"swiglu_{name}"] for name in ("alpha", "beta", "limit")]
-    for tensor in constants:
+    for name in ("swiglu_alpha", "swiglu_beta", "swiglu_limit", "situ_beta", "situ_linear_beta"):
+        tensor = a.get(name)  # situ's are in newer releases
         assert tensor is None or (tensor.dtype == torch.float32 and tensor.shape == (w1.shape[0],))
     if a.get("workspace_buffer") is not None:
         buffer = a["workspace_buffer"]
@@ -104,22 +106,29 @@ def _check(a: dict[str, Any]) -> None:
 
 
 def _run(a: dict[str, Any]) -> Tensor:
-    name, experts, scales = activation(a), a["fc1_expert_weights"].shape[0], a["quant_scales"]
+    name, experts_, scales = activation(a), a["fc1_expert_weights"].shape[0], a["quant_scales"]
     decode = _decoder(a)
-    constants = {}
-    for key, usual in (("alpha", 1.0), ("beta", 0.0), ("limit", math.inf)):
-        constants[key] = [usual] * experts if a[f"swiglu_{key}"] is None else a[f"swiglu_{key}"].tolist()
+    constants = _constants(a, name, experts_)
     made = []
-    for e in range(experts):
+    for e in range(experts_):
         w1, w2, (factor1, factor2) = decode(e)
-        up = factor1 if name == "Swiglu" else 1.0  # of a product with the gate
         biases = [None if a[b] is None else a[b][e].double() for b in ("fc1_expert_biases", "fc2_expert_biases")]
-        made.append(
-            Expert(w1, w2, up, factor1, factor2, *biases, *(constants[key][e] for key in ("alpha", "beta", "limit")))
-        )
+        # The GEMMs multiply before anything else sees their results, so biases and constants are in real units.
+        own = {key: values[e] for key, values in constants.items()}
+        made.append(experts.Expert(w1 * factor1, w2 * factor2, bias1=biases[0], bias2=biases[1], **own))
     hidden, requantize = _activations(a, scales)
-    ids, offset = a["token_selected_experts"].long(), a["ep_rank"] * experts
-    return layer(lambda e: hidden, made, ids, a["token_final_scales"].double(), offset, name, requantize)
+    ids, offset = a["token_selected_experts"].long(), a["ep_rank"] * experts_
+    return experts.layer(lambda e: hidden, made, ids, a["token_final_scales"].double(), offset, name, requantize)
+
+
+def _constants(a: dict[str, Any], name: str, count: int) -> dict[str, list[float]]:
+    """alpha, beta and limit of each expert; what is absent has the activation's own value."""
+    usual = {"alpha": ("swiglu_alpha", 1.0), "beta": ("swiglu_beta", 0.0)}
+    usual["limit"] = ("swiglu_limit", 7.0 if name == "SwigluStep" else math.inf)
+    if name == "Situ":
+        usual |= {"alpha": ("situ_beta", 4.0), "beta": ("situ_linear_beta", 25.0)}
+    given = {key: (a.get(argument), value) for key, (argument, value) in usual.items()}
+    return {key: [value] * count if t is None else t.tolist() for key, (t, value) in given.items()}
 
 
 Decoded = tuple[Tensor, Tensor, tuple[float, float]]
@@ -133,7 +142,7 @@ def _decoder(a: dict[str, Any]) -> Callable[[int], Decoded]:
         assert len(scales) == 2 and a["x_dtype"] == torch.bfloat16
         assert all(s.dtype == torch.float32 for s in scales)
         return lambda e: (numbers.e4m3(w1[e]) * _wide(scales[0][e]), numbers.e4m3(w2[e]) * _wide(scales[1][e]), one)
-    if a["weight_dtype"] == torch.float8_e4m3fn:
+    if a["weight_dtype"] == torch.float8_e4m3fn and not a["mxfp8_act"]:
         dequantize1, quantize2, dequantize2, of_input = scales
         assert dequantize1.shape == dequantize2.shape == (len(w1),) and of_input.ndim == 0
         assert quantize2.shape in ((), (len(w1),)) and all(s.dtype == torch.float32 for s in scales)
@@ -142,8 +151,8 @@ def _decoder(a: dict[str, Any]) -> Callable[[int], Decoded]:
             numbers.e4m3(w2[e]),
             (dequantize1[e].item(), dequantize2[e].item()),
         )
-    if _fp4(a):
-        return _fp4_decoder(a)
+    if _fp4(a) or a["mxfp8_act"]:
+        return _block_decoder(a)
     assert not scales and w1.dtype == a["x_dtype"]
     return lambda e: (w1[e].double(), w2[e].double(), one)
 
@@ -153,14 +162,14 @@ def _wide(scale: Tensor) -> Tensor:
     return scale.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
 
 
-def _fp4_decoder(a: dict[str, Any]) -> Callable[[int], Decoded]:
+def _block_decoder(a: dict[str, Any]) -> Callable[[int], Decoded]:
     w1, w2, scales, mx = a["fc1_expert_weights"], a["fc2_expert_weights"], a["quant_scales"], a["mxfp8_act"]
     block1, factor1, block2, factor2 = scales if mx else (scales[1], scales[2], scales[4], scales[5])
     assert block1.dtype == block2.dtype == torch.int32 and block1.ndim == block2.ndim == 3
     assert factor1.shape == factor2.shape == (len(w1),)
 
     def matrix(weights: Tensor, block: Tensor) -> Tensor:
-        codes = numbers.e2m1(weights.contiguous().view(torch.uint8))
+        codes = numbers.e2m1(weights.contiguous().view(torch.uint8)) if _fp4(a) else numbers.e4m3(weights)
         linear = layouts.untiled(block.contiguous().view(torch.uint8))
         assert linear.shape == (codes.shape[0], codes.shape[1] // (32 if mx else 16))
         return numbers.blocks(codes, (numbers.e8m0 if mx else numbers.e4m3)(linear))
@@ -177,9 +186,9 @@ def _activations(a: dict[str, Any], scales: list[Tensor]) -> tuple[Tensor, Calla
     x, sf = a["input"], a["input_sf"]
     if a["fp8_block"]:
         return numbers.through_fp8_groups(x.double()), lambda e, h: numbers.through_fp8_groups(h)
-    if x.dtype == torch.float8_e4m3fn and not _fp4(a):
+    if x.dtype == torch.float8_e4m3fn and not a["mxfp8_act"]:
         return numbers.e4m3(x), lambda e, h: numbers.round_e4m3(h * scales[1].expand(len(scales[0]))[e].double())
-    if not _fp4(a):
+    if not _fp4(a) and not a["mxfp8_act"]:
         return x.double(), lambda e, h: h.to(a["output_dtype"]).double()
     assert a["swizzled_input_sf"] and sf.shape[0] % 128 == 0
     linear = layouts.untiled(sf.view(torch.uint8))[: x.shape[0]]

@@ -17,7 +17,7 @@ class Expert:
     """One expert as a kernel sees it.
 
     w1: float64 [rows, H], rows [up; gate] where gated. up_factor, gate_factor multiply the accumulators of the
-    first GEMM, factor2 that of the second; biases are added to the accumulators before.
+    first GEMM, factor2 that of the second; biases are added to the accumulators before. A factor may be [rows].
     """
 
     w1: Tensor
@@ -33,25 +33,39 @@ class Expert:
 
 
 def activate(name: str, expert: Expert, accumulator: Tensor) -> Tensor:
-    """Activation by FlashInfer's name, times what the output is to be multiplied by."""
+    """Activation by FlashInfer's name, times what the output is to be multiplied by.
+
+    Limit and beta are in units of the accumulators.
+    """
     if expert.bias1 is not None:
         accumulator = accumulator + expert.bias1
-    if name == "Relu2":
-        return (expert.gate_factor * accumulator).clamp(min=0) ** 2 * expert.up_factor
-    if name == "Identity":
-        return expert.gate_factor * accumulator * expert.up_factor
+    if name in PLAIN:
+        return PLAIN[name](expert.gate_factor * accumulator) * expert.up_factor
     up, gate = accumulator.chunk(2, dim=-1)
     limit = expert.limit
+    if name == "Situ":
+        gate, up = expert.gate_factor * gate, up * expert.up_factor
+        joined = expert.alpha * torch.tanh(gate / expert.alpha) * torch.sigmoid(gate)
+        return joined * expert.beta * torch.tanh(up / expert.beta)
     if name == "SwigluStep":
         gate = expert.gate_factor * gate
         silu = (gate * torch.sigmoid(gate)).clamp(max=limit * expert.gate_factor)
         return silu * up.clamp(-limit, limit) * expert.up_factor
     up, gate = up.clamp(-limit, limit), gate.clamp(max=limit)
     gate = expert.gate_factor * gate
-    if name == "Geglu":
-        return torch.nn.functional.gelu(gate) * up * expert.up_factor
+    if name in ("Geglu", "GegluTanh"):
+        kind = "tanh" if name == "GegluTanh" else "none"
+        return torch.nn.functional.gelu(gate, approximate=kind) * up * expert.up_factor
     assert name == "Swiglu", name
-    return gate * torch.sigmoid(expert.alpha * gate) * (up * expert.up_factor + expert.beta)
+    return gate * torch.sigmoid(expert.alpha * gate) * (up + expert.beta) * expert.up_factor
+
+
+PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+    "Relu2": lambda x: x.clamp(min=0) ** 2,
+    "Identity": lambda x: x,
+    "Silu": lambda x: x * torch.sigmoid(x),
+    "Gelu": torch.nn.functional.gelu,
+}
 
 
 def layer(

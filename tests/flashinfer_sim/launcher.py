@@ -59,8 +59,10 @@ def fp4(a: dict[str, Any], name: str) -> tuple[int, int]:
         for scalar in ("output1_scales_scalar", "output1_scales_gate_scalar", "output2_scales_scalar"):
             per_expert(a, scalar, required=True)
     else:
-        assert weight_vec == 32 and name != "SwigluStep"
+        assert weight_vec == 32 and name != "SwigluStep" and a.get("per_token_scales") is None
         assert (act_vec == 32) == (x.dtype == F8)
+    tokens = a.get("per_token_scales")
+    assert tokens is None or (tokens.dtype == F32 and tokens.shape == (x.shape[0],) and tokens.is_contiguous())
     for bias, rows in (("gemm1_bias", w1.shape[1]), ("gemm2_bias", a["gemm2_weights"].shape[1])):
         if a[bias] is not None:
             assert a[bias].dtype == F32 and a[bias].shape == (a["local_num_experts"], rows), bias
@@ -78,8 +80,22 @@ def weights_shape(a: dict[str, Any], blocked: bool, name: str) -> None:
         assert got == (rows, k), (which, got, (rows, k))
 
 
+def fp8_channel(a: dict[str, Any], name: str) -> None:
+    x, local = a["hidden_states"], a["local_num_experts"]
+    weights_shape(a, blocked=False, name=name)
+    assert x.dtype == a["gemm1_weights"].dtype == a["gemm2_weights"].dtype == F8
+    assert not a["use_routing_scales_on_input"]
+    rows = {"gemm1": halves(name) * a["intermediate_size"], "gemm2": x.shape[1]}
+    expected = {f"{which}_per_channel_weight_scale": (local, n) for which, n in rows.items()}
+    expected["hidden_states_scale"] = (x.shape[0], 1)
+    for argument, shape in expected.items():
+        assert a[argument].dtype == F32 and a[argument].shape == shape and a[argument].is_contiguous(), argument
+    for scalar in ("output1_scales_scalar", "output1_scales_gate_scalar", "output2_scales_scalar"):
+        per_expert(a, scalar, required=True)
+
+
 def fp8_block(a: dict[str, Any]) -> None:
-    from flashinfer.tllm_enums import Fp8QuantizationType, RoutingMethodType
+    from flashinfer.tllm_enums import Fp8QuantizationType
 
     assert a["quantization_type"] == Fp8QuantizationType.DeepSeekFp8
     x, inter, local = a["hidden_states"], a["intermediate_size"], a["local_num_experts"]
@@ -90,6 +106,12 @@ def fp8_block(a: dict[str, Any]) -> None:
     assert a["gemm1_weights_scale"].shape == (local, 2 * inter // 128, x.shape[1] // 128)
     assert a["gemm2_weights_scale"].shape == (local, x.shape[1] // 128, inter // 128)
     assert a["gemm1_weights_scale"].dtype == a["gemm2_weights_scale"].dtype == F32
+
+
+def fp8_experts(a: dict[str, Any]) -> None:
+    """Counts of experts and groups, whatever the format of the blocks."""
+    from flashinfer.tllm_enums import RoutingMethodType
+
     experts, top_k, groups, kept = a["num_experts"], a["top_k"], a["n_group"] or 0, a["topk_group"] or 0
     assert experts % 4 == 0 and experts > top_k
     if RoutingMethodType(a["routing_method_type"]).name == "DeepSeekV3":
@@ -98,3 +120,18 @@ def fp8_block(a: dict[str, Any]) -> None:
         assert top_k < kept * experts // groups
     else:
         assert groups <= 1 and kept <= 1 and top_k <= 32
+
+
+def mxfp8(a: dict[str, Any], name: str) -> None:
+    from flashinfer.tllm_enums import WeightLayout
+
+    x, local = a["hidden_states"], a["local_num_experts"]
+    weights_shape(a, blocked=False, name=name)
+    assert a["use_shuffled_weight"] and a["weight_layout"] == WeightLayout.MajorK
+    assert x.dtype == a["gemm1_weights"].dtype == a["gemm2_weights"].dtype == F8
+    rows, inter = halves(name) * a["intermediate_size"], a["intermediate_size"]
+    for which, numel in (("gemm1", local * rows * x.shape[1]), ("gemm2", local * x.shape[1] * inter)):
+        scale = a[f"{which}_weights_scale"]
+        assert scale.dtype == torch.uint8 and scale.numel() == numel // 32 and scale.is_contiguous(), which
+    assert a["hidden_states_scale"].dtype == torch.uint8 and a["hidden_states_scale"].numel() == x.numel() // 32
+    assert x.shape[1] % 128 == 0 and inter % 128 == 0, "the shuffle and the tiles of scales need whole tiles"

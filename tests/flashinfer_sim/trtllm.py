@@ -29,11 +29,12 @@ def _optional(a: dict[str, Any], name: str, e: int, otherwise: float) -> float:
     return otherwise if a.get(name) is None else a[name][e].item()
 
 
-def _constants(a: dict[str, Any], e: int) -> dict[str, float]:
+def _constants(a: dict[str, Any], e: int, gate_factor: float = 1.0, name: str = "Swiglu") -> dict[str, float]:
+    """Where no limit is given, SwigluStep has one of its own, in real units."""
     return {
         "alpha": _optional(a, "gemm1_alpha", e, 1.0),
         "beta": _optional(a, "gemm1_beta", e, 0.0),
-        "limit": _optional(a, "gemm1_clamp_limit", e, math.inf),
+        "limit": _optional(a, "gemm1_clamp_limit", e, 7.0 / gate_factor if name == "SwigluStep" else math.inf),
     }
 
 
@@ -64,13 +65,17 @@ def _fp4(a: dict[str, Any]) -> Tensor:
             "gate_factor": _optional(a, "output1_scales_gate_scalar", e, 1.0),
             "factor2": _optional(a, "output2_scales_scalar", e, 1.0),
         }
-        experts.append(Expert(w1, w2, bias1=bias1, bias2=bias2, **factors, **_constants(a, e)))
+        constants = _constants(a, e, factors["gate_factor"], name)
+        experts.append(Expert(w1, w2, bias1=bias1, bias2=bias2, **factors, **constants))
     x = a["hidden_states"]
     requantize: Callable[[int, Tensor], Tensor]
     if act_vec == 16:
         hidden = numbers.blocks(numbers.e2m1(x), numbers.e4m3(a["hidden_states_scale"]))
         one = torch.tensor(1.0)  # what comes out of the first GEMM is in the right units already
         requantize = lambda e, h: numbers.through_nvfp4(h, one)  # noqa: E731
+        if a.get("per_token_scales") is not None:
+            hidden = hidden * a["per_token_scales"].double()[:, None]
+            requantize = lambda e, h: numbers.through_nvfp4_rows(h)  # noqa: E731
     elif act_vec == 32:
         hidden = numbers.blocks(numbers.e4m3(x), numbers.e8m0(a["hidden_states_scale"]))
         requantize = lambda e, h: numbers.through_mxfp8(h)  # noqa: E731
@@ -122,8 +127,9 @@ def _mxint4(a: dict[str, Any]) -> Tensor:
 
 
 def _fp8_tensor(a: dict[str, Any]) -> Tensor:
-    name = launcher.activation(a, ("Swiglu", "Relu2"))
+    name = launcher.activation(a, ("Swiglu", "SwigluStep", "Relu2"))
     assert a["hidden_states"].dtype == torch.float8_e4m3fn and not a["use_routing_scales_on_input"]
+    assert a.get("gemm1_clamp_limit") is None or name == "SwigluStep"
     launcher.weights_shape(a, blocked=False, name=name)
     scalars = ("output1_scales_scalar", "output1_scales_gate_scalar", "output2_scales_scalar")
     for scalar in scalars:
@@ -134,12 +140,51 @@ def _fp8_tensor(a: dict[str, Any]) -> Tensor:
         w1 = _fused_rows(numbers.e4m3(a["gemm1_weights"][e]), gated)
         w2 = _fused_rows(numbers.e4m3(a["gemm2_weights"][e]), False)
         factors = [a[scalar][e].item() for scalar in scalars]
-        experts.append(Expert(w1, w2, *factors))
+        experts.append(Expert(w1, w2, *factors, **_constants(a, e, factors[1], name)))
     x = numbers.e4m3(a["hidden_states"])
     return _layer(a, x, experts, name, lambda e, h: numbers.round_e4m3(h))
 
 
+def _fp8_channel(a: dict[str, Any]) -> Tensor:
+    name = launcher.activation(a, ("Swiglu", "Relu2"))
+    launcher.fp8_channel(a, name)
+    gated = launcher.halves(name) == 2
+    experts = []
+    for e in range(a["local_num_experts"]):
+        parts = []
+        for which, apart in (("gemm1", gated), ("gemm2", False)):
+            scale = a[f"{which}_per_channel_weight_scale"][e].double()
+            parts.append(_fused_rows(numbers.e4m3(a[f"{which}_weights"][e]) * scale[:, None], apart))
+        factors = [
+            a[f"{which}_scalar"][e].item() for which in ("output1_scales", "output1_scales_gate", "output2_scales")
+        ]
+        experts.append(Expert(*parts, *factors))
+    x = numbers.e4m3(a["hidden_states"]) * a["hidden_states_scale"].double()
+    return _layer(a, x, experts, name, lambda e, h: numbers.through_fp8_groups(h, h.shape[-1]))
+
+
+def _mxfp8(a: dict[str, Any]) -> Tensor:
+    name = launcher.activation(a, ("Swiglu", "SwigluStep", "Geglu", "Relu2"))
+    launcher.mxfp8(a, name)
+    gated = launcher.halves(name) == 2
+    experts = []
+    for e in range(a["local_num_experts"]):
+        parts = []
+        for which, apart in (("gemm1", gated), ("gemm2", False)):
+            codes = numbers.e4m3(a[f"{which}_weights"][e])
+            scale = layouts.untiled(a[f"{which}_weights_scale"][e].reshape(codes.shape[0], codes.shape[1] // 32))
+            parts.append(_fused_rows(numbers.blocks(codes, numbers.e8m0(scale)), apart))
+        experts.append(Expert(*parts, **_constants(a, e, name=name)))
+    x = numbers.blocks(numbers.e4m3(a["hidden_states"]), numbers.e8m0(a["hidden_states_scale"]))
+    return _layer(a, x, experts, name, lambda e, h: numbers.through_mxfp8(h))
+
+
 def _fp8_block(a: dict[str, Any]) -> Tensor:
+    from flashinfer.tllm_enums import Fp8QuantizationType
+
+    launcher.fp8_experts(a)
+    if a["quantization_type"] == Fp8QuantizationType.MxFp8:
+        return _mxfp8(a)
     name = launcher.activation(a, ("Swiglu",))
     launcher.fp8_block(a)
     from flashinfer.tllm_enums import WeightLayout
@@ -154,7 +199,7 @@ def _fp8_block(a: dict[str, Any]) -> Tensor:
             scale = a[f"{which}_weights_scale"][e].double()
             wide = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
             parts.append(numbers.e4m3(rows) * wide)
-        experts.append(Expert(*parts))
+        experts.append(Expert(*parts, **_constants(a, e)))
     x = numbers.blocks(numbers.e4m3(a["hidden_states"]), a["hidden_states_scale"].T.double())
     return _layer(a, x, experts, name, lambda e, h: numbers.through_fp8_groups(h))
 
@@ -172,7 +217,7 @@ def _bf16(a: dict[str, Any]) -> Tensor:
     for e in range(a["local_num_experts"]):
         rows1, rows2 = (_blocked_rows(w[e]).view(torch.bfloat16).double() for w in (w1, w2))
         gated = launcher.halves(name) == 2
-        experts.append(Expert(_fused_rows(rows1, gated), _fused_rows(rows2, False), **_constants(a, e)))
+        experts.append(Expert(_fused_rows(rows1, gated), _fused_rows(rows2, False), **_constants(a, e, name=name)))
     return _layer(a, a["hidden_states"].double(), experts, name, lambda e, h: h.bfloat16().double())
 
 
@@ -181,6 +226,7 @@ _OPS: dict[str, Callable[[dict[str, Any]], Tensor]] = {
     "trtllm_mxint4_block_scale_moe": _mxint4,
     "trtllm_fp8_per_tensor_scale_moe": _fp8_tensor,
     "trtllm_fp8_per_tensor_scale_routed_moe": _fp8_tensor,
+    "trtllm_fp8_per_channel_scale_moe": _fp8_channel,
     "trtllm_fp8_block_scale_moe": _fp8_block,
     "trtllm_bf16_moe": _bf16,
 }

@@ -1,6 +1,7 @@
 """Backend `flashinfer_cutlass`: FlashInfer's CUTLASS kernels, for Ada to Blackwell.
 
-Verified by contract, like `flashinfer_trtllm`. Routing is moeq::route's; the kernels take ids and weights.
+Verified by contract, like `flashinfer_trtllm`, and on a Hopper GPU for what `_RUN_ON_HOPPER` names
+(tests/test_flashinfer_sm90.py). Routing is moeq::route's; the kernels take ids and weights.
 """
 
 from __future__ import annotations
@@ -17,33 +18,46 @@ from torch_moe_ops.ops.call import ExpertsCall
 
 _BLACKWELL = ((10, 0), (10, 3), (11, 0), (12, 0), (12, 1))
 _FROM_ADA = ((8, 9), (9, 0), *_BLACKWELL)
-CAPABILITIES = {"none": _FROM_ADA, "fp8": _FROM_ADA, "fp8_block": ((9, 0),), "nvfp4": _BLACKWELL, "mxfp4": _BLACKWELL}
+CAPABILITIES = {
+    "none": _FROM_ADA,
+    "fp8": _FROM_ADA,
+    "fp8_block": ((9, 0),),
+    "nvfp4": _BLACKWELL,
+    "mxfp4": _BLACKWELL,
+    "mxfp8": ((10, 0), (10, 3)),
+}
 
 FORMATS: dict[str, tuple[str, ...]] = {
     "nvfp4": ("nvfp4",),
     "mxfp4": ("mxfp8",),
+    "mxfp8": ("mxfp8",),
     "fp8": ("fp8",),
     "fp8_block": ("fp8",),
     "none": ("none",),
 }
 
-ACTIVATIONS: dict[str, tuple[str, ...]] = {
-    "nvfp4": ("silu", "relu2_no_mul"),
-    "mxfp4": ("silu", "swigluoai"),
-    "fp8": ("silu", "relu2_no_mul"),
-    "fp8_block": ("silu",),
-    "none": ("silu", "swigluoai", "relu2_no_mul"),
-}
+# One activation kernel stands between the GEMMs of every scheme, so that all have the same.
+_GATED = ("silu", "swigluoai", "gelu", "gelu_tanh", "swiglustep", "situ")
+_PLAIN = ("silu_no_mul", "gelu_no_mul", "relu2_no_mul", "identity_no_mul")
+ACTIVATIONS: dict[str | tuple[str, str], tuple[str, ...]] = dict.fromkeys(FORMATS, _GATED + _PLAIN)
 
 
 def _capabilities(problem: Problem) -> limits.Capabilities:
     return CAPABILITIES.get(problem.scheme, _FROM_ADA)
 
 
-def _constants_unmet(problem: Problem) -> str | None:
-    if problem.constants is None or problem.scheme in ("none", "mxfp4"):
+def _function(problem: Problem) -> str | None:
+    return cutlass_call.FUNCTION if problem.scheme in FORMATS else None
+
+
+def _needs_situ(problem: Problem) -> str | None:
+    return _function(problem) if problem.activation == "situ" else None
+
+
+def _mixed_unmet(problem: Problem) -> str | None:
+    if (problem.scheme, problem.act_format) != ("mxfp4", "none"):
         return None
-    return f"constants must be (1, 0, inf) for {problem.scheme} kernels, got {problem.constants}"
+    return "act_format must not be 'none': kernels for it run on 9.0 alone and read weights interleaved in another way"
 
 
 def _alphas_unmet(problem: Problem) -> str | None:
@@ -60,14 +74,38 @@ def _placement_unmet(problem: Problem) -> str | None:
     return f"local_expert_offset and num_experts must be multiples of the {local} local experts, got {offset}, {total}"
 
 
+_RUN_ON_HOPPER = ("none", "fp8", "fp8_block")
+
+
+def _verified(problem: Problem) -> str:
+    return "tested" if problem.capability == (9, 0) and problem.scheme in _RUN_ON_HOPPER else "by contract"
+
+
+_SHARED = {107: 100, 110: 100, 121: 120}  # devices that take another one's module
+
+
+def _module(problem: Problem) -> str | None:
+    """The compiled module that serves a device."""
+    if problem.capability is None:
+        return None
+    number = problem.capability[0] * 10 + problem.capability[1]
+    return f"fused_moe_{_SHARED.get(number, number)}"
+
+
 def _notes(problem: Problem) -> str:
     if problem.scheme not in RULES:
         return ""
-    said = ["by contract, not run on a GPU"]
+    said = [] if _verified(problem) == "tested" else ["by contract, not run on such a GPU"]
     padded = RULES[problem.scheme].padded(problem.hidden_size, problem.intermediate_size)
     said.append(limits.sizes_noted(problem, *padded))
     if problem.input_scale == "expert":
         said.append("takes the largest input scale for all experts")
+    built = _module(problem)
+    if built is not None and limits.can_import(problem) and not package.is_built(built):
+        said.append(f"the first call compiles {built}, which takes an hour or more")
+    said.append("rounds what each GEMM gives to the dtype of the output")
+    if problem.has_bias:
+        said.append("rounds biases to the dtype of the output")
     if limits.can_import(problem) and "use_fused_finalize" not in package.entry(cutlass_call.FUNCTION).parameters:
         said.append(f"not deterministic: flashinfer {package.installed_version()} cannot finalize without atomics")
     return "; ".join(s for s in said if s)
@@ -89,14 +127,15 @@ register(
             limits.on_cuda(_capabilities),
             limits.installed(),
             formats(FORMATS),
-            limits.has_function(lambda scheme: cutlass_call.FUNCTION),
+            Requirement(_mixed_unmet),
+            limits.has_function(_function),
             limits.activations(ACTIVATIONS),
             limits.has_activation(NAMES),
-            Requirement(_constants_unmet),
-            limits.calibrated(),
+            limits.has_parameter("situ_beta", _needs_situ, "activation 'situ'"),
+            limits.calibrated(("nvfp4", "fp8"), "the kernels quantize with one static scale a GEMM"),
+            limits.one_input_scale(),
             limits.weight_scales("tensor"),
             Requirement(_alphas_unmet),
-            limits.no_bias(("nvfp4", "fp8", "fp8_block", "none")),
             limits.hidden_dtype({"none": _FLOATS}),
             Requirement(_placement_unmet),
         ),
@@ -105,9 +144,9 @@ register(
         run=run,
         bias_layout=LAYER.biases,
         one_input_scale=True,
-        # Its first call compiles for an hour or so: chosen unasked only where nothing else fits.
+        # Its first call may compile for an hour: chosen unasked only where nothing else fits.
         auto=False,
         notes=_notes,
-        verified=lambda problem: "by contract",
+        verified=_verified,
     )
 )

@@ -7,6 +7,7 @@ checks what reaches it. It cannot show that the kernels compute what their inter
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch_moe_ops.backends.registry import Backend, Problem, Requirement, formats, register
 from torch_moe_ops.flashinfer import limits, trtllm_call
 from torch_moe_ops.flashinfer.activations import NAMES
-from torch_moe_ops.flashinfer.routing import MAX_EXPERTS, MAX_TOP_K
+from torch_moe_ops.flashinfer.routing import FP8_BLOCK_LAUNCHER, MAX_EXPERTS, MAX_TOP_K
 from torch_moe_ops.flashinfer.trtllm_layout import LAYER, RULES
 from torch_moe_ops.ops.call import ExpertsCall
 
@@ -24,20 +25,29 @@ CAPABILITIES = ((10, 0), (10, 3))
 FORMATS: dict[str, tuple[str, ...]] = {
     "nvfp4": ("nvfp4",),
     "mxfp4": ("none", "mxfp8"),
+    "mxfp8": ("mxfp8",),
     "mxint4": ("none",),
     "fp8": ("fp8",),
     "fp8_block": ("fp8",),
     "none": ("none",),
 }
 
-ACTIVATIONS: dict[str, tuple[str, ...]] = {
-    "nvfp4": ("silu", "gelu", "swiglustep", "relu2_no_mul", "identity_no_mul"),
-    "mxfp4": ("silu", "swigluoai"),
+ACTIVATIONS: dict[str | tuple[str, str], tuple[str, ...]] = {
+    "nvfp4": ("silu", "swigluoai", "gelu", "swiglustep", "relu2_no_mul", "identity_no_mul"),
+    ("mxfp4", "none"): ("silu", "swigluoai"),
+    ("mxfp4", "mxfp8"): ("silu", "swigluoai", "gelu", "relu2_no_mul"),
+    "mxfp8": ("silu", "swigluoai", "gelu", "swiglustep", "relu2_no_mul"),
     "mxint4": ("silu", "swigluoai"),
-    "fp8": ("silu", "relu2_no_mul"),
-    "fp8_block": ("silu",),
-    "none": ("silu", "swigluoai", "relu2_no_mul"),
+    "fp8": ("silu", "swiglustep", "relu2_no_mul"),
+    "fp8_block": ("silu", "swigluoai"),
+    "none": ("silu", "swigluoai", "swiglustep", "relu2_no_mul"),
 }
+
+
+def _situ_unmet(problem: Problem) -> str | None:
+    if problem.activation != "situ":
+        return None
+    return "activation must not be 'situ': for some sizes its first GEMM writes no block scales (flashinfer issue 5053)"
 
 
 def _constants_unmet(problem: Problem) -> str | None:
@@ -45,25 +55,44 @@ def _constants_unmet(problem: Problem) -> str | None:
     constants = problem.constants
     if constants is None:
         return None
-    limit = constants[2]
-    if problem.scheme in ("fp8", "fp8_block"):
-        return f"constants must be (1, 0, inf): {problem.scheme} kernels take none, got {constants}"
-    if problem.scheme != "nvfp4" or limit == math.inf:
-        return None
-    # One limit clamps both accumulators before they are scaled, each by the alpha of its half.
-    if problem.per_half_alphas:
-        return f"per_half_alphas must be False where limit = {limit} clamps both accumulators, got True"
+    # One limit clamps both accumulators before they are scaled, each by the scale of its half.
+    halves = problem.per_half_alphas or problem.weight_scales == "half"
+    if constants[2] != math.inf and problem.scheme in ("nvfp4", "fp8") and halves:
+        return f"gate and up must share a scale where limit = {constants[2]} clamps both accumulators, got one for each"
+    if problem.scheme == "fp8" and problem.input_scale == "none":
+        return f"constants must be (1, 0, inf): fp8 kernels with a scale per token take none, got {constants}"
+    if problem.scheme == "fp8" and problem.activation != "swiglustep":
+        return f"constants must be (1, 0, inf): fp8 kernels clamp for 'swiglustep' only, got {constants}"
     return None
 
 
-def _bf16_constants_unmet(problem: Problem) -> str | None:
-    if problem.scheme != "none" or problem.constants is None or not limits.can_import(problem):
+def _takes_constants(problem: Problem) -> str | None:
+    """The function that is to be told constants. Those for 4-bit weights could be told always."""
+    if problem.constants is None or problem.scheme not in ("none", "fp8", "fp8_block", "mxfp8"):
         return None
-    entry = limits.package.entry(trtllm_call.function_name("none", routed=True))
-    if "gemm1_alpha" in entry.parameters:
+    return _routed_function(problem)
+
+
+def _constants_of(*schemes: str) -> Callable[[Problem], str | None]:
+    def what(problem: Problem) -> str | None:
+        if problem.constants is None or problem.scheme not in schemes:
+            return None
+        return f"constants {problem.constants} for {problem.scheme} weights"
+
+    return what
+
+
+def _newest(problem: Problem) -> str | None:
+    """Activations that FlashInfer came to allow for a scheme later than for others."""
+    plain = {"none": ("silu", "swigluoai", "relu2_no_mul"), "mxfp8": ("silu", "swigluoai")}
+    if problem.activation in plain.get(problem.scheme, (problem.activation,)):
         return None
-    version = limits.package.installed_version()
-    return f"constants must be (1, 0, inf): bf16 kernels of flashinfer {version} take none, got {problem.constants}"
+    return f"activation {problem.activation!r} for {problem.scheme} weights"
+
+
+def _scales_tokens(problem: Problem) -> str | None:
+    dynamic = problem.scheme == "nvfp4" and problem.input_scale == "none"
+    return _routed_function(problem) if dynamic else None
 
 
 def _capabilities(problem: Problem) -> tuple[tuple[int, int], ...]:
@@ -72,8 +101,10 @@ def _capabilities(problem: Problem) -> tuple[tuple[int, int], ...]:
     return CAPABILITIES[:1] if bf16 else CAPABILITIES
 
 
-def _routed_function(scheme: str) -> str | None:
-    return trtllm_call.function_name(scheme, routed=True) if scheme in trtllm_call.FAMILIES else None
+def _routed_function(problem: Problem) -> str | None:
+    if problem.scheme not in trtllm_call.FAMILIES:
+        return None
+    return trtllm_call.function_name(problem.scheme, True, dynamic=problem.input_scale == "none")
 
 
 def _notes(problem: Problem) -> str:
@@ -83,6 +114,8 @@ def _notes(problem: Problem) -> str:
     said = [limits.sizes_noted(problem, *padded), limits.routing_noted(problem)]
     if problem.input_scale == "expert":
         said.append("takes the largest input scale for all experts")
+    if problem.scheme in ("nvfp4", "fp8") and problem.input_scale == "none":
+        said.append("rounds the intermediate to bfloat16 before it is quantized per token")
     return "; ".join(["by contract, not run on SM100", *(s for s in said if s)])
 
 
@@ -114,15 +147,21 @@ register(
             limits.has_function(_routed_function),
             limits.activations(ACTIVATIONS),
             limits.has_activation(NAMES),
+            Requirement(_situ_unmet),
             Requirement(_constants_unmet),
-            Requirement(_bf16_constants_unmet, of_machine=True),
-            limits.calibrated(),
-            limits.weight_scales("tensor", "half"),
-            limits.no_bias(("mxint4", "fp8", "fp8_block", "none")),
+            limits.has_parameter("gemm1_clamp_limit", _takes_constants, "an activation with constants"),
+            # Earlier kernels ignored them, or the launcher refused them.
+            limits.since("0.6.13", _constants_of("nvfp4")),
+            limits.since("0.6.18", _constants_of("fp8_block")),
+            limits.since("0.7.2", _newest),
+            limits.one_input_scale(),
+            limits.has_parameter("per_token_scale", _scales_tokens, "input_scale 'none'"),
+            limits.weight_scales("tensor", "half", dynamic=("tensor", "half", "channel")),
+            limits.no_bias(("mxint4", "mxfp8", "fp8", "fp8_block", "none")),
             limits.hidden_dtype({name: (torch.bfloat16,) for name in ("mxfp4", "mxint4", "none")}),
             limits.at_most("num_experts", MAX_EXPERTS),
             limits.at_most("top_k", MAX_TOP_K),
-            limits.even_experts("fp8_block", 4),
+            limits.even_experts(FP8_BLOCK_LAUNCHER, 4),
         ),
         prepare=LAYER.prepare,
         restore=LAYER.restore,

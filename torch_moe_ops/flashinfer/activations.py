@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,32 +16,50 @@ NAMES = {
     "silu": "Swiglu",
     "swigluoai": "Swiglu",
     "gelu": "Geglu",
+    "gelu_tanh": "GegluTanh",
     "swiglustep": "SwigluStep",
+    "situ": "Situ",
+    "silu_no_mul": "Silu",
+    "gelu_no_mul": "Gelu",
     "relu2_no_mul": "Relu2",
     "identity_no_mul": "Identity",
 }
 
 
+def activation_name(activation: str) -> str:
+    """FlashInfer's name of one of our activations."""
+    return NAMES[activation]
+
+
 def activation_number(activation: str) -> int:
-    """FlashInfer's number of an activation, in the installed release."""
-    return package.number("ActivationType", NAMES[activation])
+    """Its number in the installed release."""
+    return package.number("ActivationType", activation_name(activation))
 
 
-def constant_tensors(call: ExpertsCall, unit: Tensor | None = None) -> dict[str, Tensor | None]:
+class Units(NamedTuple):
+    """Real values of 1 in the accumulators of the gate and of the up half: float32 [local experts]."""
+
+    gate: Tensor
+    up: Tensor
+
+
+def constant_tensors(call: ExpertsCall, units: Units | None = None) -> dict[str, Tensor | None]:
     """gemm1_alpha, gemm1_beta, gemm1_clamp_limit: float32 [local experts], None where a constant is the usual one.
 
-    unit: float32 [local experts], the real value of 1 in the accumulator. The kernels clamp the accumulator
-    before it is multiplied, so the limit is given in its units; None: they are the same.
+    units: the TRTLLM kernels clamp the accumulators, and add beta to that of the up half, before they multiply
+    them, so both are given in these units; alpha meets the multiplied gate and stays as it is. None: all are 1.
     """
-    usual = {"gemm1_alpha": (call.swiglu_alpha, 1.0), "gemm1_beta": (call.swiglu_beta, 0.0)}
-    if call.activation == "swiglustep":
-        usual = {}
     experts, device = call.w13.shape[0], call.w13.device
+
+    def full(value: float) -> Tensor:
+        return torch.full((experts,), value, dtype=torch.float32, device=device)
+
     found: dict[str, Tensor | None] = {"gemm1_alpha": None, "gemm1_beta": None, "gemm1_clamp_limit": None}
-    for name, (value, ordinary) in usual.items():
-        if value != ordinary:
-            found[name] = torch.full((experts,), value, dtype=torch.float32, device=device)
+    if call.activation != "swiglustep":
+        if call.swiglu_alpha != 1.0:
+            found["gemm1_alpha"] = full(call.swiglu_alpha)
+        if call.swiglu_beta != 0.0:
+            found["gemm1_beta"] = full(call.swiglu_beta) if units is None else call.swiglu_beta / units.up
     if call.swiglu_limit != math.inf:
-        limit = torch.full((experts,), call.swiglu_limit, dtype=torch.float32, device=device)
-        found["gemm1_clamp_limit"] = limit if unit is None else limit / unit
+        found["gemm1_clamp_limit"] = full(call.swiglu_limit) if units is None else call.swiglu_limit / units.gate
     return found

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops._check import fail
-from torch_moe_ops.activations import ACTIVATIONS
 from torch_moe_ops.flashinfer import package
-from torch_moe_ops.flashinfer.activations import activation_number
+from torch_moe_ops.flashinfer.activations import activation_name, activation_number
 from torch_moe_ops.flashinfer.cutlass_layout import LAYER
 from torch_moe_ops.flashinfer.hidden import (
     Hidden,
@@ -86,12 +85,14 @@ def _nvfp4(call: ExpertsCall, x: Hidden) -> Operands:
     return Operands(x.values, _tiled(x.scale), call.w13.view(torch.int64), call.w2.view(torch.int64), scales)
 
 
-def _mxfp4(call: ExpertsCall, x: Hidden) -> Operands:
+def _mx(call: ExpertsCall, x: Hidden) -> Operands:
+    """mxfp4 or mxfp8 weights."""
     assert call.w13_scale is not None and call.w2_scale is not None and x.scale is not None
     ones = torch.ones(call.w13.shape[0], dtype=torch.float32, device=call.w13.device)
     scales = [call.w13_scale.view(torch.int32), ones, call.w2_scale.view(torch.int32), ones]
-    weights = call.w13.view(torch.int64), call.w2.view(torch.int64)
-    return Operands(x.values, _tiled(x.scale), *weights, scales, ("use_mxfp8_act_scaling",))
+    packed = call.w13.dtype == torch.uint8
+    w13, w2 = (w.view(torch.int64) if packed else w for w in (call.w13, call.w2))
+    return Operands(x.values, _tiled(x.scale), w13, w2, scales, ("use_mxfp8_act_scaling",))
 
 
 def _tiled(scale: Tensor) -> Tensor:
@@ -105,7 +106,8 @@ FAMILIES: dict[str, Callable[[ExpertsCall, Hidden], Operands]] = {
     "fp8": _fp8,
     "fp8_block": _fp8_block,
     "nvfp4": _nvfp4,
-    "mxfp4": _mxfp4,
+    "mxfp4": _mx,
+    "mxfp8": _mx,
 }
 
 
@@ -117,27 +119,38 @@ def _hidden(call: ExpertsCall, hidden_size: int) -> Hidden:
 
 
 def _activation(call: ExpertsCall) -> dict[str, Any]:
-    """Type and constants; the constants come together or not at all."""
+    """Type and constants, in real units: the kernel activates what it has multiplied already.
+
+    silu's constants come together or not at all; any of them selects the kernel that has all three.
+    """
     found: dict[str, Any] = {"activation_type": package.enum("ActivationType")(activation_number(call.activation))}
-    constants = (call.swiglu_alpha, call.swiglu_beta, call.swiglu_limit)
-    if not ACTIVATIONS[call.activation].is_gated or constants == (1.0, 0.0, math.inf):
-        return found
+    alpha, beta, limit = call.swiglu_alpha, call.swiglu_beta, call.swiglu_limit
+    values: dict[str, float] = {}
+    if call.activation == "situ":
+        values = {"situ_beta": alpha, "situ_linear_beta": beta}
+    elif call.activation == "swiglustep":
+        values = {"swiglu_limit": limit}
+    elif activation_name(call.activation) == "Swiglu" and (alpha, beta, limit) != (1.0, 0.0, math.inf):
+        values = {"swiglu_alpha": alpha, "swiglu_beta": beta, "swiglu_limit": limit}
     experts, device = call.w13.shape[0], call.w13.device
-    for name, value in zip(("alpha", "beta", "limit"), constants, strict=True):
+    for name, value in values.items():
         finite = min(value, torch.finfo(torch.float32).max)
-        found[f"swiglu_{name}"] = torch.full((experts,), finite, dtype=torch.float32, device=device)
+        found[name] = torch.full((experts,), finite, dtype=torch.float32, device=device)
     return found
 
 
 def _biases(call: ExpertsCall, dtype: torch.dtype) -> dict[str, Any]:
-    """In the output dtype; the kernel takes both or none."""
+    """In the output dtype and with the rows of the weights; the kernel takes both or none."""
     if call.w13_bias is None and call.w2_bias is None:
         return {}
-    present = call.w13_bias if call.w13_bias is not None else call.w2_bias
-    assert present is not None
-    shapes = ((call.w13_bias, call.w13.shape[:2]), (call.w2_bias, call.w2.shape[:2]))
-    biases = [present.new_zeros(shape) if bias is None else bias for bias, shape in shapes]
-    return {"fc1_expert_biases": biases[0].to(dtype), "fc2_expert_biases": biases[1].to(dtype)}
+    pairs = (("fc1_expert_biases", call.w13_bias, call.w13), ("fc2_expert_biases", call.w2_bias, call.w2))
+    return {name: _bias(bias, weight, dtype) for name, bias, weight in pairs}
+
+
+def _bias(bias: Tensor | None, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    if bias is None:
+        return torch.zeros(weight.shape[:2], dtype=dtype, device=weight.device)
+    return torch.nn.functional.pad(bias, (0, weight.shape[1] - bias.shape[1])).to(dtype)
 
 
 def run(call: ExpertsCall, out: Tensor) -> None:

@@ -16,6 +16,7 @@ RULES = {
     "fp8_block": WeightRules(_PLAIN, 128, 128),
     "nvfp4": WeightRules(_PLAIN, 128, 128),
     "mxfp4": WeightRules(_PLAIN, 128, 128),
+    "mxfp8": WeightRules(_PLAIN, 128, 128),
 }
 
-LAYER = LayerLayout("flashinfer_cutlass_v1", RULES)
+LAYER = LayerLayout("flashinfer_cutlass_v1", RULES, bias_multiple=1)

@@ -16,10 +16,14 @@ BF16 = (torch.bfloat16,)
 
 
 class Hidden(NamedTuple):
-    """values: unquantized [tokens, padded K], or codes; scale: linear [tokens, scales], or None."""
+    """values: unquantized [tokens, padded K], or codes; scale: linear [tokens, scales], or None.
+
+    token_scale: float32 [tokens], multiplies what comes of nvfp4 codes; None where one scale was calibrated.
+    """
 
     values: Tensor
     scale: Tensor | None
+    token_scale: Tensor | None = None
 
 
 def op_name(call: ExpertsCall) -> str:
@@ -54,16 +58,26 @@ def hidden_states_of(call: ExpertsCall, hidden_size: int, dtypes: tuple[torch.dt
         if x.dtype not in dtypes:
             fail(op_name(call), "hidden_states", f"have one of the dtypes {[str(d) for d in dtypes]}", x.dtype)
         return Hidden(_pad(x, hidden_size - x.shape[1]), None)
-    return Hidden(*_quantize(call, _pad(x, hidden_size - x.shape[1])))
+    return _quantize(call, _pad(x, hidden_size - x.shape[1]))
 
 
-def _quantize(call: ExpertsCall, x: Tensor) -> tuple[Tensor, Tensor]:
-    if call.act_format == "nvfp4":
-        return torch.ops.moeq.quantize_nvfp4(x, single_scale(call, "a1_gscale"))
+def _quantize(call: ExpertsCall, x: Tensor) -> Hidden:
     if call.act_format == "mxfp8":
-        return torch.ops.moeq.quantize_mxfp8(x)
+        return Hidden(*torch.ops.moeq.quantize_mxfp8(x))
     group = SCHEMES[call.scheme].fp8_group
-    return torch.ops.moeq.quantize_fp8(x, None if group else single_scale(call, "a1_gscale"), group)
+    if call.act_format == "fp8":
+        gscale = None if group or is_dynamic(call) else single_scale(call, "a1_gscale")
+        return Hidden(*torch.ops.moeq.quantize_fp8(x, gscale, group))
+    if not is_dynamic(call):
+        return Hidden(*torch.ops.moeq.quantize_nvfp4(x, single_scale(call, "a1_gscale")))
+    gscale = torch.ops.moeq.dynamic_gscale_nvfp4(x)
+    codes, scale = torch.ops.moeq.quantize_nvfp4(x, gscale)
+    return Hidden(codes, scale, gscale.reciprocal())
+
+
+def is_dynamic(call: ExpertsCall) -> bool:
+    """Nothing was calibrated: tokens and rows of the intermediate are quantized with scales of their own."""
+    return call.a1_gscale is None and call.a2_gscale is None
 
 
 def single_scale(call: ExpertsCall, name: str) -> Tensor:

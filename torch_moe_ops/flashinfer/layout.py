@@ -41,10 +41,13 @@ def _up(size: int, multiple: int) -> int:
 
 
 class LayerLayout:
-    """prepare, restore and shapes of one backend's layers. rules: by scheme."""
+    """prepare, restore and shapes of one backend's layers.
 
-    def __init__(self, name: str, rules: Mapping[str, WeightRules]) -> None:
-        self.rules = rules
+    rules: by scheme. bias_multiple: w2's bias is padded to it, w13's as the rows of w13 are.
+    """
+
+    def __init__(self, name: str, rules: Mapping[str, WeightRules], bias_multiple: int) -> None:
+        self.rules, self._bias_multiple = rules, bias_multiple
         self.layout = Layout(name, self.specs, self.intermediate_size)
         self.biases = BiasLayout(self._arrange_bias, self._undo_bias)
 
@@ -58,9 +61,9 @@ class LayerLayout:
             table[name] = ((self._weight_shape(scheme, sizes, rows, k),), (sizes.weight_dtype,))
             if scheme.scales is not None:
                 shapes = scheme.scales.shapes(rows, k, parts)
-                shapes = shapes[1:] if scheme.scales.kind == "channel" else shapes  # only one per matrix or half
                 table[f"{name}_scale"] = tuple((sizes.num_experts, *s) for s in shapes), scheme.scales.dtypes
-            table[f"{name}_bias"] = ((sizes.num_experts, rows),), (torch.float32,)
+            biases = rows if name == "w13" else _up(sizes.hidden_size, self._bias_multiple)
+            table[f"{name}_bias"] = ((sizes.num_experts, biases),), (torch.float32,)
         return table
 
     def _rules(self, scheme: str) -> WeightRules:
@@ -119,7 +122,7 @@ class LayerLayout:
         return restored
 
     def _arrange_bias(self, name: str, bias: Tensor, halves: int) -> Tensor:
-        rows = _up(bias.shape[1], _BIAS_MULTIPLE) if name == "w2_bias" else bias.shape[1]
+        rows = _up(bias.shape[1], self._bias_multiple) if name == "w2_bias" else bias.shape[1]
         order = self._bias_order(rows, halves).to(bias.device)
         return torch.nn.functional.pad(bias, (0, rows - bias.shape[1]))[:, order]
 
@@ -129,9 +132,6 @@ class LayerLayout:
     def _bias_order(self, rows: int, halves: int) -> Tensor:
         matrix = next(iter(self.rules.values())).matrix  # the same for all schemes that take biases
         return row_order(rows, halves == 2, matrix.interleave, matrix.shuffle)
-
-
-_BIAS_MULTIPLE = 128
 
 
 def get_rules(rules: Mapping[str, WeightRules], scheme: str) -> tuple[Scheme, WeightRules]:
@@ -146,7 +146,7 @@ def _bytes(weight: Tensor) -> Tensor:
 def _arrange_scale(scheme: Scheme, scale: Tensor, spec: Spec, order: Tensor, halves: int) -> Tensor:
     kind: Any = scheme.scales.kind if scheme.scales else ""
     if kind == "channel":
-        return scale.contiguous()
+        return _arrange_rows(scale, order, halves) if scale.ndim == 3 else scale.contiguous()
     shape, dtype = spec[0][0], spec[1][0]
     if kind == "tile":
         padded = [matrices.pad_matrix(one, halves, *shape[1:]) for one in scale]
@@ -156,10 +156,19 @@ def _arrange_scale(scheme: Scheme, scale: Tensor, spec: Spec, order: Tensor, hal
     return out
 
 
+def _arrange_rows(scale: Tensor, order: Tensor, halves: int) -> Tensor:
+    """One scale a row: [E, rows, 1], padded and moved as the rows are."""
+    padded = [matrices.pad_matrix(one, halves, order.numel(), 1) for one in scale]
+    return torch.stack([one.index_select(0, order) for one in padded])
+
+
 def _restore_scale(scheme: Scheme, stored: Tensor, n: int, k: int, order: Tensor, halves: int) -> Tensor:
     assert scheme.scales is not None
     if scheme.scales.kind == "channel":
-        return stored.clone()
+        if stored.ndim == 2:
+            return stored.clone()
+        back = [one.index_select(0, torch.argsort(order)) for one in stored]
+        return torch.stack([matrices.cut_matrix(one, halves, n, 1) for one in back])
     shape = scheme.scales.shapes(n, k, halves)[0]
     if scheme.scales.kind == "tile":
         back = [one.roll(one.shape[0] // 2, 0) if halves == 2 else one for one in stored]

@@ -42,11 +42,11 @@ def can_import(problem: Problem) -> bool:
     return problem.device == "cuda" and package.package_unmet(problem.scheme, importing=True) is None
 
 
-def has_function(name: Callable[[str], str | None]) -> Requirement:
-    """The installed release has the routed function of the scheme."""
+def has_function(name: Callable[[Problem], str | None]) -> Requirement:
+    """The installed release has the routed function that the problem needs."""
 
     def unmet(problem: Problem) -> str | None:
-        function = name(problem.scheme)
+        function = name(problem)
         if function is None or not can_import(problem) or package.entry(function).function is not None:
             return None
         return f"flashinfer must have {function}, which {package.installed_version()} lacks"
@@ -66,14 +66,16 @@ def has_activation(names: Mapping[str, str]) -> Requirement:
     return Requirement(unmet, of_machine=True)
 
 
-def activations(table: Mapping[str, tuple[str, ...]]) -> Requirement:
-    """The activations that the kernels of a scheme have: {scheme: names}."""
+def activations(table: Mapping[str | tuple[str, str], tuple[str, ...]]) -> Requirement:
+    """The activations that kernels have: {scheme, or (scheme, act_format): names}."""
 
     def unmet(problem: Problem) -> str | None:
-        allowed = table.get(problem.scheme)
+        pair = problem.scheme, problem.act_format
+        allowed = table.get(pair, table.get(problem.scheme))
         if allowed is None or problem.activation in allowed:
             return None
-        return f"activation must be one of {list(allowed)} for scheme {problem.scheme!r}, got {problem.activation!r}"
+        what = f"scheme {problem.scheme!r} with act_format {problem.act_format!r}"
+        return f"activation must be one of {list(allowed)} for {what}, got {problem.activation!r}"
 
     return Requirement(unmet)
 
@@ -90,25 +92,59 @@ def hidden_dtype(schemes: Mapping[str, tuple[torch.dtype, ...]]) -> Requirement:
     return Requirement(unmet)
 
 
-def calibrated(
-    act_formats: tuple[str, ...] = ("nvfp4", "fp8"), schemes: tuple[str, ...] = ("nvfp4", "fp8")
-) -> Requirement:
-    """A static scale for the whole input: the kernels quantize a token once, for all experts that it visits.
+def one_input_scale(schemes: tuple[str, ...] = ("nvfp4", "fp8")) -> Requirement:
+    """One calibrated scale for the whole input: the kernels quantize a token once, for all experts that it visits.
 
     One scale per expert is reduced to the largest, which ranks of expert parallelism must agree on.
     """
 
     def unmet(problem: Problem) -> str | None:
-        if problem.scheme not in schemes or problem.act_format not in act_formats:
+        if problem.scheme not in schemes or problem.input_scale != "expert":
             return None
-        if problem.input_scale == "none":
-            return "input_scale must be calibrated ('tensor' or 'expert'): the kernels take static scales, got 'none'"
-        if problem.input_scale == "expert" and problem.num_local_experts != problem.num_experts:
-            have = f"{problem.num_local_experts} of {problem.num_experts} experts are here"
-            return f"input_scale must be 'tensor' (the largest of all ranks) where {have}, got 'expert'"
-        return None
+        if problem.num_local_experts == problem.num_experts:
+            return None
+        have = f"{problem.num_local_experts} of {problem.num_experts} experts are here"
+        return f"input_scale must be 'tensor' (the largest of all ranks) where {have}, got 'expert'"
 
     return Requirement(unmet)
+
+
+def calibrated(schemes: tuple[str, ...], why: str) -> Requirement:
+    """Kernels that cannot quantize with scales of their own."""
+
+    def unmet(problem: Problem) -> str | None:
+        if problem.scheme not in schemes or problem.input_scale != "none":
+            return None
+        return f"input_scale must be calibrated ('tensor' or 'expert'): {why}, got 'none'"
+
+    return Requirement(unmet)
+
+
+def has_parameter(name: str, function: Callable[[Problem], str | None], why: str) -> Requirement:
+    """The installed release's function has a parameter. function: the one that needs it, None where none does."""
+
+    def unmet(problem: Problem) -> str | None:
+        found = function(problem)
+        if found is None or not can_import(problem):
+            return None
+        entry = package.entry(found)
+        if entry.function is None or name in entry.parameters:
+            return None
+        return f"{why} needs {found}({name}=...), which flashinfer {package.installed_version()} lacks"
+
+    return Requirement(unmet, of_machine=True)
+
+
+def since(release: str, what: Callable[[Problem], str | None]) -> Requirement:
+    """Releases from `release` on do `what`, where the problem asks for it (None: it does not)."""
+
+    def unmet(problem: Problem) -> str | None:
+        text, version = what(problem), package.installed_version()
+        if text is None or version is None or package.parse_version(version) >= package.parse_version(release):
+            return None
+        return f"{text} needs flashinfer-python {release} or newer, got {version}"
+
+    return Requirement(unmet, of_machine=True)
 
 
 def at_most(attribute: str, most: int) -> Requirement:
@@ -132,22 +168,29 @@ def no_bias(schemes: tuple[str, ...]) -> Requirement:
     return Requirement(unmet)
 
 
-def weight_scales(*allowed: str) -> Requirement:
-    """What shares a scale of FP8 weights."""
+def weight_scales(*allowed: str, dynamic: tuple[str, ...] = ()) -> Requirement:
+    """What shares a scale of FP8 weights, with calibrated activations and with others."""
 
     def unmet(problem: Problem) -> str | None:
-        if problem.scheme != "fp8" or problem.weight_scales in (None, *allowed):
+        if problem.scheme != "fp8":
             return None
-        return f"weight_scales must be one of {list(allowed)} for fp8 weights, got {problem.weight_scales!r}"
+        fitting = allowed if problem.input_scale != "none" else dynamic or allowed
+        if problem.weight_scales in (None, *fitting):
+            return None
+        return (
+            f"weight_scales must be one of {list(fitting)} for fp8 weights with input_scale "
+            f"{problem.input_scale!r}, got {problem.weight_scales!r}"
+        )
 
     return Requirement(unmet)
 
 
-def even_experts(scheme: str, multiple: int) -> Requirement:
+def even_experts(schemes: tuple[str, ...], multiple: int) -> Requirement:
     """The expert counts that a launcher asks for, whatever routes."""
 
     def unmet(problem: Problem) -> str | None:
-        if problem.scheme != scheme:
+        scheme = problem.scheme
+        if scheme not in schemes:
             return None
         if problem.num_experts % multiple:
             return f"num_experts must be a multiple of {multiple} for {scheme}, got {problem.num_experts}"

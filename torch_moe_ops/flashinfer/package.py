@@ -97,6 +97,13 @@ def number(name: str, member: str) -> int:
     return int(getattr(enum(name), member))
 
 
+def is_built(name: str) -> bool:
+    """Whether a compiled module lies where the installed release looks for it: made ahead of time, or by a call."""
+    env = module("flashinfer.jit.env")
+    folders = (env.FLASHINFER_AOT_DIR, env.FLASHINFER_JIT_DIR)
+    return any((folder / name / f"{name}.so").exists() for folder in folders)
+
+
 class Entry:
     """One of FlashInfer's functions, called with the keywords that the installed release knows.
 

@@ -25,6 +25,7 @@ METHODS = {
 _RENORMALIZES = {name: name not in ("default", "topk", "sigmoid", "topk_sigmoid") for name in METHODS}
 
 MAX_EXPERTS, MAX_TOP_K = 2048, 32
+FP8_BLOCK_LAUNCHER = ("fp8_block", "mxfp8")  # schemes of trtllm_fp8_block_scale_moe, which asks for more
 LOGITS_DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -55,7 +56,7 @@ def kernel_unmet(scheme: str, routing: Routing) -> str | None:
         return f"there must be at most {MAX_EXPERTS} experts and top_k {MAX_TOP_K}, got {experts} and {top_k}"
     if groups > 1:
         return _groups_unmet(routing, experts)
-    return _fp8_block_unmet(routing.method, experts, top_k) if scheme == "fp8_block" else None
+    return _fp8_block_unmet(routing.method, experts, top_k) if scheme in FP8_BLOCK_LAUNCHER else None
 
 
 def _groups_unmet(routing: Routing, experts: int) -> str | None:
@@ -73,14 +74,14 @@ def _groups_unmet(routing: Routing, experts: int) -> str | None:
 
 def _fp8_block_unmet(method: str, experts: int, top_k: int) -> str | None:
     most = (8 if experts <= 384 else 22) if method == "deepseek_v3" else MAX_TOP_K
-    return None if top_k <= most else f"top_k must be at most {most} for fp8_block and {method}, got {top_k}"
+    return None if top_k <= most else f"top_k must be at most {most} for fp8 blocks and {method}, got {top_k}"
 
 
 def logits_arguments(scheme: str, routing: Routing) -> dict[str, Any]:
     """The arguments of a monolithic function that say how to route."""
     grouped = routing.n_group > 1
     # The launcher of fp8_block divides by n_group for this method, whether there are groups or not.
-    ones = scheme == "fp8_block" and routing.method == "deepseek_v3"
+    ones = scheme in FP8_BLOCK_LAUNCHER and routing.method == "deepseek_v3"
     logits = routing.router_logits
     deepseek = routing.method == "deepseek_v3"
     return {

@@ -14,6 +14,7 @@ _FUSED = MatrixLayout(shuffle=32, interleave=True)  # the activation is fused in
 RULES = {
     "nvfp4": WeightRules(_FUSED, 128, 128),
     "mxfp4": WeightRules(_FUSED, 128, 128),
+    "mxfp8": WeightRules(_FUSED, 128, 128),
     "mxint4": WeightRules(MatrixLayout(shuffle=32, interleave=True, blocked=True, flip=0x88), 256, 256),
     "fp8": WeightRules(_FUSED, 128, 128),
     # Its activation is a kernel of its own, so that gate and up rows stay apart; tiles of 64 rows.
@@ -21,4 +22,4 @@ RULES = {
     "none": WeightRules(MatrixLayout(shuffle=32, interleave=True, blocked=True), 128, 128),
 }
 
-LAYER = LayerLayout("flashinfer_trtllm_v1", RULES)
+LAYER = LayerLayout("flashinfer_trtllm_v1", RULES, bias_multiple=128)
