@@ -185,7 +185,7 @@ def test_reasons_name_what_is_missing() -> None:
     assert triton.fits_anywhere(good)
     for change, text in (
         ({"scheme": "int3"}, "'int3'"),
-        ({"act_format": "fp8"}, "'fp8'"),
+        ({"act_format": "int8"}, "'int8'"),
         ({"scheme": "none", "dtype": torch.float32}, "float32"),
         ({"weight_policy": "packed", "act_format": "fp8"}, "weight_policy"),
     ):

@@ -35,6 +35,12 @@ def routings(call: ExpertsCall) -> list[torch.Tensor]:
         ("nvfp4", {"act_format": "nvfp4", "a1": "expert", "a2": "expert"}),
         ("nvfp4", {"act_format": "nvfp4"}),
         ("none", {}),
+        ("mxfp4", {}),
+        ("mxfp4", {"act_format": "mxfp8"}),
+        ("fp8", {"act_format": "fp8"}),
+        ("fp8_block", {"act_format": "fp8"}),
+        ("int8", {"act_format": "int8", "weights": {"group": -1}}),
+        ("int4", {"weights": {"group": 64, "zero": True}}),
     ),
 )
 @pytest.mark.parametrize("tokens", (1, TOKENS))

@@ -1,4 +1,4 @@
-"""The NVFP4 activation quantizer of the Triton engine is bit for bit the reference's."""
+"""The activation quantizers of the Triton engine are bit for bit the reference's."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ import triton
 import triton.language as tl
 from triton_cases import DEVICE
 
-from torch_moe_ops.kernels.triton.quantize import dynamic_gscale, quantize_blocks
-from torch_moe_ops.quant import nvfp4
+from torch_moe_ops.kernels.triton.elements import decode_e8m0, decode_minifloat
+from torch_moe_ops.kernels.triton.quantize_mx import quantize_mx
+from torch_moe_ops.kernels.triton.quantize_nvfp4 import dynamic_gscale, quantize_nvfp4
+from torch_moe_ops.kernels.triton.quantize_scaled import divide_and_round, dynamic_scale, round_to_code
+from torch_moe_ops.quant import e8m0, fp6, fp8, int8, mx, nvfp4
+from torch_moe_ops.schemes import SCHEMES
 
 pytestmark = pytest.mark.skipif(
     DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU or TRITON_INTERPRET=1"
@@ -26,7 +30,7 @@ ROWS = 256
 def quantize_kernel(x_ptr, gscale_ptr, out_ptr, ROWS: tl.constexpr):
     at = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None] * 16 + tl.arange(0, 16)[None, :]
     x = tl.load(x_ptr + at).to(tl.float32)
-    tl.store(out_ptr + at, quantize_blocks(x, tl.load(gscale_ptr), 1))
+    tl.store(out_ptr + at, quantize_nvfp4(x, tl.load(gscale_ptr), 1))
 
 
 @triton.jit
@@ -61,3 +65,79 @@ def test_dynamic_gscale_is_exact() -> None:
     out = torch.empty(ROWS, device=DEVICE)
     gscale_kernel[(1,)](amax.to(DEVICE), out, ROWS)
     assert torch.equal(out.cpu(), nvfp4.dynamic_gscale(amax[:, None]).reshape(-1))
+
+
+@triton.jit
+def mx_kernel(x_ptr, out_ptr, FORMAT: tl.constexpr, ROWS: tl.constexpr):
+    at = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None] * 32 + tl.arange(0, 32)[None, :]
+    tl.store(out_ptr + at, quantize_mx(tl.load(x_ptr + at).to(tl.float32), FORMAT, 1))
+
+
+@triton.jit
+def scaled_kernel(
+    x_ptr, gscale_ptr, out_ptr, scale_ptr, FORMAT: tl.constexpr, STATIC: tl.constexpr, ROWS: tl.constexpr
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    at = row[:, None] * 32 + tl.arange(0, 32)[None, :]
+    x = tl.load(x_ptr + at).to(tl.float32)
+    if STATIC:
+        y = round_to_code(x * tl.load(gscale_ptr), FORMAT)
+    else:
+        scale = dynamic_scale(tl.max(tl.abs(x), axis=1, keep_dims=True), FORMAT)
+        y = divide_and_round(x, scale, FORMAT)
+        tl.store(scale_ptr + row, scale.reshape(ROWS))
+    tl.store(out_ptr + at, y)
+
+
+@triton.jit
+def decode_kernel(code_ptr, out_ptr, ELEMENT: tl.constexpr):
+    at = tl.arange(0, 256)
+    code = tl.load(code_ptr + at).to(tl.int32)
+    tl.store(out_ptr + at, decode_e8m0(code) if ELEMENT == "e8m0" else decode_minifloat(code, ELEMENT))
+
+
+def rows_of_32(dtype: torch.dtype) -> torch.Tensor:
+    """As `blocks`, and a block next to nothing, one whose amax is the largest element, one with a lonely value."""
+    x = blocks(dtype).float().reshape(-1, 32)
+    # Normal numbers (Triton's interpreter loses subnormal ones of bfloat16) whose scale is none; none in float16.
+    x[8], x[9] = torch.arange(32) * 2.0**-125, 0.0
+    x[9, 3] = 448.0
+    x[10], x[10, 0] = 0.0, -7.5
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
+@pytest.mark.parametrize("act_format", ("mxfp8", "mxfp4", "mxfp6_e3m2", "mxfp6_e2m3"))
+def test_mx_values_are_exact(dtype: torch.dtype, act_format: str) -> None:
+    x = rows_of_32(dtype)
+    out = torch.empty(x.shape, device=DEVICE)
+    mx_kernel[(x.shape[0] // ROWS,)](x.to(DEVICE), out, act_format, ROWS)
+    element = SCHEMES[act_format].element
+    assert torch.equal(out.cpu(), mx.dequantize_mx(*mx.quantize_mx(x, element, "rceil"), element))
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
+@pytest.mark.parametrize("gscale", (None, 0.37, 90.0))
+@pytest.mark.parametrize("act_format", ("fp8", "int8"))
+def test_scaled_codes_are_exact(dtype: torch.dtype, gscale: float | None, act_format: str) -> None:
+    x, given = rows_of_32(dtype), None if gscale is None else torch.tensor(gscale)
+    out, scale = torch.empty(x.shape, device=DEVICE), torch.empty(x.shape[0], device=DEVICE)
+    factor = torch.ones((), device=DEVICE) if given is None else given.to(DEVICE)
+    scaled_kernel[(x.shape[0] // ROWS,)](x.to(DEVICE), factor, out, scale, act_format, given is not None, ROWS)
+    codes, expected = (fp8.quantize_fp8 if act_format == "fp8" else int8.quantize_int8)(x, given)
+    assert torch.equal(out.cpu(), codes.float())
+    assert given is not None or torch.equal(scale.cpu(), expected)
+
+
+@pytest.mark.parametrize("element", ("e4m3", "e3m2", "e2m3", "e8m0"))
+def test_decoding_is_exact(element: str) -> None:
+    codes = torch.arange(256, dtype=torch.uint8) & (255 if element in ("e4m3", "e8m0") else 63)
+    out = torch.empty(256, device=DEVICE)
+    decode_kernel[(1,)](codes.to(DEVICE), out, element)
+    if element == "e8m0":
+        assert torch.equal(out.cpu()[:255], e8m0.decode(codes)[:255])
+    elif element == "e4m3":
+        number = (codes & 127) != 127
+        assert torch.equal(out.cpu()[number], codes.view(torch.float8_e4m3fn).float()[number])
+    else:
+        assert torch.equal(out.cpu(), fp6.decode(codes, element))

@@ -16,13 +16,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton_cases import empty_output, make_call
 
-from torch_moe_ops.kernels.triton import launch
+from torch_moe_ops.kernels.triton import launch, plan
+from torch_moe_ops.schemes import SCHEMES
 
 _POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.int32: "*i32",
+    torch.int8: "*i8",
     torch.uint8: "*u8",
 }
 _OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
@@ -61,35 +63,52 @@ def _type(value: Any) -> str:
 
 
 def record(**fields: Any) -> Recorder:
-    """The launches of one small call. Nothing runs."""
+    """The launches of one small call, as a GPU would get them. Nothing runs."""
     call = make_call(**fields)
     recorder = Recorder()
-    with mock.patch.object(launch, "_launch", recorder):
+    native = mock.patch.object(plan, "multiplies_int8", lambda device: True)
+    with native, mock.patch.object(launch, "_launch", recorder):
         launch.run_experts(call, empty_output(call))
     return recorder
 
 
-CASES: tuple[dict[str, Any], ...] = (
-    {"tokens": 6, "hidden": 256, "inter": 128},
+_SIZES: dict[str, Any] = {"tokens": 6, "hidden": 256, "inter": 128}
+FEW: tuple[dict[str, Any], ...] = (
+    _SIZES,
     {"tokens": 200, "hidden": 256, "inter": 128, "dtype": torch.float16, "bias": True},
     {"tokens": 6, "hidden": 80, "inter": 48, "act_format": "nvfp4"},
-    {"tokens": 6, "hidden": 256, "inter": 128, "act_format": "nvfp4", "a1": "expert", "a2": "expert"},
-    {"tokens": 6, "hidden": 256, "inter": 128, "scheme": "none"},
+    _SIZES | {"act_format": "nvfp4", "a1": "expert", "a2": "expert"},
+    _SIZES | {"scheme": "none"},
+    _SIZES | {"scheme": "mxfp4", "act_format": "mxfp8"},
+    _SIZES | {"scheme": "fp8_block", "act_format": "fp8"},
+    _SIZES | {"scheme": "int8", "act_format": "int8", "weights": {"group": -1}},
+    _SIZES | {"scheme": "int4", "weights": {"group": 32, "zero": True}},
+)
+ALL: tuple[dict[str, Any], ...] = (
+    *FEW,
+    *(_SIZES | {"scheme": scheme, "act_format": act} for scheme in SCHEMES for act in SCHEMES[scheme].act_formats),
+    *(_SIZES | {"scheme": scheme, "dtype": torch.float16, "hidden": 160} for scheme in ("mxfp4", "mxfp8", "fp8")),
+    _SIZES | {"scheme": "int4", "weights": {"group": 128, "zero": True, "scale_dtype": torch.float16}},
+    _SIZES | {"scheme": "int4", "weights": {"group": -1}, "act_format": "fp8"},
+    _SIZES | {"scheme": "int4", "weights": {"group": 128, "zero": True}, "dtype": torch.float16},
+    _SIZES | {"scheme": "int8", "weights": {"group": -1}, "act_format": "int8", "tokens": 200},
+    _SIZES | {"scheme": "int8", "weights": {"group": -1, "zero": True}, "act_format": "int8"},
 )
 
 
-def main(capability: int) -> None:
-    """Compile every case for one target; print a line for each kernel: name, PTX's products, arithmetic or PTX decode."""
-    for fields in CASES:
+def main(capability: int, cases: tuple[dict[str, Any], ...]) -> None:
+    """Compile cases for one target; print a line for each kernel: name, PTX's products, arithmetic or PTX decode."""
+    for fields in cases:
         recorder = record(**fields)
-        for use_ptx in (True, False) if fields is CASES[0] else (True,):
+        for use_ptx in (True, False) if fields is _SIZES else (True,):
             for name, kernel in recorder.compile(capability, use_ptx, pdl=use_ptx and capability >= 90):
                 assert kernel.asm["cubin"]
                 ptx = kernel.asm["ptx"]
                 assert "e4m3" not in ptx and "e2m1" not in ptx  # types that older targets lack
                 products = [p for p in ("wgmma.mma_async", "tcgen05.mma", "mma.sync") if p in ptx]
-                print(name, "ptx" if use_ptx else "arithmetic", *products)
+                int8 = "int8" if fields.get("weights") == {"group": -1} and fields["scheme"] == "int8" else "float"
+                print(name, "ptx" if use_ptx else "arithmetic", int8, *products)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), ALL if "all" in sys.argv[2:] else FEW)

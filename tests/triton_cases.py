@@ -7,22 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton_weights import make_weight
 
 from torch_moe_ops.activations import resolve_constants
 from torch_moe_ops.ops.call import ExpertsCall
 from torch_moe_ops.reference import experts_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _nvfp4(experts: int, n: int, k: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Random codes and scales with every kind of scale: zero, subnormal, the largest."""
-    codes = torch.randint(0, 256, (experts, n, k // 2), generator=g, dtype=torch.uint8)
-    scale = (torch.rand((experts, n, k // 16), generator=g) * 64).to(torch.float8_e4m3fn)
-    flat = scale.view(torch.uint8).view(-1)
-    special = torch.tensor([0, 1, 7, 8, 126], dtype=torch.uint8)
-    flat[: 5 * (flat.numel() // 40) : 8][: special.numel()] = special[: flat[: 5 * (flat.numel() // 40) : 8].numel()]
-    return codes, scale
 
 
 def routing(tokens: int, top_k: int, experts: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -50,29 +41,30 @@ def make_call(
     per_half: bool = True,
     foreign: bool = False,
     seed: int = 0,
+    weights: dict[str, Any] | None = None,
     **fields: Any,
 ) -> ExpertsCall:
-    """A call on DEVICE. a1, a2: None (dynamic), a number ([]), or "expert" ([E]). foreign: some ids are not local."""
+    """A call on DEVICE. a1, a2: None (dynamic), a number ([]), or "expert" ([E]). foreign: some ids are not local.
+    weights: options of `triton_weights.make_weight`."""
     g = torch.Generator().manual_seed(seed)
     gated = not activation.endswith("_no_mul")
     rows = (2 if gated else 1) * inter
     offset = 3 if foreign else 0
-    ids, weights = routing(tokens, top_k, experts + 2 * offset, g)
+    ids, factors = routing(tokens, top_k, experts + 2 * offset, g)
     if foreign and tokens:
-        ids[0, 0], weights[0, 0] = -7, math.nan
+        ids[0, 0], factors[0, 0] = -7, math.nan
         ids[-1] = experts + offset + torch.arange(top_k)
     values: dict[str, Any] = dict.fromkeys(ExpertsCall._fields)
     x = torch.randn((tokens, hidden), generator=g).to(dtype)
+    options = {"dtype": dtype} | (weights or {})
+    for name, n, k, parts in (("w13", rows, hidden, 2 if gated else 1), ("w2", hidden, inter, 1)):
+        made = make_weight(scheme, experts, n, k, g, parts, **options)
+        values |= dict(zip((name, f"{name}_scale", f"{name}_zero_point"), made, strict=True))
     if scheme == "nvfp4":
-        values["w13"], values["w13_scale"] = _nvfp4(experts, rows, hidden, g)
-        values["w2"], values["w2_scale"] = _nvfp4(experts, hidden, inter, g)
         halves = 2 if gated and per_half else 1
         alphas = (torch.rand((experts, halves), generator=g) + 0.5) / (40 * math.sqrt(hidden))
         values["g1_alphas"] = alphas if halves == 2 else alphas[:, 0].contiguous()
         values["g2_alphas"] = (torch.rand((experts,), generator=g) + 0.5) / (40 * math.sqrt(inter))
-    else:
-        values["w13"] = (torch.randn((experts, rows, hidden), generator=g) * hidden**-0.5).to(dtype)
-        values["w2"] = (torch.randn((experts, hidden, inter), generator=g) * inter**-0.5).to(dtype)
     for name, given in (("a1_gscale", a1), ("a2_gscale", a2)):
         if given == "expert":
             values[name] = torch.rand((experts,), generator=g) * 400 + 100
@@ -87,7 +79,7 @@ def make_call(
         values["w2_bias"] = torch.randn((experts, hidden), generator=g)
     alpha, beta, limit = resolve_constants(activation, *constants)
     values |= {
-        "scheme": scheme, "hidden_states": x, "topk_ids": ids, "topk_weights": weights, "backend": "triton",
+        "scheme": scheme, "hidden_states": x, "topk_ids": ids, "topk_weights": factors, "backend": "triton",
         "act_format": act_format, "activation": activation, "swiglu_alpha": alpha, "swiglu_beta": beta,
         "swiglu_limit": limit, "num_experts": experts + 2 * offset, "local_expert_offset": offset,
         "router_weight_on_input": False, "weight_policy": "exact", "out_dtype": out_dtype or dtype,

@@ -12,7 +12,9 @@ from triton_cases import empty_output, make_call, relative_error
 
 from torch_moe_ops.kernels.triton.configs import Config, Tile
 from torch_moe_ops.kernels.triton.launch import run_experts
+from torch_moe_ops.schemes import SCHEMES
 
+OTHERS = ("mxfp4", "mxfp8", "mxfp6_e3m2", "fp8", "fp8_block", "int8", "int4", "mxint4")
 QUANTIZED: dict[str, Any] = {"act_format": "nvfp4", "a1": 500.0, "a2": 300.0}
 CASES: tuple[dict[str, Any], ...] = (
     {},
@@ -24,6 +26,9 @@ CASES: tuple[dict[str, Any], ...] = (
     QUANTIZED,
     QUANTIZED | {"a1": "expert", "a2": "expert", "activation": "relu2_no_mul"},
     QUANTIZED | {"a1": None, "a2": None},
+    *({"scheme": scheme, "act_format": act} for scheme in OTHERS for act in SCHEMES[scheme].act_formats),
+    {"scheme": "int8", "act_format": "int8", "weights": {"group": -1, "zero": True}},
+    {"scheme": "int4", "weights": {"group": 32, "zero": True}, "dtype": torch.float16},
 )
 CONFIGS = (
     None,
@@ -35,7 +40,7 @@ CONFIGS = (
 def main() -> None:
     for fields in CASES:
         for config in CONFIGS:
-            call = make_call(**{"hidden": 272, "inter": 144} | fields)
+            call = make_call(**{"hidden": 288, "inter": 160} | fields)
             out = empty_output(call)
             run_experts(call, out, config)
             if not fields.get("foreign"):

@@ -11,12 +11,14 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from torch_moe_ops import tuned
 from torch_moe_ops.backends import linear
-from torch_moe_ops.backends.registry import Backend, Problem, Requirement, available, formats, one_of, register
+from torch_moe_ops.backends.registry import Backend, Problem, Requirement, available, formats, register
 from torch_moe_ops.ops.call import ExpertsCall
+from torch_moe_ops.schemes import SCHEMES
 
-# scheme -> activation formats that the kernels have
-FORMATS: dict[str, tuple[str, ...]] = {"nvfp4": ("nvfp4", "none"), "none": ("none",)}
+# scheme -> activation formats that the kernels have: all of them
+FORMATS: dict[str, tuple[str, ...]] = {scheme.name: scheme.act_formats for scheme in SCHEMES.values()}
 HIDDEN_DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 MIN_CAPABILITY = (8, 0)
 MIN_VERSION = (3, 6)
@@ -59,6 +61,12 @@ def _dtype_reason(problem: Problem) -> str | None:
     return f"dtype must be one of {[str(d) for d in HIDDEN_DTYPES]}, got {problem.dtype}"
 
 
+def _policy_reason(problem: Problem) -> str | None:
+    if problem.weight_policy == "exact":
+        return None
+    return f'weight_policy must be "exact" (the linear layout has no exponents of rows), got "{problem.weight_policy}"'
+
+
 def run(call: ExpertsCall, out: Tensor) -> None:
     """Fill `out` [num_tokens, hidden_size] (bfloat16, float16 or float32, contiguous) from a checked call."""
     from torch_moe_ops.kernels.triton.launch import run_experts
@@ -68,6 +76,14 @@ def run(call: ExpertsCall, out: Tensor) -> None:
             run_experts(call, out)
     else:
         run_experts(call, out)
+
+
+def _notes(problem: Problem) -> str:
+    """Whether tile sizes come from the rules or were tuned on this device."""
+    if problem.device != "cuda":
+        return ""
+    sizes = (problem.num_local_experts, problem.top_k, problem.hidden_size, problem.intermediate_size)
+    return tuned.note(problem.scheme, problem.act_format, *sizes)
 
 
 def _verified(problem: Problem) -> str:
@@ -83,13 +99,14 @@ register(
             available(package_reason),
             Requirement(lambda problem: device_reason(problem.device, problem.capability)),
             formats(FORMATS),
-            one_of("weight_policy", "exact"),
+            Requirement(_policy_reason),
             Requirement(_dtype_reason),
         ),
         prepare=linear.prepare,
         restore=linear.restore,
         run=run,
         hidden_dtypes=HIDDEN_DTYPES,
+        notes=_notes,
         verified=_verified,
     )
 )

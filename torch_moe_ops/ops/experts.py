@@ -18,6 +18,7 @@ from torch_moe_ops._schemas import FAMILIES, arguments
 from torch_moe_ops.ops.bind import attach, like_a_kernel
 from torch_moe_ops.ops.call import FIELDS, ExpertsCall
 from torch_moe_ops.ops.checks import Plan, check_experts, check_out, check_topk, check_weighted_input, plan_of
+from torch_moe_ops.ops.route import run_route
 from torch_moe_ops.routing import check_route, route_reference
 
 
@@ -107,7 +108,9 @@ def _run(call: ExpertsCall, plan: Plan, out: Tensor, routing: tuple[Any, ...] | 
             whole = plan.backend.run_monolithic
             if whole is not None and whole(ready, routing, out):
                 return
-            ids, weights = route_reference(*routing)
+            # The oracle stays torch from end to end.
+            choose = route_reference if plan.backend.name == "reference" else run_route
+            ids, weights = choose(*routing)
             ready = ready._replace(topk_ids=ids, topk_weights=weights)
         plan.backend.run(ready, out)
 

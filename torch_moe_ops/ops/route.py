@@ -1,7 +1,12 @@
-"""The op `moeq::route`: router logits to expert ids and weights."""
+"""The op `moeq::route`: router logits to expert ids and weights.
+
+On CUDA a Triton kernel computes it, elsewhere torch's own operations do. Both follow `torch_moe_ops.routing`.
+"""
 
 from __future__ import annotations
 
+import warnings
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,6 +15,36 @@ from torch import Tensor
 from torch_moe_ops._check import fail
 from torch_moe_ops.ops.bind import attach, like_a_kernel
 from torch_moe_ops.routing import check_route, route_reference
+
+
+def run_route(router_logits: Tensor, routing_bias: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+    """moeq::route on checked arguments: the kernel where it runs, else route_reference."""
+    device = router_logits.device
+    if not _has_kernel(device):
+        return route_reference(router_logits, routing_bias, *options)
+    from torch_moe_ops.kernels.triton.routing_launch import route_triton
+
+    if device.type != "cuda":
+        return route_triton(router_logits, routing_bias, *options)
+    with torch.cuda.device(device):
+        return route_triton(router_logits, routing_bias, *options)
+
+
+def kernel_reason(device: torch.device) -> str | None:
+    """None where the routing kernel runs on this device (the `triton` backend's condition), else why not."""
+    from torch_moe_ops.backends.triton import device_reason, package_reason
+
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    return package_reason() or device_reason(device.type, capability)
+
+
+@cache
+def _has_kernel(device: torch.device) -> bool:
+    reason = kernel_reason(device)
+    if reason is not None and device.type == "cuda":
+        text = f"moeq::route: torch's own operations, a dozen launches, choose the experts on {device}: {reason}"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+    return reason is None
 
 
 def _implementation(devices: bool) -> Any:
@@ -28,7 +63,7 @@ def _implementation(devices: bool) -> Any:
         if devices:
             _check_devices(router_logits, routing_bias)
         with like_a_kernel(router_logits.device.type):
-            return route_reference(router_logits, routing_bias, *options)
+            return run_route(router_logits, routing_bias, *options)
 
     return impl
 

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from torch_moe_ops.kernels.triton.quantize import narrow
+from torch_moe_ops.kernels.triton.elements import narrow
 
 
 @triton.jit

@@ -1,12 +1,15 @@
-"""Tile sizes by problem. Plain rules over shapes: nothing is measured when a layer runs.
+"""Tile sizes by problem: what was tuned on such a device, else plain rules over shapes. No call measures anything.
 
-`python benchmarks/tune_triton.py` times the candidates on a GPU; the rules hold what it found on an H200
-for Qwen3-30B-A3B, DeepSeek-V3 and Mixtral-8x7B (benchmarks/results/h200_triton_tune.jsonl).
+`python -m torch_moe_ops tune` times the candidates and keeps the best (tuned.py). The rules hold what was found
+on an H200 for Qwen3-30B-A3B, DeepSeek-V3 and Mixtral-8x7B (benchmarks/results/h200_triton_tune.jsonl).
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
+
+from torch_moe_ops import tuned
 
 
 class Tile(NamedTuple):
@@ -33,17 +36,20 @@ _DEEP = Tile(128, 256, 4, 3)
 _DEEP_CAPPED = Tile(128, 256, 4, 3, 168)  # three programs on an SM
 _SHALLOW = Tile(128, 128, 4, 4)
 _WIDE = Tile(128, 64, 4, 4)
+_MASKED = Tile(128, 128, 8, 4)  # for K that no step divides: masked loads take registers
 
 
-def _one_token(inter: int) -> Config:
+def _one_token(hidden: int, inter: int) -> Config:
     if inter >= 8192:
         return Config(16, 16, Tile(256, 256, 8, 3), _DEEP_CAPPED._replace(split_k=4))
     gemm2 = _DEEP_CAPPED._replace(split_k=2) if inter >= 2048 else Tile(64, 256, 4, 3)
-    return Config(16, 16, Tile(128, 256, 8, 3, 128), gemm2)
+    return Config(16, 16, _MASKED if hidden % 128 else Tile(128, 256, 8, 3, 128), gemm2)
 
 
 def _few_each(num_slots: int, hidden: int, inter: int) -> Config:
     """Up to about ten tokens an expert: weights are all that moves."""
+    if hidden % 128:
+        return Config(16, 16, _MASKED, Tile(64, 256, 4, 3) if inter % 128 else _DEEP_CAPPED)
     gemm1 = _DEEP_CAPPED if hidden > 2048 else Tile(128, 128, 8, 4) if num_slots <= 128 else _SHALLOW
     gemm2 = _DEEP if inter >= 8192 else _DEEP_CAPPED if inter >= 2048 else _SHALLOW
     return Config(16, 16, gemm1, gemm2)
@@ -61,7 +67,7 @@ def _many_each(per_expert: float, hidden: int, inter: int) -> Config:
 
 def _select_4bit(tokens: int, num_slots: int, per_expert: float, hidden: int, inter: int) -> Config:
     if tokens == 1:
-        return _one_token(inter)
+        return _one_token(hidden, inter)
     if per_expert <= 10:
         return _few_each(num_slots, hidden, inter)
     if per_expert <= 24:
@@ -69,20 +75,65 @@ def _select_4bit(tokens: int, num_slots: int, per_expert: float, hidden: int, in
     return _many_each(per_expert, hidden, inter)
 
 
-def _select_plain(per_expert: float) -> Config:
+def _select_plain(per_expert: float, inter: int) -> Config:
     """16-bit weights."""
     if per_expert <= 10:
         return Config(16, 16, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4))
     if per_expert <= 24:
         return Config(32, 16, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4))
-    if per_expert <= 100:
+    if per_expert <= 40:
         return Config(64, 32, Tile(128, 64, 8, 4), Tile(128, 64, 8, 4))
+    if per_expert <= 100:
+        tall = Tile(256, 32, 8, 4)
+        return Config(128, 64, tall, tall if inter >= 4096 else Tile(128, 64, 8, 3))
     return Config(128, 32, Tile(256, 64, 8, 4), Tile(128, 64, 4, 3))
 
 
-def select(scheme: str, tokens: int, top_k: int, num_experts: int, hidden: int, inter: int) -> Config:
-    """The configuration for a number of tokens; num_experts are the local ones. Shapes alone decide."""
+def _select_8bit(per_expert: float) -> Config:
+    """6-bit and 8-bit weights. Steps of 128 along K: no group or tile of scales is longer."""
+    if per_expert <= 10:
+        return Config(16, 16, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4))
+    if per_expert <= 24:
+        return Config(32, 16, Tile(128, 128, 4, 4), Tile(128, 128, 4, 4))
+    if per_expert <= 100:
+        return Config(64, 32, Tile(128, 128, 8, 3), Tile(128, 128, 8, 3))
+    return Config(128, 32, Tile(128, 128, 8, 3), Tile(128, 128, 8, 3))
+
+
+_BITS = {"nvfp4": 4, "mxfp4": 4, "mxint4": 4, "int4": 4, "none": 16}  # the others: 6 or 8
+
+
+def rules(scheme: str, tokens: int, top_k: int, num_experts: int, hidden: int, inter: int) -> Config:
+    """The configuration where nothing was tuned. Shapes alone decide."""
     per_expert = tokens * top_k / num_experts
-    if scheme == "none":
-        return _select_plain(per_expert)
+    bits = _BITS.get(scheme, 8)
+    if bits == 16:
+        return _select_plain(per_expert, inter)
+    if bits == 8:
+        return _select_8bit(per_expert)
     return _select_4bit(tokens, tokens * top_k, per_expert, hidden, inter)
+
+
+@lru_cache(maxsize=4096)
+def _of_tuned(fields: tuple[tuple[int, ...], ...]) -> Config:
+    (block_t, tail_t), gemm1, gemm2 = fields
+    return Config(block_t, tail_t, Tile(*gemm1), Tile(*gemm2))
+
+
+def select(
+    scheme: str,
+    tokens: int,
+    top_k: int,
+    num_experts: int,
+    hidden: int,
+    inter: int,
+    act_format: str = "none",
+    own: bool = True,
+) -> Config:
+    """The configuration for a number of tokens; num_experts are the local ones.
+
+    What was tuned on a device like the current one comes first, where there is something near this number of tokens;
+    own: also what a user tuned, not only what comes with the library.
+    """
+    found = tuned.lookup(tuned.Key(scheme, act_format, num_experts, top_k, hidden, inter), tokens, own)
+    return rules(scheme, tokens, top_k, num_experts, hidden, inter) if found is None else _of_tuned(found)

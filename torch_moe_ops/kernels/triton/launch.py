@@ -12,6 +12,7 @@ from torch import Tensor
 from torch_moe_ops.activations import ACTIVATIONS
 from torch_moe_ops.kernels.triton.combine import combine_kernel
 from torch_moe_ops.kernels.triton.configs import Config, Tile
+from torch_moe_ops.kernels.triton.formats import OperandFormat, WeightFormat, row_scales
 from torch_moe_ops.kernels.triton.gemm import gemm1_kernel, gemm2_kernel
 from torch_moe_ops.kernels.triton.plan import Buffers, Plan, make_buffers, make_plan
 from torch_moe_ops.kernels.triton.prologue import prologue_kernel, requantize_kernel
@@ -35,22 +36,33 @@ def _piece(rows: int, stride: int) -> int:
     return min(_PIECES[rows >= _MANY_ROWS], max(_PIECES[0], triton.next_power_of_2(stride)))
 
 
-def _prefetch(plan: Plan) -> bool:
-    """Whether GEMM2 asks the L2 for its weights while GEMM1 still runs.
+def _prefetch(plan: Plan) -> int:
+    """Bytes of a row of GEMM2's weights to ask the L2 for while GEMM1 still runs; 0: none.
 
     It pays where GEMM1 leaves memory idle. With long rows it only takes bandwidth from GEMM1.
     """
-    k = plan.intermediate_size
+    k, per_word = plan.intermediate_size, plan.weight2.per_word
     useful = plan.num_slots <= _FEW_SLOTS and k <= _SHORT_ROW and plan.config.gemm2.split_k == 1
-    return useful and plan.packed and plan.target["PDL"] and k % 32 == 0
+    return 4 * k // per_word if useful and per_word > 1 and plan.target["PDL"] and k % 32 == 0 else 0
 
 
-def _words(weight: Tensor, plan: Plan) -> Tensor:
-    return weight.view(torch.int32) if plan.packed else weight
+def _codes(weight: Tensor, form: WeightFormat) -> Tensor:
+    return weight.view(torch.int32) if form.per_word > 1 else weight
 
 
-def _bytes(scale: Tensor | None, instead: Tensor) -> Tensor:
-    return instead if scale is None else scale.view(torch.uint8)
+def _bytes(tensor: Tensor | None, instead: Tensor) -> Tensor:
+    """The tensor without a type that older targets lack; `instead` where there is none."""
+    if tensor is None:
+        return instead
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
+
+
+def _factor(operand: OperandFormat, made: Tensor, gscale: Tensor | None, given: Tensor | None) -> Tensor:
+    """What multiplies the accumulator besides alphas: made by us, over a gscale, or given with packed hidden states."""
+    if operand.how == "packed" and operand.factor != "none":
+        assert given is not None  # the op's checks have seen to it
+        return given
+    return gscale if operand.factor in ("tensor", "expert") and gscale is not None else made
 
 
 def _tile_constants(tile: Tile, plan: Plan) -> dict[str, Any]:
@@ -67,13 +79,13 @@ def _tile_constants(tile: Tile, plan: Plan) -> dict[str, Any]:
 
 
 def _run_prologue(call: ExpertsCall, plan: Plan, b: Buffers) -> None:
-    if plan.direct and plan.mode == "none":
+    if plan.direct and not plan.copies:
         return
     experts = call.w13.shape[0]
     piece = _piece(b.operand.shape[0], plan.x_stride)
     scheduled = 0 if plan.direct else experts
-    rows = 0 if plan.mode == "none" else b.operand.shape[0] * triton.cdiv(plan.x_stride, piece)
-    x = call.hidden_states
+    rows = b.operand.shape[0] * triton.cdiv(plan.x_stride, piece) if plan.copies else 0
+    x = _bytes(call.hidden_states, call.hidden_states)
     _launch(
         prologue_kernel,
         (scheduled + rows,),
@@ -85,7 +97,7 @@ def _run_prologue(call: ExpertsCall, plan: Plan, b: Buffers) -> None:
         x,
         _bytes(call.hidden_states_scale, x),
         b.factor if call.a1_gscale is None else call.a1_gscale,
-        b.operand,
+        b.operand if plan.copies else b.factor,
         b.factor,
         plan.num_slots,
         experts,
@@ -96,9 +108,10 @@ def _run_prologue(call: ExpertsCall, plan: Plan, b: Buffers) -> None:
         K=plan.hidden_size,
         K_PADDED=plan.x_stride,
         PIECE=piece,
-        MODE=plan.mode,
+        ACT=plan.operand1.act,
+        HOW=plan.operand1.how,
         WEIGHTED=call.router_weight_on_input,
-        REORDER=plan.packed,
+        PER_WORD=plan.weight1.per_word,
         BLOCK_TOKENS=plan.config.block_t,
         CHUNK=min(2048, max(64, triton.next_power_of_2(plan.num_slots))),
         BINS=max(32, triton.next_power_of_2(experts)),
@@ -107,12 +120,10 @@ def _run_prologue(call: ExpertsCall, plan: Plan, b: Buffers) -> None:
     )
 
 
-def _run_gemm1(call: ExpertsCall, plan: Plan, b: Buffers, h: Tensor, dynamic: bool) -> None:
+def _run_gemm1(call: ExpertsCall, plan: Plan, b: Buffers, h: Tensor) -> None:
     tile, inter = plan.config.gemm1, plan.intermediate_size
     gated = ACTIVATIONS[call.activation].is_gated
-    alphas = call.g1_alphas
-    quantized = call.act_format == "nvfp4" and not dynamic
-    gscale = call.a2_gscale if quantized else None
+    alphas = row_scales(call, 1, plan.weight1)
     width = tile.block_n // 2 if gated else tile.block_n
     stored = h.shape[1]
     _launch(
@@ -120,15 +131,17 @@ def _run_gemm1(call: ExpertsCall, plan: Plan, b: Buffers, h: Tensor, dynamic: bo
         (plan.num_tiles * triton.cdiv(stored, width),),
         plan,
         b.operand,
-        b.factor,
+        _factor(plan.operand1, b.factor, call.a1_gscale, call.hidden_states_scale),
         b.row_slot,
         call.topk_ids if plan.direct else b.table,
-        _words(call.w13, plan),
-        _bytes(call.w13_scale, call.w13),
+        _codes(call.w13, plan.weight1),
+        _bytes(call.w13_scale, b.factor),
+        b.factor if call.w13_zero_point is None else call.w13_zero_point,
         b.factor if alphas is None else alphas,
         b.factor if call.w13_bias is None else call.w13_bias,
-        b.factor if gscale is None else gscale,
+        b.factor if call.a2_gscale is None else call.a2_gscale,
         h,
+        b.h_factor,
         plan.num_tiles,
         call.w13.shape[0],
         call.local_expert_offset,
@@ -136,7 +149,10 @@ def _run_gemm1(call: ExpertsCall, plan: Plan, b: Buffers, h: Tensor, dynamic: bo
         call.swiglu_alpha,
         call.swiglu_beta,
         call.swiglu_limit,
-        SCHEME=call.scheme,
+        FORMAT=plan.weight1,
+        ACT=plan.operand1.act,
+        H_HOW=plan.operand2.how if plan.fused else "none",
+        FACTOR=plan.operand1.factor,
         H=plan.hidden_size,
         INTER=inter,
         I_PADDED=stored,
@@ -144,41 +160,42 @@ def _run_gemm1(call: ExpertsCall, plan: Plan, b: Buffers, h: Tensor, dynamic: bo
         ACTIVATION=call.activation,
         IS_GATED=gated,
         HAS_LIMIT=not math.isinf(call.swiglu_limit),
-        ALPHAS=1 if alphas is None or alphas.ndim == 1 else alphas.shape[1],
+        ALPHAS=0 if alphas is None else alphas.numel() // alphas.shape[0],
         HAS_BIAS=call.w13_bias is not None,
-        HAS_FACTOR=plan.mode == "token",
-        SLOT_ROWS=plan.mode == "expert",
-        GSCALE="none" if gscale is None else "expert" if gscale.ndim else "tensor",
-        REORDER=plan.packed and not dynamic,
+        SLOT_ROWS=plan.operand1.how == "expert",
+        PER_WORD=plan.weight2.per_word if plan.fused else 1,
         **_tile_constants(tile, plan),
     )
 
 
-def _run_gemm2(call: ExpertsCall, plan: Plan, b: Buffers, dynamic: bool) -> None:
+def _run_gemm2(call: ExpertsCall, plan: Plan, b: Buffers) -> None:
     tile = plan.config.gemm2
+    alphas = row_scales(call, 2, plan.weight2)
     _launch(
         gemm2_kernel,
         (plan.num_tiles * triton.cdiv(plan.hidden_size, tile.block_n), tile.split_k),
         plan,
         b.h,
-        b.h_factor,
+        _factor(plan.operand2, b.h_factor, call.a2_gscale, None),
         b.row_slot,
         call.topk_ids if plan.direct else b.table,
-        _words(call.w2, plan),
-        _bytes(call.w2_scale, call.w2),
-        b.factor if call.g2_alphas is None else call.g2_alphas,
+        _codes(call.w2, plan.weight2),
+        _bytes(call.w2_scale, b.factor),
+        b.factor if call.w2_zero_point is None else call.w2_zero_point,
+        b.factor if alphas is None else alphas,
         b.factor if call.w2_bias is None else call.w2_bias,
         b.y,
         plan.num_slots,
         plan.num_tiles,
         call.w13.shape[0],
         call.local_expert_offset,
-        SCHEME=call.scheme,
+        FORMAT=plan.weight2,
+        FACTOR=plan.operand2.factor,
         H=plan.hidden_size,
         INTER=plan.intermediate_size,
         OPERAND_STRIDE=plan.h_stride,
+        ALPHAS=0 if alphas is None else alphas.numel() // alphas.shape[0],
         HAS_BIAS=call.w2_bias is not None,
-        HAS_FACTOR=dynamic,
         PREFETCH=_prefetch(plan),
         SPLIT_K=tile.split_k,
         **_tile_constants(tile, plan),
@@ -198,6 +215,9 @@ def _run_requantize(plan: Plan, b: Buffers, h: Tensor) -> None:
         K=plan.intermediate_size,
         K_PADDED=plan.h_stride,
         PIECE=piece,
+        ACT=plan.operand2.act,
+        HOW=plan.operand2.how,
+        PER_WORD=plan.weight2.per_word,
         DIRECT=plan.direct,
     )
 
@@ -230,20 +250,19 @@ def _run_combine(call: ExpertsCall, plan: Plan, b: Buffers, out: Tensor) -> None
 def run_experts(call: ExpertsCall, out: Tensor, config: Config | None = None) -> None:
     """Fill `out` [num_tokens, hidden_size] with the routed experts of a checked call in the linear layout.
 
-    config: tile sizes, None for those of the table. Four launches on the current stream, five where the
-    intermediate has a scale of its own per row; nothing here depends on the values of a tensor.
+    config: tile sizes, None for those of the table. Four launches on the current stream, five where a scale of the
+    intermediate needs more of a row than a tile of GEMM1 sees; nothing here depends on the values of a tensor.
     """
     if out.numel() == 0:
         return
     plan = make_plan(call, config)
     b = make_buffers(call, plan)
-    dynamic = call.act_format == "nvfp4" and call.a2_gscale is None
     _run_prologue(call, plan, b)
-    if dynamic:
-        h = torch.empty((plan.num_slots, plan.intermediate_size), dtype=torch.float32, device=out.device)
-        _run_gemm1(call, plan, b, h, dynamic)
-        _run_requantize(plan, b, h)
+    if plan.fused:
+        _run_gemm1(call, plan, b, b.h)
     else:
-        _run_gemm1(call, plan, b, b.h, dynamic)
-    _run_gemm2(call, plan, b, dynamic)
+        h = torch.empty((plan.num_slots, plan.intermediate_size), dtype=torch.float32, device=out.device)
+        _run_gemm1(call, plan, b, h)
+        _run_requantize(plan, b, h)
+    _run_gemm2(call, plan, b)
     _run_combine(call, plan, b, out)

@@ -1,6 +1,6 @@
 """The multiply loop that both GEMMs share: acc[n, t] = sum_k weight[n, k] * operand[t, k].
 
-Weights are the tensor core's first operand: decoded 4-bit tiles go there straight from registers, and a
+Weights are the tensor core's first operand: decoded tiles go there straight from registers, and a
 few tokens make a narrow tile rather than one that is mostly padding.
 """
 
@@ -9,9 +9,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_moe_ops.kernels.triton.decode import decode_nvfp4
+from torch_moe_ops.kernels.triton.decode_scales import load_groups
+from torch_moe_ops.kernels.triton.decode_words import decode_two_terms, decode_words
 
 _PREFETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;")
+TILE = tl.constexpr(128)  # rows and columns of a tile of scales
 
 
 @triton.jit
@@ -58,42 +60,107 @@ def tile_of(table_ptr, num_tiles_max, num_experts, expert_offset, COLUMN_TILES: 
 
 
 @triton.jit
-def _dot(a, b, acc, USE_PTX: tl.constexpr):
+def _dot(a, x, acc, USE_PTX: tl.constexpr):
+    """acc + a @ x.T, int32 of int8; float32 operands, which hold at most 11 significant bits, as tf32."""
     # Triton's interpreter has no bfloat16 arithmetic.
-    return tl.dot(a, b, acc) if USE_PTX else tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    if not USE_PTX:
+        return tl.dot(a.to(tl.float32), x.to(tl.float32).trans(), acc, input_precision="ieee")
+    elif tl.int8 == a.dtype:
+        return tl.dot(a, x.trans(), acc, out_dtype=tl.int32)
+    elif tl.float32 == a.dtype:
+        return tl.dot(a, x.to(tl.float32).trans(), acc, input_precision="tf32")
+    else:
+        return tl.dot(a, x.trans(), acc)
 
 
 @triton.jit
-def _multiply_nvfp4(
-    acc, operand_ptr, operand_rows, w_ptr, scale_ptr, columns, part, OPERAND_STRIDE: tl.constexpr, K:
-    tl.constexpr, K_PART: tl.constexpr, MASKED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, USE_PTX: tl.constexpr,
+def _add_scaled(acc, sums, scale):
+    """scale: [BLOCK_N, 1], of the group that a step of K belongs to."""
+    return acc + sums * scale.to(tl.float32)
+
+
+@triton.jit
+def _multiply_words(
+    acc, operand_ptr, operand_rows, w_ptr, scale_ptr, zero_ptr, columns, part, FORMAT: tl.constexpr,
+    OPERAND_STRIDE: tl.constexpr, K: tl.constexpr, K_PART: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, USE_PTX: tl.constexpr,
 ):  # fmt: skip
-    dtype: tl.constexpr = operand_ptr.dtype.element_ty
-    words: tl.constexpr = BLOCK_K // 8
-    groups: tl.constexpr = BLOCK_K // 16
+    """Words of codes, K in the order of `permute`."""
+    dtype: tl.constexpr = tl.float32 if FORMAT.wide else operand_ptr.dtype.element_ty
+    per: tl.constexpr = FORMAT.per_word
+    words: tl.constexpr = BLOCK_K // per
     k = tl.arange(0, BLOCK_K)
     word = tl.arange(0, words)
-    group = tl.arange(0, groups)
     operand = operand_ptr + operand_rows[:, None] * OPERAND_STRIDE + (part * K_PART + k)[None, :]
-    w = w_ptr + columns[:, None] * (K // 8) + (part * (K_PART // 8) + word)[None, :]
-    scale = scale_ptr + columns[:, None] * (K // 16) + (part * (K_PART // 16) + group)[None, :]
+    w = w_ptr + columns[:, None] * (K // per) + (part * (K_PART // per) + word)[None, :]
+    if FORMAT.group:
+        scale_rows = scale_ptr + columns[:, None] * (K // FORMAT.group)
+        zero_rows = zero_ptr + columns[:, None] * (K // FORMAT.group)
+    row_zero = tl.load(zero_ptr + columns)[:, None] if FORMAT.zero == "row" else tl.full((BLOCK_N, 1), 8, tl.uint8)
     for begin in tl.range(0, K_PART, BLOCK_K, num_stages=STAGES):
+        at = part * K_PART + begin
         if not MASKED:
             packed = tl.load(w)
-            scales = tl.load(scale)
             x = tl.load(operand)
         else:
-            # Zero scales make zeros of whatever lies beyond K; the operand is padded with zeros up to
-            # a multiple of 64 and masked from there on.
-            packed = tl.load(w, mask=(part * (K_PART // 8) + begin // 8 + word)[None, :] < K // 8, other=0)
-            scales = tl.load(scale, mask=(part * (K_PART // 16) + begin // 16 + group)[None, :] < K // 16, other=0)
-            x = tl.load(operand, mask=(part * K_PART + begin + k)[None, :] < OPERAND_STRIDE, other=0.0)
-        a = decode_nvfp4(packed, scales, dtype, BLOCK_N, words, USE_PTX)
-        acc = _dot(a, x.trans(), acc, USE_PTX)
+            # The operand is padded with zeros up to a multiple of 64 and masked from there on.
+            packed = tl.load(w, mask=(at // per + word)[None, :] < K // per, other=0)
+            x = tl.load(operand, mask=(at + k)[None, :] < OPERAND_STRIDE, other=0.0)
+        scale = load_groups(scale_rows, at, FORMAT.group, K, BLOCK_K, MASKED) if FORMAT.group else None
+        zero = load_groups(zero_rows, at, FORMAT.group, K, BLOCK_K, MASKED) if FORMAT.zero == "group" else row_zero
+        if FORMAT.terms == 2:
+            high, low = decode_two_terms(packed, scale, zero, FORMAT, dtype, BLOCK_N, words, USE_PTX)
+            acc = _dot(high, x, acc, USE_PTX)
+            acc = _dot(low, x, acc, USE_PTX)
+        else:
+            a = decode_words(packed, scale, zero, FORMAT, dtype, BLOCK_N, words, USE_PTX)
+            if FORMAT.scale == "partial":
+                acc = _add_scaled(acc, _dot(a, x, tl.zeros_like(acc), USE_PTX), scale)
+            else:
+                acc = _dot(a, x, acc, USE_PTX)
         operand += BLOCK_K
         w += words
-        scale += groups
+    return acc
+
+
+@triton.jit
+def _multiply_tiles(
+    acc, operand_ptr, operand_rows, operand_scale_ptr, w_ptr, scale_ptr, columns, part, FORMAT: tl.constexpr,
+    HALF: tl.constexpr, HAS_OPERAND_SCALE: tl.constexpr, OPERAND_STRIDE: tl.constexpr, K: tl.constexpr,
+    K_PART: tl.constexpr, MASKED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    USE_PTX: tl.constexpr,
+):  # fmt: skip
+    """Words of codes, a float32 scale for each tile of 128 x 128 and for each 128 of an operand row.
+
+    BLOCK_K is a part of 128: both scales multiply a sum of exact products.
+    """
+    dtype: tl.constexpr = operand_ptr.dtype.element_ty
+    per: tl.constexpr = FORMAT.per_word
+    words: tl.constexpr = BLOCK_K // per
+    tiles_k: tl.constexpr = (K + 127) // 128
+    k = tl.arange(0, BLOCK_K)
+    word = tl.arange(0, words)
+    operand = operand_ptr + operand_rows[:, None] * OPERAND_STRIDE + (part * K_PART + k)[None, :]
+    w = w_ptr + columns[:, None] * (K // per) + (part * (K_PART // per) + word)[None, :]
+    row_tile = (columns // HALF) * ((HALF + 127) // 128) + (columns % HALF) // TILE
+    scale_rows = scale_ptr + row_tile * tiles_k
+    for begin in tl.range(0, K_PART, BLOCK_K, num_stages=STAGES):
+        at = part * K_PART + begin
+        # Beyond K all products are zero: the scales only have to be something.
+        tile = at // TILE if not MASKED else tl.minimum(at // TILE, tiles_k - 1)
+        if not MASKED:
+            packed = tl.load(w)
+            x = tl.load(operand)
+        else:
+            packed = tl.load(w, mask=(at // per + word)[None, :] < K // per, other=0)
+            x = tl.load(operand, mask=(at + k)[None, :] < OPERAND_STRIDE, other=0.0)
+        factor = tl.load(scale_rows + tile)[:, None]
+        if HAS_OPERAND_SCALE:
+            factor = factor * tl.load(operand_scale_ptr + operand_rows * tiles_k + tile)[None, :]
+        a = decode_words(packed, None, None, FORMAT, dtype, BLOCK_N, words, USE_PTX)
+        acc += _dot(a, x, tl.zeros_like(acc), USE_PTX) * factor
+        operand += BLOCK_K
+        w += words
     return acc
 
 
@@ -102,6 +169,7 @@ def _multiply_plain(
     acc, operand_ptr, operand_rows, w_ptr, columns, part, OPERAND_STRIDE: tl.constexpr, K: tl.constexpr, K_PART:
     tl.constexpr, MASKED: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, USE_PTX: tl.constexpr,
 ):  # fmt: skip
+    """Values that are multiplied as they are: 16-bit floats, or int8 codes."""
     k = tl.arange(0, BLOCK_K)
     operand = operand_ptr + operand_rows[:, None] * OPERAND_STRIDE + (part * K_PART + k)[None, :]
     w = w_ptr + columns[:, None] * K + (part * K_PART + k)[None, :]
@@ -110,9 +178,9 @@ def _multiply_plain(
             a = tl.load(w)
             x = tl.load(operand)
         else:
-            a = tl.load(w, mask=(part * K_PART + begin + k)[None, :] < K, other=0.0)
-            x = tl.load(operand, mask=(part * K_PART + begin + k)[None, :] < K, other=0.0)
-        acc = _dot(a, x.trans(), acc, USE_PTX)
+            a = tl.load(w, mask=(part * K_PART + begin + k)[None, :] < K, other=0)
+            x = tl.load(operand, mask=(part * K_PART + begin + k)[None, :] < K, other=0)
+        acc = _dot(a, x, acc, USE_PTX)
         operand += BLOCK_K
         w += BLOCK_K
     return acc
@@ -120,26 +188,64 @@ def _multiply_plain(
 
 @triton.jit
 def multiply(
-    operand_ptr, operand_rows, w_ptr, scale_ptr, expert, columns, part, SCHEME: tl.constexpr, N: tl.constexpr, K:
-    tl.constexpr, K_PART: tl.constexpr, MASKED: tl.constexpr, OPERAND_STRIDE: tl.constexpr, BLOCK_N: tl.constexpr,
+    operand_ptr, operand_rows, operand_scale_ptr, w_ptr, scale_ptr, zero_ptr, expert, columns, part,
+    FORMAT: tl.constexpr, FACTOR: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, K: tl.constexpr,
+    K_PART: tl.constexpr, MASKED: tl.constexpr, OPERAND_STRIDE: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, USE_PTX: tl.constexpr,
 ):  # fmt: skip
     """float32 [BLOCK_N, BLOCK_T]: weight rows `columns` of `expert` times operand rows `operand_rows` (int64).
 
-    w: int32 words [E, N, K / 8] with scale uint8 [E, N, K / 16] (SCHEME "nvfp4"), or values [E, N, K].
+    w: int32 words [E, N, K / FORMAT.per_word], or values; scale, zero points [E, N, K / FORMAT.group], or a scale
+    [E, tiles of rows, tiles of K], each HALF of the rows tiled by itself. What FORMAT says is along K is applied, but
+    for FORMAT.unit; so are the operand's scales where FACTOR is "group".
     Sums over the part-th K_PART values of K: all of K, or a part that is a multiple of BLOCK_K. MASKED: any
     step goes beyond K.
     """
-    acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
-    if SCHEME == "nvfp4":
-        acc = _multiply_nvfp4(
-            acc, operand_ptr, operand_rows, w_ptr + expert * (N * (K // 8)), scale_ptr + expert * (N * (K // 16)),
-            columns, part, OPERAND_STRIDE, K, K_PART, MASKED, BLOCK_N, BLOCK_K, STAGES, USE_PTX,
+    if N * K >= 2**31:
+        columns = columns.to(tl.int64)
+    acc = tl.zeros((BLOCK_N, BLOCK_T), tl.int32 if FORMAT.native else tl.float32)
+    w = w_ptr + expert * (N * (K // FORMAT.per_word))
+    if FORMAT.per_word == 1:
+        acc = _multiply_plain(
+            acc, operand_ptr, operand_rows, w, columns, part, OPERAND_STRIDE, K, K_PART, MASKED, BLOCK_K, STAGES,
+            USE_PTX,
+        )  # fmt: skip
+    elif FORMAT.scale == "tile":
+        tiles: tl.constexpr = (N // HALF) * ((HALF + 127) // 128) * ((K + 127) // 128)
+        acc = _multiply_tiles(
+            acc, operand_ptr, operand_rows, operand_scale_ptr, w, scale_ptr + expert * tiles, columns, part, FORMAT,
+            HALF, FACTOR == "group", OPERAND_STRIDE, K, K_PART, MASKED, BLOCK_N, BLOCK_K, STAGES, USE_PTX,
         )  # fmt: skip
     else:
-        tl.static_assert(SCHEME == "none", "unknown scheme")
-        acc = _multiply_plain(
-            acc, operand_ptr, operand_rows, w_ptr + expert * N * K, columns, part, OPERAND_STRIDE, K, K_PART, MASKED,
-            BLOCK_K, STAGES, USE_PTX,
+        groups: tl.constexpr = K // FORMAT.group if FORMAT.group else 1
+        acc = _multiply_words(
+            acc, operand_ptr, operand_rows, w, scale_ptr + expert * (N * groups), zero_ptr + expert * (N * groups),
+            columns, part, FORMAT, OPERAND_STRIDE, K, K_PART, MASKED, BLOCK_N, BLOCK_K, STAGES, USE_PTX,
         )  # fmt: skip
+    return acc.to(tl.float32)
+
+
+@triton.jit
+def rescale(
+    acc, alpha_ptr, factor_ptr, operand_rows, expert, columns, FORMAT: tl.constexpr, FACTOR: tl.constexpr,
+    ALPHAS: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """fl(acc * fl(alpha * row factor)), times FORMAT.unit: a power of two, exact.
+
+    ALPHAS: alphas per expert, each for N / ALPHAS rows of the weight; 0: none.
+    """
+    unit: tl.constexpr = FORMAT.unit
+    if ALPHAS == 1:
+        alpha = tl.load(alpha_ptr + expert).to(tl.float32)
+    elif ALPHAS > 1:
+        alpha = tl.load(alpha_ptr + expert * ALPHAS + columns // (N // ALPHAS)).to(tl.float32)[:, None]
+    else:
+        alpha = 1.0
+    if FACTOR == "row":
+        acc = acc * ((alpha * tl.load(factor_ptr + operand_rows)[None, :]) * unit)
+    elif FACTOR == "tensor" or FACTOR == "expert":
+        gscale = tl.load(factor_ptr + expert if FACTOR == "expert" else factor_ptr)
+        acc = acc * ((alpha * tl.div_rn(1.0, gscale)) * unit)
+    elif ALPHAS or unit != 1.0:
+        acc = acc * (alpha * unit)
     return acc

@@ -8,9 +8,19 @@ import torch
 import triton
 from torch import Tensor
 
-from torch_moe_ops.kernels.triton.configs import Config, select
+from torch_moe_ops.activations import ACTIVATIONS
+from torch_moe_ops.kernels.triton.configs import Config, Tile, select
+from torch_moe_ops.kernels.triton.formats import (
+    OperandFormat,
+    WeightFormat,
+    operand_dtype,
+    operand_format,
+    weight_format,
+)
+from torch_moe_ops.kernels.triton.permute import BLOCK
 from torch_moe_ops.kernels.triton.schedule import FIELDS, TAIL, max_tiles
 from torch_moe_ops.ops.call import ExpertsCall
+from torch_moe_ops.schemes import SCHEMES, ceil_div
 
 
 class Plan(NamedTuple):
@@ -23,9 +33,14 @@ class Plan(NamedTuple):
     x_stride: int  # stored columns of GEMM1's operand
     num_slots: int
     num_tiles: int
-    mode: str  # how the prologue makes GEMM1's operand ("none": it does not)
-    operand_dtype: torch.dtype
-    packed: bool  # 4-bit weights: operands in the reordered K
+    weight1: WeightFormat
+    weight2: WeightFormat
+    operand1: OperandFormat
+    operand2: OperandFormat
+    copies: bool  # the prologue makes GEMM1's operand; else it is the hidden states
+    fused: bool  # GEMM1 makes GEMM2's operand; else another launch does, from float32
+    dtype1: torch.dtype  # of GEMM1's operand
+    dtype2: torch.dtype
     direct: bool  # no schedule: every slot is a tile of its own
     target: dict[str, bool]
 
@@ -34,26 +49,14 @@ class Buffers(NamedTuple):
     row_slot: Tensor  # int32 [slots]
     table: Tensor  # int32
     operand: Tensor  # [tokens or slots, x_stride]
-    factor: Tensor  # float32 [tokens], used where the scale is the token's own
+    factor: Tensor  # float32 [tokens], or [tokens, groups], where the prologue makes scales
     h: Tensor  # [slots, h_stride]
-    h_factor: Tensor  # float32 [slots], likewise
+    h_factor: Tensor  # float32 [slots], or [slots, groups], likewise
     y: Tensor  # float32 [split_k * slots, hidden_size]
 
 
-def _padded(k: int, packed: bool) -> int:
-    return triton.cdiv(k, 64) * 64 if packed else k
-
-
-def _mode(call: ExpertsCall) -> str:
-    if call.hidden_states_scale is not None:
-        return "packed"
-    if call.act_format == "nvfp4":
-        if call.a1_gscale is None:
-            return "token"
-        return "expert" if call.a1_gscale.ndim else "tensor"
-    if call.scheme == "none" and not call.router_weight_on_input:
-        return "none"
-    return "copy"
+def _padded(k: int, form: WeightFormat) -> int:
+    return k if form.per_word == 1 else triton.cdiv(k, BLOCK) * BLOCK
 
 
 def target_of(device: torch.device) -> dict[str, bool]:
@@ -62,27 +65,67 @@ def target_of(device: torch.device) -> dict[str, bool]:
     return {"USE_PTX": on_gpu, "PDL": on_gpu and torch.cuda.get_device_capability(device)[0] >= 9}
 
 
+def multiplies_int8(device: torch.device) -> bool:
+    """Whether int8 codes are multiplied as they are: exact, as sums are int32.
+
+    Products of fp8 codes would not be: Hopper keeps 14 bits of such a sum, which moves codes of the intermediate
+    that lie next to a tie.
+    """
+    return target_of(device)["USE_PTX"]
+
+
+def _fitting(tile: Tile, form: WeightFormat) -> Tile:
+    """The tile with steps of K that the weight's scales and the registers of its decoded form allow."""
+    block_n, block_k = max(tile.block_n, 64), max(tile.block_k, 64)
+    if form.scale in ("tile", "partial"):
+        block_k = min(block_k, form.group, 128)
+    if form.wide:
+        return tile._replace(block_n=min(block_n, 128), block_k=64, max_registers=0)
+    if form.terms == 2:
+        return tile._replace(block_n=min(block_n, 128), block_k=min(block_k, 128), max_registers=0)
+    return tile._replace(block_n=block_n, block_k=block_k)
+
+
+def _is_copied(call: ExpertsCall, form: WeightFormat, operand: OperandFormat, dtype: torch.dtype) -> bool:
+    """Whether GEMM1 cannot read the hidden states as they come."""
+    if form.per_word > 1 or call.router_weight_on_input:
+        return True
+    return operand.how not in ("none", "packed") or call.hidden_states.dtype != dtype
+
+
 def make_plan(call: ExpertsCall, config: Config | None = None) -> Plan:
     """Shapes and plain values decide everything; config: tile sizes, None for those of the rules."""
     tokens, top_k = call.topk_ids.shape
     num_slots, experts = tokens * top_k, call.w13.shape[0]
-    packed = call.scheme != "none"
     direct = tokens == 1  # one token's experts differ, so nothing is read twice
     hidden_size = call.w2.shape[1]
-    inter = call.w2.shape[2] * (2 if packed else 1)
-    chosen = select(call.scheme, tokens, top_k, experts, hidden_size, inter) if config is None else config
+    inter = call.w2.shape[2] * SCHEMES[call.scheme].pack
+    native = multiplies_int8(call.w13.device)
+    weights = weight_format(call, 1, native), weight_format(call, 2, native)
+    operands = operand_format(call, 1), operand_format(call, 2)
+    dtypes = operand_dtype(call, weights[0]), operand_dtype(call, weights[1])
+    chosen = config
+    if chosen is None:
+        chosen = select(call.scheme, tokens, top_k, experts, hidden_size, inter, call.act_format)
+    tile1, tile2 = _fitting(chosen.gemm1, weights[0]), _fitting(chosen.gemm2, weights[1])
+    chosen = chosen._replace(gemm1=tile1, gemm2=tile2)
+    width = tile1.block_n // (2 if ACTIVATIONS[call.activation].is_gated else 1)
     return Plan(
         config=chosen,
         hidden_size=hidden_size,
         intermediate_size=inter,
-        h_stride=_padded(inter, packed),
-        x_stride=_padded(hidden_size, packed),
+        h_stride=_padded(inter, weights[1]),
+        x_stride=_padded(hidden_size, weights[0]),
         num_slots=num_slots,
         num_tiles=num_slots if direct else max_tiles(num_slots, experts, chosen.block_t),
-        mode=_mode(call),
-        # NVFP4 values (code times block scale) are exact in bfloat16, whatever the hidden states are.
-        operand_dtype=torch.bfloat16 if call.act_format == "nvfp4" else call.hidden_states.dtype,
-        packed=packed,
+        weight1=weights[0],
+        weight2=weights[1],
+        operand1=operands[0],
+        operand2=operands[1],
+        copies=_is_copied(call, weights[0], operands[0], dtypes[0]),
+        fused=operands[1].how != "token" and width % operands[1].block == 0,
+        dtype1=dtypes[0],
+        dtype2=dtypes[1],
         direct=direct,
         target=target_of(call.w13.device),
     )
@@ -95,14 +138,16 @@ def make_buffers(call: ExpertsCall, plan: Plan) -> Buffers:
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    rows = plan.num_slots if plan.mode == "expert" else tokens
-    own = plan.mode == "none"
+    def factors(rows: int, operand: OperandFormat, k: int) -> Tensor:
+        return empty(rows, ceil_div(k, 128)) if operand.factor == "group" else empty(rows)
+
+    rows = plan.num_slots if plan.operand1.how == "expert" else tokens
     return Buffers(
         row_slot=empty(plan.num_slots, dtype=torch.int32),
         table=empty(FIELDS * plan.num_tiles + TAIL, dtype=torch.int32),
-        operand=call.hidden_states if own else empty(rows, plan.x_stride, dtype=plan.operand_dtype),
-        factor=empty(tokens),
-        h=empty(plan.num_slots, plan.h_stride, dtype=plan.operand_dtype),
-        h_factor=empty(plan.num_slots),
+        operand=empty(rows, plan.x_stride, dtype=plan.dtype1) if plan.copies else call.hidden_states,
+        factor=factors(tokens, plan.operand1, plan.hidden_size),
+        h=empty(plan.num_slots, plan.h_stride, dtype=plan.dtype2),
+        h_factor=factors(plan.num_slots, plan.operand2, plan.intermediate_size),
         y=empty(plan.config.gemm2.split_k * plan.num_slots, plan.hidden_size),
     )

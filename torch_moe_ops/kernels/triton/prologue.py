@@ -9,15 +9,10 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
+from torch_moe_ops.kernels.triton.elements import narrow
+from torch_moe_ops.kernels.triton.packed import load_packed
 from torch_moe_ops.kernels.triton.permute import reorder
-from torch_moe_ops.kernels.triton.quantize import (
-    decode_e2m1,
-    decode_e4m3,
-    dynamic_gscale,
-    narrow,
-    quantize_blocks,
-    reciprocal,
-)
+from torch_moe_ops.kernels.triton.quantize import quantize_given, quantize_groups, quantize_mx_blocks, quantize_row
 from torch_moe_ops.kernels.triton.schedule import schedule_expert
 
 
@@ -35,60 +30,69 @@ def _row_amax(x_row, weight, K: tl.constexpr, PIECE: tl.constexpr, WEIGHTED: tl.
 
 
 @triton.jit
-def _load_packed(codes_row, scale_row, k, K: tl.constexpr):
-    """Values code * block scale of a packed row at natural indices k."""
-    byte = tl.load(codes_row + k // 2, mask=k < K, other=0).to(tl.int32)
-    scale = tl.load(scale_row + k // 16, mask=k < K, other=0).to(tl.int32)
-    return decode_e2m1((byte >> ((k & 1) * 4)) & 15) * decode_e4m3(scale)
-
-
-@triton.jit
-def _quantized(x, gscale, PIECE: tl.constexpr):
-    return quantize_blocks(x.reshape(PIECE // 16, 16), gscale, 1).reshape(PIECE)
-
-
-@triton.jit
-def store_row_piece(
-    out_row, k, value, K_PADDED: tl.constexpr, PIECE: tl.constexpr, REORDER: tl.constexpr, USE_PTX: tl.constexpr
+def _store_row_piece(
+    out_row, k, value, K_PADDED: tl.constexpr, PIECE: tl.constexpr, PER_WORD: tl.constexpr, USE_PTX: tl.constexpr
 ):  # fmt: skip
     """Store values of natural indices k = begin + arange(PIECE), begin a multiple of 64, in the GEMM's order."""
-    if REORDER:
-        value = reorder(value.reshape(PIECE, 1), PIECE, 1).reshape(PIECE)
+    value = reorder(value.reshape(PIECE, 1), PIECE, 1, PER_WORD).reshape(PIECE)
     tl.store(out_row + k, narrow(value, out_row.dtype.element_ty, USE_PTX), mask=k < K_PADDED)
+
+
+@triton.jit
+def _quantize_piece(
+    value, x_row, weight, gscale, factor_ptr, row, piece, ACT: tl.constexpr, HOW: tl.constexpr, K: tl.constexpr,
+    PIECE: tl.constexpr, WEIGHTED: tl.constexpr, USE_PTX: tl.constexpr,
+):  # fmt: skip
+    """A piece [PIECE] of row x_row as HOW says; writes factors of rows and groups. gscale: of "tensor" and "expert"."""
+    if HOW == "tensor" or HOW == "expert":
+        value = quantize_given(value.reshape(PIECE, 1), gscale, ACT, PIECE, 1).reshape(PIECE)
+    elif HOW == "token":
+        value, factor = quantize_row(value, _row_amax(x_row, weight, K, PIECE, WEIGHTED, USE_PTX), ACT, PIECE)
+        if piece == 0:
+            tl.store(factor_ptr + row, factor)
+    elif HOW == "block":
+        if ACT == "fp8":
+            groups: tl.constexpr = PIECE // 128
+            value, scale = quantize_groups(value.reshape(PIECE, 1), PIECE, 1)
+            value = value.reshape(PIECE)
+            group = piece * groups + tl.arange(0, groups)
+            in_row: tl.constexpr = (K + 127) // 128
+            tl.store(factor_ptr + row * in_row + group, scale.reshape(groups), mask=group < in_row)
+        else:
+            value = quantize_mx_blocks(value.reshape(PIECE, 1), ACT, PIECE, 1).reshape(PIECE)
+    return value
 
 
 @triton.jit
 def _write_hidden(
     program, x_ptr, x_scale_ptr, ids_ptr, weights_ptr, gscale_ptr, operand_ptr, factor_ptr, top_k, num_experts,
-    expert_offset, K: tl.constexpr, K_PADDED: tl.constexpr, PIECE: tl.constexpr, MODE: tl.constexpr,
-    WEIGHTED: tl.constexpr, REORDER: tl.constexpr, USE_PTX: tl.constexpr,
+    expert_offset, K: tl.constexpr, K_PADDED: tl.constexpr, PIECE: tl.constexpr, ACT: tl.constexpr,
+    HOW: tl.constexpr, WEIGHTED: tl.constexpr, PER_WORD: tl.constexpr, USE_PTX: tl.constexpr,
 ):  # fmt: skip
     pieces: tl.constexpr = (K_PADDED + PIECE - 1) // PIECE
     row = (program // pieces).to(tl.int64)
     piece = program % pieces
     k = piece * PIECE + tl.arange(0, PIECE)
-    token = row // top_k if MODE == "expert" else row
-    out_row = operand_ptr + row * K_PADDED
-    if MODE == "packed":
-        value = _load_packed(x_ptr + token * (K // 2), x_scale_ptr + token * (K // 16), k, K)
+    token = row // top_k if HOW == "expert" else row
+    if HOW == "packed":
+        value = load_packed(x_ptr, x_scale_ptr, token, k, K, ACT)
     else:
         weight = tl.load(weights_ptr + token) if WEIGHTED else 1.0
         x = tl.load(x_ptr + token * K + k, mask=k < K, other=0.0)
         if WEIGHTED:
             x = narrow(x.to(tl.float32) * weight, x_ptr.dtype.element_ty, USE_PTX)
-        value = x.to(tl.float32)
-        if MODE == "tensor":
-            value = _quantized(value, tl.load(gscale_ptr), PIECE)
-        elif MODE == "expert":
+        gscale = 1.0
+        if HOW == "tensor":
+            gscale = tl.load(gscale_ptr)
+        elif HOW == "expert":
             local = tl.load(ids_ptr + row) - expert_offset
             mine = (local >= 0) & (local < num_experts)
-            value = _quantized(value, tl.load(gscale_ptr + local, mask=mine, other=1.0), PIECE)
-        elif MODE == "token":
-            gscale = dynamic_gscale(_row_amax(x_ptr + token * K, weight, K, PIECE, WEIGHTED, USE_PTX))
-            value = _quantized(value, gscale, PIECE)
-            if piece == 0:
-                tl.store(factor_ptr + row, reciprocal(gscale))
-    store_row_piece(out_row, k, value, K_PADDED, PIECE, REORDER, USE_PTX)
+            gscale = tl.load(gscale_ptr + local, mask=mine, other=1.0)
+        value = _quantize_piece(
+            x.to(tl.float32), x_ptr + token * K, weight, gscale, factor_ptr, row, piece, ACT, HOW, K, PIECE, WEIGHTED,
+            USE_PTX,
+        )  # fmt: skip
+    _store_row_piece(operand_ptr + row * K_PADDED, k, value, K_PADDED, PIECE, PER_WORD, USE_PTX)
 
 
 @triton.jit
@@ -111,9 +115,10 @@ def prologue_kernel(
     K: tl.constexpr,
     K_PADDED: tl.constexpr,
     PIECE: tl.constexpr,
-    MODE: tl.constexpr,
+    ACT: tl.constexpr,
+    HOW: tl.constexpr,
     WEIGHTED: tl.constexpr,
-    REORDER: tl.constexpr,
+    PER_WORD: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     CHUNK: tl.constexpr,
     BINS: tl.constexpr,
@@ -122,9 +127,9 @@ def prologue_kernel(
 ):
     """Grid: num_scheduled + rows * cdiv(K_PADDED, PIECE); num_scheduled is num_experts, or 0 for no schedule.
 
-    x: [T, K] values, or packed codes [T, K / 2] with x_scale [T, K / 16].
-    operand: [rows, K_PADDED]; rows are tokens, or slots where MODE is "expert". factor: float32 [T].
-    MODE: "copy", "tensor", "expert", "token" (NVFP4, by where gscale comes from), "packed".
+    x: [T, K] values, or packed codes with x_scale, as `load_packed` reads them.
+    operand: [rows, K_PADDED]; rows are tokens, or slots where HOW is "expert". factor: float32 [T], or [T, groups].
+    ACT, HOW: `formats.OperandFormat`.
     WEIGHTED: multiply x by the router weight of its token, rounded to x's dtype.
     """
     if PDL:
@@ -139,7 +144,7 @@ def prologue_kernel(
     else:
         _write_hidden(
             program - num_scheduled, x_ptr, x_scale_ptr, ids_ptr, weights_ptr, gscale_ptr, operand_ptr, factor_ptr,
-            top_k, num_experts, expert_offset, K, K_PADDED, PIECE, MODE, WEIGHTED, REORDER, USE_PTX,
+            top_k, num_experts, expert_offset, K, K_PADDED, PIECE, ACT, HOW, WEIGHTED, PER_WORD, USE_PTX,
         )  # fmt: skip
 
 
@@ -152,13 +157,17 @@ def requantize_kernel(
     K: tl.constexpr,
     K_PADDED: tl.constexpr,
     PIECE: tl.constexpr,
+    ACT: tl.constexpr,
+    HOW: tl.constexpr,
+    PER_WORD: tl.constexpr,
     DIRECT: tl.constexpr,
     USE_PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The intermediate with a scale of its own per row: h float32 [rows, K] -> operand [rows, K_PADDED], factor [rows].
+    """The intermediate where a scale needs more of a row than a GEMM1 tile sees: h float32 [rows, K].
 
-    Grid: (rows, cdiv(K_PADDED, PIECE)). A separate launch, as no GEMM1 tile sees a whole row.
+    HOW: "token" or "block". operand: [rows, K_PADDED]; factor: float32 [rows], or [rows, groups].
+    Grid: (rows, cdiv(K_PADDED, PIECE)).
     """
     if PDL:
         tl_cuda.gdc_wait()
@@ -169,8 +178,7 @@ def requantize_kernel(
     num_rows = tl.num_programs(0) if DIRECT else tl.load(num_rows_ptr)
     if row < num_rows:
         k = piece * PIECE + tl.arange(0, PIECE)
-        gscale = dynamic_gscale(_row_amax(h_ptr + row * K, 1.0, K, PIECE, False, USE_PTX))
-        value = _quantized(tl.load(h_ptr + row * K + k, mask=k < K, other=0.0), gscale, PIECE)
-        store_row_piece(operand_ptr + row * K_PADDED, k, value, K_PADDED, PIECE, True, USE_PTX)
-        if piece == 0:
-            tl.store(factor_ptr + row, reciprocal(gscale))
+        h_row = h_ptr + row * K
+        h = tl.load(h_row + k, mask=k < K, other=0.0)
+        value = _quantize_piece(h, h_row, 1.0, 1.0, factor_ptr, row, piece, ACT, HOW, K, PIECE, False, USE_PTX)
+        _store_row_piece(operand_ptr + row * K_PADDED, k, value, K_PADDED, PIECE, PER_WORD, USE_PTX)

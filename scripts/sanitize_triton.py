@@ -1,0 +1,100 @@
+"""Every Triton kernel at small, odd shapes, each result compared with the oracle on the CPU.
+
+scripts/sanitize_triton.sh runs it under compute-sanitizer. `--few`: one activation format of every weight scheme, for
+tools that slow a kernel down a thousand times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from problems import Case, make_batch, make_raw
+from routing_oracle import WITH_BIAS, draw, draw_bias
+from tolerances import BF16, relative_l2
+
+import torch_moe_ops as moe
+from torch_moe_ops.backends import BACKENDS
+from torch_moe_ops.routing import METHODS, route_reference
+from torch_moe_ops.schemes import SCHEMES
+
+SHAPES = Case(experts=4, hidden=160, inter=96, bias=True, per_half=True)
+FEW_TOKENS, SOME_TOKENS = 1, 21
+
+
+def layer_cases(few: bool) -> Iterator[Case]:
+    """Of every format that the backend takes: several tokens with foreign ids; of every scheme one token besides."""
+    backend = BACKENDS["triton"]
+    for scheme in SCHEMES.values():
+        seen = 0
+        for act in scheme.act_formats:
+            for scale in ("none", "tensor", "expert") if act in scheme.static_acts else ("none",):
+                problem = moe.Problem(scheme.name, act, device="cuda", capability=(9, 0), input_scale=scale)
+                if not backend.fits_anywhere(problem) or (few and seen):
+                    continue
+                seen += 1
+                case = replace(SHAPES, scheme=scheme.name, act_format=act, input_scale=scale)
+                yield replace(case, tokens=SOME_TOKENS, foreign=True)
+                if seen == 1 and not few:
+                    yield replace(case, tokens=FEW_TOKENS, activation="relu2_no_mul", dtype=torch.float16)
+
+
+def run_layer(case: Case) -> float:
+    """Relative distance of the result to the oracle's, which a CPU computes.
+
+    Where ids are foreign, the layer says that experts live elsewhere. Otherwise the combine reads all slots before it
+    knows which are foreign, and drops what nobody wrote: harmless, but initcheck would report it.
+    """
+    raw, batch = make_raw(case), make_batch(case)
+    outputs = []
+    for backend, device in (("triton", "cuda"), ("reference", "cpu")):
+        elsewhere = {"num_experts": case.experts + 2} if case.foreign else {}
+        w = moe.prepare(raw, act_format=case.act_format, backend=backend, device=device, **elsewhere)
+        outputs.append(moe.fused_moe_routed(*(t.to(device) for t in batch), w).cpu())
+    return relative_l2(*outputs)
+
+
+def run_routing(method: str, experts: int, groups: tuple[int, int]) -> bool:
+    """Whether the ids are those of torch on the CPU."""
+    logits = draw(5, experts, seed=1)
+    bias = draw_bias(experts, seed=1) if method in WITH_BIAS else None
+    options = (method, min(6, METHODS[method].max_top_k), *(groups if METHODS[method].takes_groups else (0, 0)))
+    ids, _ = torch.ops.moeq.route(logits.cuda(), None if bias is None else bias.cuda(), *options)
+    return torch.equal(ids.cpu(), route_reference(logits, bias, *options)[0])
+
+
+def attempt(case: Case) -> str | None:
+    """None if the result is right, else what is wrong."""
+    try:
+        error = run_layer(case)
+    except Exception as failure:  # the other cases are worth their run
+        return f"{type(failure).__name__} {str(failure)[-300:]} {case}"
+    return None if error < BF16 else f"{error:.1e} {case}"
+
+
+def main() -> int:
+    """0 if every result was right."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--few", action="store_true", help="one activation format of every weight scheme")
+    parser.add_argument("--part", nargs=2, type=int, default=(0, 1), metavar=("I", "N"), help="every N-th case from I")
+    options = parser.parse_args()
+    first, step = options.part
+    wrong = [text for case in list(layer_cases(options.few))[first::step] if (text := attempt(case))]
+    shapes = ((60, (5, 3)),) if options.few else ((60, (5, 3)), (256, (8, 4)), (2048, (0, 0)))
+    for method in list(METHODS)[first::step]:
+        wrong += [f"ids of {method} with {size[0]} experts" for size in shapes if not run_routing(method, *size)]
+    torch.cuda.synchronize()
+    print("\n".join(wrong) or "all results are right")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""NVFP4 quantization of activations, bit for bit the CPU reference's.
+
+Results are returned as values, not codes: code * block scale needs six significant bits, so bfloat16
+holds it exactly and the GEMMs multiply it as it is.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from torch_moe_ops.kernels.triton.elements import E4M3_MAX, reciprocal, round_to_e2m1, round_to_e4m3
+
+ONE_SIXTH = tl.constexpr(0.16666667163372040)  # 0x3E2AAAAB, fl(1 / 6)
+GSCALE_RANGE = tl.constexpr(2688.0)  # 448 * 6
+
+
+@triton.jit
+def dynamic_gscale(amax):
+    """fl(2688 / amax), 1 for a row of zeros."""
+    safe = tl.where(amax == 0.0, 1.0, amax)
+    return tl.where(amax == 0.0, 1.0, tl.div_rn(GSCALE_RANGE, safe))
+
+
+@triton.jit
+def quantize_nvfp4(x, gscale, AXIS: tl.constexpr):
+    """x: float32, the blocks of 16 along AXIS; gscale multiplies. Returns code * block scale.
+
+    The order of operations is the contract's: any contraction or reassociation would move ties.
+    """
+    largest = tl.max(tl.abs(x), axis=AXIS, keep_dims=True)
+    scale = round_to_e4m3(tl.minimum(gscale * (largest * ONE_SIXTH), E4M3_MAX))
+    zero = scale == 0.0
+    divisor = tl.where(zero, 1.0, scale) * reciprocal(gscale)
+    factor = tl.where(zero, 0.0, reciprocal(divisor))
+    return round_to_e2m1(x * factor) * scale
