@@ -1,102 +1,90 @@
 #!/usr/bin/env python3
-"""Time the library's Triton engine and other fused-MoE libraries side by side (see peers/README.md for the protocol).
+"""Time the library's GPU backends and other fused-MoE libraries side by side (peers/README.md has the protocol).
 
     bash benchmarks/peers/fetch_peers.sh
-    python benchmarks/bench_moe.py --peers marlin,humming --shapes qwen3_30b --ms 1,64,4096 --check --out results.jsonl
+    python benchmarks/bench_moe.py --fmts nvfp4,nvfp4-a4 --peers marlin,humming --shapes qwen3_30b --ms 1,64,4096 \
+        --check --out results.jsonl
 
-Formats of --moeq-fmts: nvfp4 (16-bit activations), nvfp4-a4 (NVFP4 activations, static scales), bf16.
+--fmts: nvfp4, mxfp4, int4, fp8 (128x128 blocks), bf16; `-a4`, `-a8`, `-a16` tell the bits of the activations.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 _HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE.parent), str(_HERE), str(_HERE / "peers")]
 
-from torch_moe_ops.activations import resolve_constants  # noqa: E402
-from torch_moe_ops.backends import triton as backend  # noqa: E402
-from torch_moe_ops.ops.call import ExpertsCall  # noqa: E402
+import bench_peers  # noqa: E402
+import moe_layers  # noqa: E402
+import warm  # noqa: E402
+from moe_peers import common, runner  # noqa: E402
 
-# What inputs of standard deviation 0.5 and their intermediate calibrate to, near enough for e4m3 block scales.
-GSCALE = 1000.0
-
-
-def make_call(fmt: str, weights: dict[str, Any], activation: str) -> ExpertsCall:
-    """A call without hidden states and routing, from weights as moe_peers.common.Weights holds them.
-
-    Raises NotImplementedError for a format or activation that the kernels do not have.
-    """
-    base, _, tail = fmt.partition("-")
-    if base not in ("nvfp4", "bf16") or tail not in ("", "a4") or (base == "bf16" and tail):
-        raise NotImplementedError(f"format {fmt}")
-    name = {"silu": "silu", "relu2": "relu2_no_mul"}[activation]
-    alpha, beta, limit = resolve_constants(name)
-    fields: dict[str, Any] = dict.fromkeys(ExpertsCall._fields)
-    fields |= {
-        "scheme": "none" if base == "bf16" else "nvfp4",
-        "w13": weights["w13"],
-        "w13_scale": weights["w13_scale"],
-        "g1_alphas": weights["w13_global"],
-        "w2": weights["w2"],
-        "w2_scale": weights["w2_scale"],
-        "g2_alphas": weights["w2_global"],
-        "backend": "triton",
-        "act_format": "nvfp4" if tail else "none",
-        "activation": name,
-        "swiglu_alpha": alpha,
-        "swiglu_beta": beta,
-        "swiglu_limit": limit,
-        "num_experts": weights["w13"].shape[0],
-        "local_expert_offset": 0,
-        "router_weight_on_input": False,
-        "weight_policy": "exact",
-        "out_dtype": torch.bfloat16,
-    }
-    if tail:
-        gscale = torch.tensor(GSCALE, device=weights["w13"].device)
-        # The alphas of quantized activations hold 1 / gscale.
-        fields |= {"a1_gscale": gscale, "a2_gscale": gscale}
-        fields |= {name: fields[name] / gscale for name in ("g1_alphas", "g2_alphas")}
-    return ExpertsCall(**fields)
-
-
-def make(
-    E: int,
-    k: int,
-    H: int,
-    I: int,  # noqa: E741
-    fmt: str,
-    real_weights: dict[str, Any],
-    activation: str = "silu",
-) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Factory for --moeq: forward(x, topk_ids, topk_weights) -> [M, H] in bfloat16."""
-    template = make_call(fmt, real_weights, activation)
-
-    def forward(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        out = torch.empty_like(x)
-        backend.run(template._replace(hidden_states=x, topk_ids=topk_ids, topk_weights=topk_weights), out)
-        return out
-
-    return forward
+import torch_moe_ops as moe  # noqa: E402
+from torch_moe_ops import tuned  # noqa: E402
 
 
 def main() -> int:
-    import bench_peers
+    parser = bench_peers.parser()
+    parser.description = __doc__
+    parser.add_argument("--backends", default="cuda_sm90,triton", help="of the library; the first is compared with")
+    parser.add_argument("--fmts", default="nvfp4", help="comma list of " + ", ".join(moe_layers.FORMATS))
+    parser.add_argument("--warm", type=float, default=60, help="seconds to compile ahead in several processes, at most")
+    parser.set_defaults(reps=15, peers="")
+    args = parser.parse_args()
+    sys.path.insert(0, str(args.peers_dir.resolve()))
+    ours = moe_layers.entries(args.backends.split(","), args.fmts.split(","))
+    entries = ours + runner.peer_entries(args.peers, bench_peers.registry())
+    shapes, ms = common.parse_shapes(args.shapes), [int(m) for m in args.ms.split(",")]
+    routings = {name: common.ROUTINGS[name] for name in args.routing.split(",")}
+    bf16, fp8 = (t * 1e12 for t in args.tflops)
+    machine = common.Machine(args.bandwidth * 1e9, {16: bf16, 8: fp8, 4: fp8})
+    if args.dry_run:
+        bench_peers.dry_run(shapes, ms, entries, machine, routings)
+        return 0
+    if not torch.cuda.is_available():
+        raise SystemExit("no CUDA device: --dry-run works without one")
+    options = {"humming": args.humming_gemm, "triton_kernels_split_k": args.split_k}
+    context = runner.Context(args.peers_dir.resolve(), machine, options)
+    sink = common.Sink(args.out)
+    sink.emit(**environment(context, machine))
+    if args.warm and "triton" in args.backends.split(","):
+        jobs = [(shape, ms) for shape in shapes]
+        if args.check:
+            jobs += [(common.TINY[act], [1, 7, 64, 333]) for act in {s.act for s in shapes}]
+        seconds = warm.warm(jobs, args.fmts.split(","), args.warm)
+        sink.emit(event="warm", seconds=round(seconds, 1))
+    alive = False
+    timing = {"reps": args.reps, "sets": args.sets, "checks": args.check, "budget": args.budget}
+    try:
+        with torch.inference_mode():
+            alive = runner.run(shapes, ms, entries, context, sink, routings=routings, logits=args.logits, **timing)
+    finally:
+        code = runner.finish(sink, alive)
+    return code
 
-    arguments = sys.argv[1:]
-    if not any(a.startswith("--moeq") and not a.startswith("--moeq-fmts") for a in arguments):
-        arguments += ["--moeq", "triton=bench_moe:make"]
-    args = bench_peers.parser().parse_args(arguments)
-    known = bench_peers.common.ROUTINGS
-    routings = {name: known[name] for name in args.routing.split(",")}
-    return bench_peers.main(args, bench_peers.common.parse_shapes(args.shapes), routings)
+
+def environment(context: runner.Context, machine: common.Machine) -> dict[str, object]:
+    """The first line of a run: what it ran on, and the command."""
+    import triton
+
+    name = torch.cuda.get_device_name()
+    return {
+        "event": "env",
+        "library": moe.__version__,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda,
+        "gpu": name,
+        "capability": torch.cuda.get_device_capability(),
+        "steps": "vllm" if context.moe_ops else "torch",
+        "bandwidth": machine.bandwidth,
+        "tuned": name in tuned.TABLE,
+        "argv": [Path(v).name if Path(v).is_absolute() else v for v in sys.argv[1:]],  # no machine's paths
+    }
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -75,6 +76,22 @@ def test_transformers_qwen3_moe() -> None:
     assert _figure(r"^none +logits (\S+) from", out) <= 1e-5
     assert 1e-2 < _figure(r"^nvfp4 +logits (\S+) from", out) <= 0.2
     assert _figure(r"layers, (\d+) KiB packed", out) < 0.3 * _figure(r"packed, (\d+) KiB in bfloat16", out)
+
+
+@pytest.mark.slow
+def test_transformers_qwen3_moe_synthetic(tmp_path: Path) -> None:
+    """A random model: one graph, and the figures that it prints are those that it writes."""
+    pytest.importorskip("transformers", minversion="5.17", reason="needs the experts interface of transformers 5")
+    figures = tmp_path / "figures.json"
+    out = _run("transformers_qwen3_moe.py", "--synthetic", "--layers", "2", "--tokens", "1,7", "--out", figures)
+    assert re.search(r"^  -> \w+", out, re.MULTILINE), "explain() marks the chosen backend"
+    records = json.loads(figures.read_text())["records"]
+    assert [r["tokens"] for r in records] == [1, 7]
+    for r in records:
+        assert 0 < r["error"] <= 0.1
+        assert r["layers"] == 2 and r["eager_ms"] > 0
+        line = rf"^tokens {r['tokens']} .* compiled (\S+) ms; logits"
+        assert _figure(line, out) == pytest.approx(r["compiled_ms"], abs=0.006)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""`python -m torch_moe_ops inspect PATH`."""
+"""`python -m torch_moe_ops inspect PATH` and `python -m torch_moe_ops tune`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch_moe_ops.inspect import Inspection
 
 
 def _parser() -> argparse.ArgumentParser:
+    from torch_moe_ops.tune import command
+
     parser = argparse.ArgumentParser(prog="python -m torch_moe_ops")
     commands = parser.add_subparsers(dest="command", required=True)
     inspect = commands.add_parser("inspect", help="what a checkpoint holds and what can run it")
@@ -18,12 +20,13 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--layer", type=int, help="only this layer")
     inspect.add_argument("--quick", action="store_true", help="headers and first experts only: no check of all scales")
     inspect.add_argument("--no-backends", action="store_true", help="leave out what can run it")
+    inspect.set_defaults(command_function=_inspect)
+    command.add_parser(commands)
     return parser
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def _inspect(options: argparse.Namespace) -> int:
     """Exit status: 0, 1 where a layer has a problem, 2 where the checkpoint cannot be opened."""
-    options = _parser().parse_args(arguments)
     try:
         found = Inspection(options.path, options.layer, quick=options.quick, backends=not options.no_backends)
     except CheckpointError as error:
@@ -32,6 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for line in found.lines():
         print(line, flush=True)
     return 1 if found.problems else 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status of the command: see `_inspect` and `tune.command.main`."""
+    options = _parser().parse_args(arguments)
+    return options.command_function(options)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,110 @@
+"""The library's layers for bench_moe.py: the peers' weights as RawWeights, prepared and called as users do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from moe_peers import common, runner
+from torch import Tensor
+
+import torch_moe_ops as moe
+from torch_moe_ops.backends import BACKENDS
+
+# What inputs of standard deviation 0.5 and their intermediate calibrate to, near enough for e4m3 block scales.
+INPUT_SCALE = 1e-3
+# Format (weights, and after the dash bits of the activations) -> scheme and activation format.
+FORMATS = {
+    "nvfp4": ("nvfp4", "none"),
+    "nvfp4-a4": ("nvfp4", "nvfp4"),
+    "mxfp4": ("mxfp4", "none"),
+    "mxfp4-a8": ("mxfp4", "mxfp8"),
+    "int4": ("int4", "none"),
+    "fp8": ("fp8_block", "fp8"),
+    "fp8-a16": ("fp8_block", "none"),
+    "bf16": ("none", "none"),
+}
+ACTIVATIONS = {"silu": "silu", "relu2": "relu2_no_mul"}
+# gpt-oss has biases and an activation of its own. Peers run silu without biases on that shape, which is less work.
+GPT_OSS = "gptoss120b"
+
+
+def raw_weights(fmt: str, weights: common.Weights, activation: str, biases: tuple[Tensor, Tensor] | None) -> Any:
+    """moe.RawWeights of the peers' weights; no memory is copied."""
+    scheme, act = FORMATS[fmt]
+    fields: dict[str, Any] = {"w13": weights.w13, "w2": weights.w2, "activation": activation}
+    if scheme != "none":
+        fields |= {"w13_scale": weights.w13_scale, "w2_scale": weights.w2_scale}
+    if scheme == "nvfp4":
+        fields |= {"w13_scale_2": weights.w13_global[:, None], "w2_scale_2": weights.w2_global}
+    if act == "nvfp4":
+        scale = torch.tensor(INPUT_SCALE, device=weights.w13.device)
+        fields |= {"a13_input_scale": scale, "a2_input_scale": scale}
+    if scheme == "int4":  # eight codes a word, the first in the lowest bits, as two a byte
+        fields |= {name: fields[name].view(torch.int32) for name in ("w13", "w2")}
+    if biases is not None:
+        fields |= {"w13_bias": biases[0], "w2_bias": biases[1]}
+    return moe.RawWeights(scheme, **fields)
+
+
+def gpt_oss_reference(weights: common.Weights, inputs: common.Inputs, biases: tuple[Tensor, Tensor]) -> Tensor:
+    """common.reference with gpt-oss' activation and biases; gate rows come first."""
+    out = torch.zeros(inputs.x.shape, device=inputs.x.device, dtype=torch.float32)
+    for e in torch.unique(inputs.ids).tolist():
+        t, j = torch.where(inputs.ids == e)
+        gate, up = (inputs.x[t].float() @ weights.expert(1, e).T + biases[0][e]).chunk(2, -1)
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        h = (gate * torch.sigmoid(1.702 * gate) * (up + 1)).bfloat16().float()
+        y = h @ weights.expert(2, e).T + biases[1][e]
+        out.index_add_(0, t, y * inputs.weights[t, j, None])
+    return out
+
+
+class OurLayer(runner.UnderTest):
+    """torch_moe_ops with one backend, from top-k ids."""
+
+    def __init__(self, backend: str, fmt: str, weights: common.Weights):
+        shape, device = weights.shape, weights.w13.device
+        self._biases = None
+        activation = ACTIVATIONS[shape.act]
+        if shape.name == GPT_OSS:
+            activation = "swigluoai"
+            self._biases = tuple(
+                torch.randn(shape.E, n, device=device, dtype=torch.bfloat16) * 0.1 for n in (shape.n1, shape.H)
+            )
+        raw = raw_weights(fmt, weights, activation, self._biases)
+        act = FORMATS[fmt][1]
+        against = moe.explain(raw, act_format=act, device=device).against[backend]
+        if against:
+            raise NotImplementedError("; ".join(against))
+        w = moe.prepare(raw, act_format=act, backend=backend)
+
+        def forward(x: Tensor, ids: Tensor, topk_weights: Tensor) -> Tensor:
+            return moe.fused_moe_routed(x, ids, topk_weights, w)
+
+        super().__init__(backend, fmt, forward, False)
+
+    def reference(self, weights: common.Weights, inputs: common.Inputs) -> Tensor:  # type: ignore[override]
+        if self._biases is None:
+            return common.reference(weights, inputs)
+        return gpt_oss_reference(weights, inputs, self._biases)
+
+    def details(self, M: int) -> dict[str, Any]:
+        return {"activation": "swigluoai, biases"} if self._biases is not None else {}
+
+
+def entries(backends: list[str], fmts: list[str]) -> list[runner.Entry]:
+    """What to build for every shape; a backend that is not registered is left out."""
+    found = []
+    for fmt in fmts:
+        if fmt not in FORMATS:
+            raise SystemExit(f"--fmts: must be of {', '.join(FORMATS)}, got {fmt!r}")
+        for backend in backends:
+            if backend not in BACKENDS:
+                continue
+
+            def build(fmt: str, weights: common.Weights, context: Any, backend: str = backend) -> list[OurLayer]:
+                return [OurLayer(backend, fmt, weights)]
+
+            found.append(runner.Entry(backend, fmt, build))
+    return found

@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# The runs whose results the README shows, one part at a time (each fits in about three minutes on an H200):
+#
+#   bash benchmarks/run_h200.sh PART [FOLDER]
+#
+# PART: smoke (with checks against a float32 reference), nvfp4-SHAPE, mxfp4-SHAPE or wide-SHAPE (fp8 and bf16) with
+# SHAPE qwen3_30b, dsv3, mixtral or gptoss120b; emulation, route, example, tune. Lines are appended to files of FOLDER
+# (default: benchmarks/results). MS=1,64, REPS=9 and BUDGET=60 (seconds) make a part shorter.
+# The peers are those of benchmarks/peers/fetch_peers.sh in .peers; without them the library runs alone.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+part=${1:?a part, see the head of this file}
+to=${2:-benchmarks/results}
+python=${PYTHON:-python3}
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+reps=${REPS:-15}
+ms=${MS:-1,8,64,256,1024,4096}
+mkdir -p "$to"
+
+with_peers() { if [ -f .peers/MANIFEST ]; then echo "$1"; fi; }
+moe() { # seconds, output file, options
+  local seconds=$1 out=$2
+  shift 2
+  timeout $((seconds + 30)) "$python" benchmarks/bench_moe.py --reps "$reps" --budget "$seconds" --out "$to/$out" "$@"
+}
+
+# humming compiles some seconds a kernel and number of tokens: all of them at once, into its cache.
+warm_humming() {
+  [ -f .peers/MANIFEST ] || return 0
+  for m in ${ms//,/ }; do
+    timeout 100 "$python" benchmarks/bench_moe.py --backends '' --warm 0 --peers humming --reps 1 --sets 1 \
+      --shapes "$1" --ms "$m" >/dev/null 2>&1 &
+  done
+  wait
+}
+
+shape=${part#*-}
+case $part in
+  smoke)
+    moe 100 smoke.jsonl --fmts nvfp4,nvfp4-a4,mxfp4,mxfp4-a8,fp8,int4,bf16 --shapes qwen3_30b --ms "$ms" \
+      --check --peers "$(with_peers marlin,triton_kernels,vllm_triton:fp8+bf16)" ;;
+  nvfp4-*)
+    warm_humming "$shape"
+    moe "${BUDGET:-170}" h200_moe.jsonl --fmts nvfp4,nvfp4-a4 --shapes "$shape" --ms "$ms" \
+      --peers "$(with_peers marlin,humming)" ;;
+  mxfp4-*)
+    moe "${BUDGET:-170}" h200_moe.jsonl --fmts mxfp4,mxfp4-a8 --shapes "$shape" --ms "$ms" \
+      --peers "$(with_peers marlin:mxfp4,triton_kernels)" ;;
+  wide-*)
+    moe "${BUDGET:-170}" h200_moe.jsonl --fmts fp8,bf16 --shapes "$shape" --ms "$ms" \
+      --peers "$(with_peers vllm_triton:fp8+bf16)" ;;
+  emulation)
+    moe 100 h200_emulation.jsonl --fmts nvfp4,nvfp4-a4 --shapes qwen3_30b --ms 1,64,1024 \
+      --peers "$(with_peers emulation)" ;;
+  route)
+    timeout 120 "$python" benchmarks/bench_route.py --out "$to/h200_route.jsonl" ;;
+  example)
+    timeout 170 "$python" examples/transformers_qwen3_moe.py --synthetic --out "$to/h200_example.json" ;;
+  tune)
+    timeout 170 "$python" -m torch_moe_ops tune --shapes "${SHAPES:-qwen3_30b}" --scheme "${SCHEME:-nvfp4}" \
+      --tokens "$ms" --max-minutes "${MINUTES:-2}" ;;
+  *)
+    sed -n 2,9p "${BASH_SOURCE[0]}" >&2
+    exit 2 ;;
+esac

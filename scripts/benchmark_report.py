@@ -1,0 +1,278 @@
+"""Makes tables and plots of the GPU benchmark: part of the README, and benchmarks/results/h200.md.
+
+    python scripts/benchmark_report.py [--write | --check] [--plots]
+
+--write replaces both, --check fails where they are not what the result files say, --plots draws an SVG a model
+(needs matplotlib). A cell takes all its layers from one run, the last that timed that model, number of tokens and
+weight format, so that what is compared was interleaved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+README, PAGE = ROOT / "README.md", RESULTS / "h200.md"
+BEGIN, END = "<!-- speed table: made by scripts/benchmark_report.py -->", "<!-- end of the speed table -->"
+
+FILES = ("h200_triton.jsonl", "h200_moe.jsonl")  # in the order of their runs
+MODELS = {
+    "qwen3_30b": "Qwen3-30B-A3B",
+    "dsv3": "DeepSeek-V3",
+    "mixtral": "Mixtral-8x7B",
+    "gptoss120b": "gpt-oss-120b",
+}
+# Weight formats in the order of the page, with what the library runs beside the plain format.
+FORMATS = {"nvfp4": "NVFP4", "mxfp4": "MXFP4", "int4": "int4", "fp8": "FP8, 128x128 blocks", "bf16": "bfloat16"}
+OURS = ("cuda_sm90", "triton")
+PEERS = {
+    "marlin": "Marlin (vLLM)",
+    "humming-indexed": "humming, indexed",
+    "humming-grouped": "humming, grouped",
+    "triton_kernels": "triton_kernels (sorting not timed)",
+    "vllm_triton": "vLLM's Triton kernel",
+    "deepgemm": "DeepGEMM",
+}
+ACTS = {"": "", "a4": ", 4-bit activations", "a8": ", 8-bit activations", "a16": ", 16-bit activations"}
+
+
+class Cell(NamedTuple):
+    """What one run timed for a model, a number of tokens and a weight format: layer -> record."""
+
+    run: int
+    layers: dict[str, dict[str, Any]]
+
+
+Key = tuple[str, str, int]  # model, weight format, tokens
+
+
+def weight_format(layer: str) -> str:
+    return layer.partition("/")[2].partition("-")[0]
+
+
+def read(files: Iterable[Path]) -> dict[Key, Cell]:
+    """The last run of every cell. A run begins with a line of its environment."""
+    cells: dict[Key, Cell] = {}
+    run = 0
+    for path in files:
+        for line in path.read_text("utf-8").splitlines():
+            record = json.loads(line)
+            run += record["event"] == "env"
+            if record["event"] != "bench" or record["shape"] not in MODELS or record["covers"] == "logits":
+                continue
+            key = (record["shape"], weight_format(record["layer"]), record["M"])
+            if key not in cells or cells[key].run != run:
+                cells[key] = Cell(run, {})
+            cells[key].layers[record["layer"]] = record
+    return cells
+
+
+def is_ours(layer: str) -> bool:
+    return layer.partition("/")[0] in OURS
+
+
+def title(layer: str) -> str:
+    """How a row names a layer."""
+    name, _, fmt = layer.partition("/")
+    shown = f"`{name}`" if is_ours(layer) else PEERS.get(name, name)
+    return shown + ACTS[fmt.partition("-")[2]]
+
+
+def _order(layer: str) -> tuple[int, int, str]:
+    name, _, fmt = layer.partition("/")
+    known = [*OURS, *PEERS]
+    return (len(fmt.partition("-")[2]), known.index(name) if name in known else len(known), name)
+
+
+def _us(value: float) -> str:
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def rows_of(cells: dict[Key, Cell], shape: str, fmt: str) -> tuple[list[int], list[str]]:
+    """The numbers of tokens and the layers that some run timed, ours first."""
+    found = {m: cell for (s, f, m), cell in cells.items() if (s, f) == (shape, fmt)}
+    layers = {layer for cell in found.values() for layer in cell.layers}
+    return sorted(found), sorted(layers, key=lambda x: (not is_ours(x), _order(x)))
+
+
+def _header(first: str, ms: list[int]) -> list[str]:
+    return [f"| {first} | " + " | ".join(f"M={m}" for m in ms) + " |", "|---|" + "---:|" * len(ms)]
+
+
+def floor(cell: Cell) -> float:
+    """Of the layer with the widest activations: what reading the weights, or its products, take at least."""
+    return max(record["floor_us"] for record in cell.layers.values())
+
+
+def full_table(cells: dict[Key, Cell], shape: str, fmt: str) -> list[str]:
+    """Every layer of a model and weight format, and the least time that memory or products allow."""
+    ms, layers = rows_of(cells, shape, fmt)
+    lines = _header(f"{MODELS[shape]}, {FORMATS[fmt]}", ms)
+    for layer in layers:
+        times = [cells[shape, fmt, m].layers.get(layer) for m in ms]
+        lines.append(f"| {title(layer)} | " + " | ".join(_us(t["us"]) if t else "" for t in times) + " |")
+    floors = [floor(cells[shape, fmt, m]) for m in ms]
+    return [*lines, "| *physical floor* | " + " | ".join(f"*{_us(f)}*" for f in floors) + " |"]
+
+
+def best(cell: Cell, ours: bool) -> tuple[str, float] | None:
+    """The fastest layer with 16-bit activations, of the library or of the others."""
+    found = [
+        (r["us"], layer)
+        for layer, r in cell.layers.items()
+        if is_ours(layer) == ours and "-" not in layer.partition("/")[2]
+    ]
+    return min(found)[::-1] if found else None
+
+
+def readme_table(cells: dict[Key, Cell]) -> str:
+    """NVFP4 W4A16: the library's fastest backend and the fastest of the others, with the ratio."""
+    ms = sorted({m for _, fmt, m in cells if fmt == "nvfp4"})
+    lines = _header("us a layer: ours / best other (their time over ours)", ms)
+    for shape, name in MODELS.items():
+        row = []
+        for m in ms:
+            cell = cells.get((shape, "nvfp4", m))
+            mine, other = (best(cell, True), best(cell, False)) if cell else (None, None)
+            if mine is None or other is None:
+                row.append(_us(mine[1]) if mine else "")
+                continue
+            row.append(f"{_us(mine[1])} / {_us(other[1])} ({other[1] / mine[1]:.2f})")
+        if any(row):
+            lines.append(f"| {name} | " + " | ".join(row) + " |")
+    others = {title(b[0]) for (_, f, _), c in cells.items() if f == "nvfp4" and (b := best(c, False))}
+    mine = {title(b[0]) for (_, f, _), c in cells.items() if f == "nvfp4" and (b := best(c, True))}
+    return "\n".join([*lines, "", f"Ours: {', '.join(sorted(mine))}. Best other: {', '.join(sorted(others))}."])
+
+
+def emulation_text(path: Path) -> list[str]:
+    """What the field falls back to without FP4 units, beside the library in the same run."""
+    records = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    times = {(r["shape"], r["M"], r["layer"]): r["us"] for r in records if r["event"] == "bench"}
+    lines = ["## Against dequantizing on every forward", "", "| model | M | emulation, ms | ours, us | ratio |"]
+    lines.append("|---|---:|---:|---:|---:|")
+    for (shape, m, layer), us in sorted(times.items(), key=lambda item: item[0][1]):
+        mine = [t for (s, n, other), t in times.items() if (s, n) == (shape, m) and is_ours(other) and "-" not in other]
+        if layer.startswith("emulation") and mine:
+            ours = min(mine)
+            lines.append(f"| {MODELS[shape]} | {m} | {us / 1e3:.1f} | {_us(ours)} | {us / ours:.0f} |")
+    return lines
+
+
+def route_text(path: Path) -> list[str]:
+    """The last time of every routing method and number of tokens."""
+    records = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    times = {(r["method"], r["M"]): r for r in records if r["event"] == "route"}
+    ms = sorted({m for _, m in times})
+    lines = ["## Routing: 256 experts, top 8, us inside a CUDA graph", "", *_header("method", ms)]
+    for method in dict.fromkeys(name for name, _ in times):
+        lines.append(f"| {method} | " + " | ".join(_us(times[method, m]["us"]) for m in ms) + " |")
+    return lines
+
+
+def example_text(path: Path) -> list[str]:
+    data = json.loads(path.read_text("utf-8"))
+    lines = ["## A transformers model, compiled", "", f"`{data['command']}`, milliseconds a forward:", ""]
+    lines += [
+        "| tokens | eager transformers, bfloat16 experts | compiled, NVFP4 experts, one CUDA graph |",
+        "|---:|---:|---:|",
+    ]
+    return lines + [f"| {r['tokens']} | {r['eager_ms']:.2f} | {r['compiled_ms']:.2f} |" for r in data["records"]]
+
+
+_EXTRAS = {"h200_emulation.jsonl": emulation_text, "h200_route.jsonl": route_text, "h200_example.json": example_text}
+
+
+def page(cells: dict[Key, Cell], folder: Path = RESULTS) -> str:
+    """benchmarks/results/h200.md."""
+    lines = ["# One H200", "", "Made by `scripts/benchmark_report.py` from the result files of this folder.", ""]
+    lines += [
+        "Microseconds a layer from top-k ids: medians of CUDA graphs over rotating routings, all layers of a table"
+    ]
+    lines += ["interleaved in one process (`benchmarks/run_h200.sh`, protocol in `benchmarks/peers/README.md`)."]
+    lines += ["gpt-oss has biases and its own activation in our rows; other libraries run silu without biases there."]
+    for shape in MODELS:
+        formats = [f for f in FORMATS if any((s, g) == (shape, f) for s, g, _ in cells)]
+        if not formats:
+            continue
+        lines += ["", f"## {MODELS[shape]}"]
+        if (folder / f"h200_{shape}.svg").exists():
+            lines += ["", f"![time over tokens](h200_{shape}.svg)"]
+        for fmt in formats:
+            lines += ["", *full_table(cells, shape, fmt)]
+    for name, text in _EXTRAS.items():
+        if (folder / name).exists():
+            lines += ["", *text(folder / name)]
+    return "\n".join(lines) + "\n"
+
+
+def readme_with_table(text: str, cells: dict[Key, Cell]) -> str:
+    """The README with its table replaced."""
+    before, rest = text.split(BEGIN)
+    after = rest.split(END)[1]
+    return f"{before}{BEGIN}\n\n{readme_table(cells)}\n\n{END}{after}"
+
+
+def plot(cells: dict[Key, Cell], shape: str, to: Path) -> None:
+    """Time over tokens, log axes: NVFP4 and MXFP4 layers in one panel each, with the floor."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams.update({"svg.hashsalt": "moeq", "svg.fonttype": "none", "font.size": 9})
+    import matplotlib.pyplot as plt
+
+    formats = [f for f in FORMATS if len(rows_of(cells, shape, f)[0]) > 1]
+    figure, axes = plt.subplots(1, len(formats), figsize=(4.2 * len(formats), 3.6), squeeze=False, sharey=True)
+    for ax, fmt in zip(axes[0], formats, strict=True):
+        ms, layers = rows_of(cells, shape, fmt)
+        for layer in layers:
+            points = [(m, r["us"]) for m in ms if (r := cells[shape, fmt, m].layers.get(layer))]
+            style: dict[str, Any] = {"linewidth": 2.2} if is_ours(layer) else {"linewidth": 1.1, "linestyle": "--"}
+            variant, known, _ = _order(layer)  # a color a library, paler for its other activations
+            style |= {"color": f"C{known}", "alpha": 0.5 if variant else 1.0}
+            ax.plot(*zip(*points, strict=True), marker="o", markersize=3, label=title(layer).replace("`", ""), **style)
+        floors = [floor(cells[shape, fmt, m]) for m in ms]
+        ax.plot(ms, floors, color="black", linestyle=":", label="physical floor")
+        ax.set(xscale="log", yscale="log", title=f"{MODELS[shape]}, {FORMATS[fmt]}", xlabel="tokens")
+        ax.set_xticks(ms, [str(m) for m in ms], minor=False)
+        ax.minorticks_off()
+        ax.grid(True, alpha=0.3)
+        ax.legend(fontsize=7, frameon=False)
+    axes[0][0].set_ylabel("us a layer")
+    figure.tight_layout()
+    figure.savefig(to, metadata={"Date": None})
+    plt.close(figure)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--write", action="store_true")
+    mode.add_argument("--check", action="store_true")
+    parser.add_argument("--plots", action="store_true")
+    args = parser.parse_args()
+    cells = read(RESULTS / name for name in FILES if (RESULTS / name).exists())
+    if args.plots:
+        for shape in {s for s, _, _ in cells}:
+            plot(cells, shape, RESULTS / f"h200_{shape}.svg")
+    wanted = {README: readme_with_table(README.read_text("utf-8"), cells), PAGE: page(cells)}
+    if args.write:
+        for path, text in wanted.items():
+            path.write_text(text, "utf-8")
+    elif args.check:
+        stale = [p.name for p, text in wanted.items() if not p.exists() or p.read_text("utf-8") != text]
+        if stale:
+            print(f"not what the result files say: {', '.join(stale)} (run scripts/benchmark_report.py --write)")
+        return int(bool(stale))
+    else:
+        print(wanted[PAGE])
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,76 @@
+"""The benchmark's own layers: the peers' weights reach the library with the meaning that the peers give them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+FORMATS = ("nvfp4", "nvfp4-a4", "mxfp4", "mxfp4-a8", "int4", "fp8", "fp8-a16", "bf16")
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "peers"))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import moe_layers
+    from moe_peers import common
+
+    monkeypatch.setattr(common, "DEV", "cpu")
+    yield SimpleNamespace(layers=moe_layers, common=common)
+    for name in [n for n in sys.modules if n.split(".")[0] in ("moe_layers", "moe_peers")]:
+        del sys.modules[name]
+
+
+def _error(bench: Any, fmt: str, shape: Any) -> float:
+    weights = bench.common.Weights.random(fmt, shape)
+    (layer,) = bench.layers.entries(["reference"], [fmt])[0].build(fmt, weights, None)
+    inputs = bench.common.make_inputs(shape, 5, 1)
+    with torch.inference_mode():
+        return bench.common.relative_error(layer(*layer.prepare(inputs)), layer.reference(weights, inputs))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("act", ["silu", "relu2"])
+def test_our_layers_agree_with_the_reference_of_the_peers(bench: Any, fmt: str, act: str) -> None:
+    error = _error(bench, fmt, bench.common.Shape("small", 4, 2, 256, 128, act))
+    assert error < bench.common.TOLERANCE[bench.common.act_bits(fmt)]
+
+
+def test_gpt_oss_has_biases_and_its_own_activation(bench: Any) -> None:
+    shape = bench.common.Shape(bench.layers.GPT_OSS, 4, 2, 160, 96)
+    assert _error(bench, "mxfp4", shape) < 1e-2
+
+
+def test_formats_are_all_known(bench: Any) -> None:
+    assert tuple(sorted(bench.layers.FORMATS)) == tuple(sorted(FORMATS))
+    with pytest.raises(SystemExit, match=r"--fmts: must be of nvfp4, .*, got 'nvfp3'"):
+        bench.layers.entries(["triton"], ["nvfp3"])
+    assert bench.layers.entries(["no_such_backend"], ["nvfp4"]) == []
+
+
+def test_a_backend_that_cannot_run_a_format_is_skipped_with_its_reasons(bench: Any) -> None:
+    weights = bench.common.Weights.random("nvfp4", bench.common.Shape("small", 4, 2, 64, 32))
+    with pytest.raises(NotImplementedError, match=r"device must be|flashinfer"):
+        bench.layers.entries(["flashinfer_trtllm"], ["nvfp4"])[0].build("nvfp4", weights, None)
+
+
+def test_what_is_compiled_ahead_is_what_is_timed(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Same scheme, formats, sizes and biases."""
+    import warm
+
+    for name, fmt in (("small", "nvfp4-a4"), (bench.layers.GPT_OSS, "nvfp4")):
+        shape = bench.common.Shape(name, 4, 2, 64, 32)
+        weights = bench.common.Weights.random(fmt, shape)
+        (timed,) = bench.layers.entries(["reference"], [fmt])[0].build(fmt, weights, None)
+        ahead = warm.layer_of(shape, fmt)
+        assert ahead is not None
+        assert ahead.key == ("nvfp4", "nvfp4" if fmt == "nvfp4-a4" else "none", 4, 2, 64, 32)
+        assert (ahead.raw.w13_bias is None) == (timed._biases is None)
+    assert warm.layer_of(bench.common.Shape("odd", 4, 2, 72, 32), "nvfp4") is None
+    del sys.modules["warm"]
