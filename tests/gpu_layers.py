@@ -1,0 +1,154 @@
+"""Layers and batches made on the GPU, for every format that a GPU backend says it can run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import pytest
+import torch
+from torch import Tensor
+
+import torch_moe_ops as moe
+from torch_moe_ops.activations import ACTIVATIONS
+from torch_moe_ops.backends import BACKENDS
+from torch_moe_ops.schemes import SCHEMES
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+# Kernels of this library that run on CUDA; FlashInfer's have tests of their own.
+_OTHERS = ("reference", "cpu", "flashinfer_trtllm", "flashinfer_cutlass")
+GPU_BACKENDS = tuple(name for name in BACKENDS if name not in _OTHERS)
+_LARGEST = {"nvfp4": 2688.0, "fp8": 448.0, "int8": 127.0}  # largest quantized activation
+
+
+def capability() -> tuple[int, int]:
+    """Of the device, or where there is none, of the one that the list of tests is made for."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+
+
+@dataclass(frozen=True)
+class Format:
+    """What a backend runs: a scheme, an activation format, and where its scale comes from (none: dynamic)."""
+
+    backend: str
+    scheme: str
+    act_format: str
+    input_scale: str
+
+    def __str__(self) -> str:
+        scale = "" if self.input_scale == "none" else f"-{self.input_scale}"
+        return f"{self.backend}-{self.scheme}-{self.act_format}{scale}"
+
+
+def _formats() -> Iterator[Format]:
+    for backend in GPU_BACKENDS:
+        for scheme in SCHEMES.values():
+            for act in scheme.act_formats:
+                for scale in ("none", "tensor", "expert") if act in scheme.static_acts else ("none",):
+                    problem = moe.Problem(
+                        scheme.name, act, device="cuda", capability=capability(), num_experts=8, hidden_size=256,
+                        intermediate_size=256, input_scale=scale,
+                    )  # fmt: skip
+                    if BACKENDS[backend].fits_anywhere(problem):
+                        yield Format(backend, scheme.name, act, scale)
+
+
+# From the backends' own requirements: a format that a backend gains is tested from then on.
+FORMATS = tuple(_formats())
+formats = pytest.mark.parametrize("fmt", FORMATS, ids=str)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """One layer. MX formats take it with sizes rounded up to their block."""
+
+    experts: int
+    top_k: int
+    hidden: int
+    inter: int
+    activation: str = "silu"
+    bias: bool = False
+    dtype: torch.dtype = torch.bfloat16
+
+
+WIDE = Sizes(experts=8, top_k=2, hidden=2880, inter=704)
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+@lru_cache(maxsize=2)
+def make_raw(fmt: Format, sizes: Sizes) -> moe.RawWeights:
+    """Normal weights with an outlier column, a block of zeros and one tiny expert, quantized on the GPU."""
+    g = torch.Generator("cuda").manual_seed(7)
+    multiple = SCHEMES[fmt.scheme].size_multiple
+    hidden, inter = _up(sizes.hidden, multiple), _up(sizes.inter, multiple)
+    rows = inter * (2 if ACTIVATIONS[sizes.activation].is_gated else 1)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g, device="cuda")
+
+    w13 = randn(sizes.experts, rows, hidden).mul_(hidden**-0.5)
+    w2 = randn(sizes.experts, hidden, inter).mul_(inter**-0.5)
+    w13[:, :, 0] *= 6
+    w13[0, 0, :32] = 0
+    w13[-1] *= 2.0**-6
+    raw = moe.quantize_experts(w13.to(sizes.dtype), w2.to(sizes.dtype), fmt.scheme)
+    changes: dict[str, Tensor] = {}
+    if sizes.bias:
+        changes["w13_bias"] = randn(sizes.experts, rows) * 0.1
+        changes["w2_bias"] = randn(sizes.experts, hidden) * 0.1
+    if raw.w13_scale_2 is not None:
+        factors = torch.rand(sizes.experts, rows // inter, generator=g, device="cuda") * 3 + 0.25
+        changes["w13_scale_2"] = raw.w13_scale_2 * factors
+    if fmt.input_scale != "none":
+        shape = () if fmt.input_scale == "tensor" else (sizes.experts,)
+        for name, amax in (("a13_input_scale", 4.0), ("a2_input_scale", 2.0)):
+            spread = torch.rand(shape, generator=g, device="cuda") + 0.5
+            changes[name] = spread * amax / _LARGEST[fmt.act_format]
+    return dataclasses.replace(raw, activation=sizes.activation, **changes)
+
+
+def prepare(raw: moe.RawWeights, fmt: Format, **fields: object) -> moe.PreparedWeights:
+    """On fmt.backend; the test is skipped with the backend's reasons where it does not take these sizes."""
+    against = moe.explain(raw, act_format=fmt.act_format, device="cuda", **fields).against[fmt.backend]
+    if against:
+        pytest.skip(f"{fmt.backend}: {'; '.join(against)}")
+    return moe.prepare(raw, act_format=fmt.act_format, backend=fmt.backend, device="cuda", **fields)  # type: ignore[arg-type]
+
+
+def as_reference(raw: moe.RawWeights, fmt: Format, **fields: object) -> moe.PreparedWeights:
+    return moe.prepare(raw, act_format=fmt.act_format, backend="reference", device="cuda", **fields)  # type: ignore[arg-type]
+
+
+ROUTINGS = ("random", "skewed", "one", "half", "foreign")
+
+
+def make_batch(sizes: Sizes, hidden: int, tokens: int, routing: str = "random", seed: int = 0) -> list[Tensor]:
+    """hidden_states, topk_ids, topk_weights.
+
+    routing: "random"; "skewed" (most tokens to few experts); "one" (every slot to the same expert); "half" (the upper
+    half of the experts is empty); "foreign" (a third of the ids is nobody's, and the last token has no other).
+    """
+    g = torch.Generator("cuda").manual_seed(seed)
+    x = torch.randn(tokens, hidden, generator=g, device="cuda").to(sizes.dtype)
+    scores = torch.rand(tokens, sizes.experts, generator=g, device="cuda")
+    if routing == "skewed":
+        scores += torch.arange(sizes.experts, 0, -1, device="cuda") / 4.0 % sizes.experts
+    ids = scores.argsort(dim=1, descending=True)[:, : sizes.top_k].int()
+    if routing == "one":
+        ids = torch.full_like(ids, sizes.experts - 2)
+    elif routing == "half":
+        ids //= 2
+    elif routing == "foreign":
+        holes = torch.rand(ids.shape, generator=g, device="cuda") < 0.33
+        values = torch.tensor([-1, sizes.experts, 2**31 - 1, -(2**31)], dtype=torch.int32, device="cuda")
+        pick = torch.randint(4, ids.shape, generator=g, device="cuda")
+        holes[-1:] = True
+        ids = torch.where(holes, values[pick], ids)
+    weights = torch.rand(tokens, sizes.top_k, generator=g, device="cuda") + 0.1
+    return [x, ids, weights]
