@@ -86,15 +86,16 @@ def cpu_extension(cpp: Any) -> Any:
     )
 
 
+def cuda_flags(*arches: str) -> list[str]:
+    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in arches]
+    return ["-O3", "-std=c++17", "--fmad=false", *targets, *ABI_FLAGS, "-DUSE_CUDA"]
+
+
 def cuda_extension(cpp: Any) -> Any:
-    arches = ["-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90a,code=sm_90a"]
     return cpp.CUDAExtension(
         "torch_moe_ops._C_cuda",
         [*sources("cuda", "*.cpp"), *sources("cuda", "*.cu")],
-        extra_compile_args={
-            "cxx": [*host_flags(), "-DUSE_CUDA"],
-            "nvcc": ["-O3", "-std=c++17", "--fmad=false", *arches, *ABI_FLAGS, "-DUSE_CUDA"],
-        },
+        extra_compile_args={"cxx": [*host_flags(), "-DUSE_CUDA"], "nvcc": cuda_flags("80", "90a")},
         extra_link_args=LINK_FLAGS,
         py_limited_api=True,
     )
@@ -102,19 +103,26 @@ def cuda_extension(cpp: Any) -> Any:
 
 def build_command(cpp: Any) -> Any:
     class Build(cpp.BuildExtension):  # type: ignore[misc]
-        """Compiles each instruction set's file with its own flags."""
+        """Compiles what needs flags of its own: each instruction set's file, and the kernels for Hopper alone."""
 
         def build_extension(self, ext: Any) -> None:
             if ext.name.endswith("._C") and is_x86():
                 ext.extra_objects = [o for isa in X86_FLAGS for o in self.compile_isa(ext, isa)]
+            if ext.name.endswith("._C_cuda"):
+                flags = {**ext.extra_compile_args, "nvcc": cuda_flags("90a")}
+                ext.extra_objects = self.compile_with(ext, "sm90", sources("cuda/sm90", "*.cu"), flags)
             super().build_extension(ext)
 
         def compile_isa(self, ext: Any, isa: str) -> list[str]:
+            flags = {"cxx": [*ext.extra_compile_args["cxx"], *isa_flags(isa)]}
+            return self.compile_with(ext, isa, [f"csrc/cpu/isa_{isa}.cpp"], flags)
+
+        def compile_with(self, ext: Any, folder: str, files: list[str], flags: dict[str, list[str]]) -> list[str]:
             objects: list[str] = self.compiler.compile(
-                [f"csrc/cpu/isa_{isa}.cpp"],
-                output_dir=str(Path(self.build_temp) / isa),  # ninja keeps one file of rules a folder
+                files,
+                output_dir=str(Path(self.build_temp) / folder),  # ninja keeps one file of rules a folder
                 include_dirs=ext.include_dirs,
-                extra_postargs={"cxx": [*ext.extra_compile_args["cxx"], *isa_flags(isa)]},
+                extra_postargs=flags,
                 depends=ext.depends,
             )
             return objects

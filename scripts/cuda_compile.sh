@@ -29,10 +29,14 @@ mkdir -p "$objects"
 
 known=$("$nvcc" --list-gpu-code)
 targets=()
+hopper=()   # of csrc/cuda/sm90, whose instructions no other architecture has
 for arch in ${MOEQ_ARCHS:-80 90a 100a 120}; do
   # nvcc lists plain architectures only; a suffixed one exists where its number does.
   if grep -qx "sm_${arch%[a-z]}" <<<"$known"; then
     targets+=(-gencode "arch=compute_$arch,code=sm_$arch")
+    if [ "$arch" = 90a ]; then
+      hopper=("${targets[@]: -2}")
+    fi
   else
     echo "cuda-compile: $("$nvcc" --version | grep -o 'release [0-9.]*') does not know sm_$arch: skipped"
   fi
@@ -54,7 +58,7 @@ mapfile -t includes <<<"$paths"
 flags=(-O3 -std=c++17 --fmad=false -DTORCH_TARGET_VERSION=0x020b000000000000 -DPy_LIMITED_API=0x030a0000 -DUSE_CUDA
   -D__CUDA_NO_HALF_OPERATORS__ -D__CUDA_NO_HALF_CONVERSIONS__ -D__CUDA_NO_BFLOAT16_CONVERSIONS__
   -D__CUDA_NO_HALF2_OPERATORS__ --expt-relaxed-constexpr
-  -Xcompiler -fPIC -Xptxas -v "${targets[@]}" "${includes[@]}")
+  -Xcompiler -fPIC -Xptxas -v "${includes[@]}")
 
 sources=("$@")
 if [ ${#sources[@]} -eq 0 ]; then
@@ -65,7 +69,15 @@ failed=0
 for source in "${sources[@]}"; do
   start=$SECONDS
   log=$objects/$(basename "$source").log
-  if "$nvcc" "${flags[@]}" -c "$source" -o "$objects/$(basename "$source" .cu).o" >"$log" 2>&1; then
+  of_source=("${targets[@]}")
+  if [[ $source == */sm90/* ]]; then
+    if [ ${#hopper[@]} -eq 0 ]; then
+      echo "skip $source (90a is not among the architectures)"
+      continue
+    fi
+    of_source=("${hopper[@]}")
+  fi
+  if "$nvcc" "${flags[@]}" "${of_source[@]}" -c "$source" -o "$objects/$(basename "$source" .cu).o" >"$log" 2>&1; then
     echo "ok   $source ($((SECONDS - start)) s)"
     "$python" scripts/ptxas_report.py "$log"
   else

@@ -6,6 +6,8 @@ from __future__ import annotations
 from torch_moe_ops.backends import flashinfer_trtllm
 from torch_moe_ops.backends import flashinfer_cutlass
 from torch_moe_ops.backends import cpu
+from torch_moe_ops.backends import cuda_sm90
+from torch_moe_ops.backends import cuda_sm90_w4a8
 from torch_moe_ops.backends import triton
 from torch_moe_ops.backends import reference
 
@@ -18,6 +20,8 @@ __all__ = [
     "Problem",
     "Requirement",
     "cpu",
+    "cuda_sm90",
+    "cuda_sm90_w4a8",
     "flashinfer_cutlass",
     "flashinfer_trtllm",
     "reference",

@@ -1,0 +1,79 @@
+// The end of GEMM2: one row of the result for each slot.
+#pragma once
+#include "gemm_staging.cuh"
+
+namespace moeq::sm90 {
+
+// A thread's 16 bytes of the staged 64 results of its rows.
+__device__ __forceinline__ void store_output(const GemmArgs& args, const Work& work, const Staging& s, int first_row,
+                                             const int* slots) {
+  const int hidden = args.problem.hidden, at = first_row + s.thread % 8 * 8;
+  if (at >= hidden) return;
+  __nv_bfloat16* y = static_cast<__nv_bfloat16*>(args.y) + at;
+#pragma unroll
+  for (int i = 0; i < kPasses; i++) {
+    const int row = s.thread / 8 + i * kRowsAPass;
+    if (row >= work.rows) break;
+    const uint4 v = load_shared16(s.address + row * 128 + (s.thread % 8 ^ row % 8) * 16);
+    *reinterpret_cast<uint4*>(y + static_cast<int64_t>(slots[row]) * hidden) = v;
+  }
+}
+
+__device__ __forceinline__ void store_output_wide(const GemmArgs& args, const Work& work,
+                                                  const float (&acc)[kMaxWidth / 2], const Staging& s, int first_row) {
+  const int hidden = args.problem.hidden;
+  store_wide(acc, s, hidden - first_row, [&](int token) {
+    if (token >= work.rows) return static_cast<float*>(nullptr);
+    const int64_t slot = args.schedule.slot_of_row[work.first_row + token];
+    return static_cast<float*>(args.y) + slot * hidden + first_row;
+  });
+}
+
+__device__ __forceinline__ RowScales scales_of_second(const GemmArgs& args, const Work& work, const Staging& s,
+                                                      int first_row) {
+  const Problem& p = args.problem;
+  RowScales scales;
+  for (int half = 0; half < 2; half++) {
+    const int row = first_row + s.warp * 16 + half * 8 + s.lane / 4;
+    scales.alpha[half] = s.alpha[0];
+    scales.bias[half] = 0.0f;
+    if (p.w2_bias != nullptr && row < p.hidden) scales.bias[half] = p.w2_bias[work.expert * int64_t{p.hidden} + row];
+  }
+  return scales;
+}
+
+// Begun before the multiplication, so that nobody waits for memory after it.
+__device__ __forceinline__ void prefetch_slots(const GemmArgs& args, GemmShared& shared, const Work& work,
+                                               const Staging& s) {
+  for (int row = s.thread; row < work.rows; row += 128) {
+    copy4(shared_address(&shared.slots[s.warpgroup][row]), args.schedule.slot_of_row + work.first_row + row);
+  }
+}
+
+__device__ __forceinline__ void finish_second(const GemmArgs& args, GemmShared& shared, const Work& work,
+                                              Accumulators& acc, const Staging& s) {
+  copy_wait();   // for prefetch_slots, which the first synchronization below makes known to all
+#pragma unroll
+  for (int m = 0; m < kWarpgroupTiles; m++) {
+    const int first = ((work.row_block * kConsumers + s.warpgroup) * kWarpgroupTiles + m) * kTileRows;
+    const RowScales scales = scales_of_second(args, work, s, first);
+    if (args.h_factor == nullptr) {
+      transform(work, acc[m], s, [&](float sum, int half, int) { return scales.of(sum, half, 1.0f); });
+    } else {
+      stage_factors(work, s, [&](int row) { return args.h_factor[row]; });
+      transform(work, acc[m], s,
+                [&](float sum, int half, int token) { return scales.of(sum, half, factor_of<true>(s, token)); });
+      s.synchronize();
+    }
+    if (args.y_wide) {
+      store_output_wide(args, work, acc[m], s, first);
+      continue;
+    }
+    stage_tile(work, acc[m], s);
+    s.synchronize();
+    store_output(args, work, s, first, shared.slots[s.warpgroup]);
+    s.synchronize();
+  }
+}
+
+}  // namespace moeq::sm90

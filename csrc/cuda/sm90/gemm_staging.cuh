@@ -1,0 +1,152 @@
+// From accumulators to rows of a result, through shared memory: what all epilogues share.
+//
+// A warpgroup stages 64 results (16-bit, 128 bytes) of each token, its 16-byte pieces swizzled by the token.
+#pragma once
+#include "gemm_mainloop.cuh"
+
+namespace moeq::sm90 {
+
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+constexpr int kPairs = kMaxWidth / 16;                   // of groups of 8 tokens
+
+struct Staging {
+  uint32_t address;
+  int warpgroup, thread, warp, lane;
+  float alpha[2];   // of the work at hand: see fetch_alphas
+
+  __device__ Staging(GemmShared& shared, int wg)
+      : address(shared_address(shared.staging[wg])),
+        warpgroup(wg),
+        thread(threadIdx.x % 128),
+        warp(threadIdx.x % 128 / 32),
+        lane(threadIdx.x % 32) {}
+
+  // Where this lane's row of a store_transposed goes: its token among 8 is lane % 8.
+  __device__ uint32_t row(int group, int piece) const {
+    return address + (group * 8 + lane % 8) * 128 + (piece ^ lane % 8) * 16;
+  }
+  __device__ void synchronize() const { named_barrier(1 + warpgroup, 128); }
+};
+
+__device__ __forceinline__ uint32_t load_shared(uint32_t address) {
+  uint32_t word;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(address));
+  return word;
+}
+
+__device__ __forceinline__ uint4 load_shared16(uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+  return v;
+}
+
+// Before the multiplication, so that nobody waits for memory after it. The power of two that decoded weights lack is
+// within: exact.
+__device__ __forceinline__ void fetch_alphas(const Problem& p, const Work& work, Staging& s) {
+  const float* alphas = work.second ? p.g2_alphas + work.expert : p.g1_alphas + work.expert * p.alphas13;
+  s.alpha[0] = alphas[0] * kAccumulatorScale;
+  s.alpha[1] = alphas[work.second ? 0 : p.alphas13 - 1] * kAccumulatorScale;
+}
+
+// Staged rows of 64 intermediates -> K tile `group` of h, in the order in which GEMM2's fragments take them, swizzled.
+__device__ __forceinline__ void store_intermediate(const GemmArgs& args, const Work& work, const Staging& s,
+                                                   int group) {
+  if (group * kTileK >= args.inter_padded) return;
+  const int piece = s.thread % 8;                        // pairs piece + 8 * c of the 32 of a row
+  __nv_bfloat16* to = args.h + (int64_t{group} * args.rows + work.first_row) * kTileK;
+#pragma unroll 2
+  for (int row = s.thread / 8; row < work.rows; row += kRowsAPass) {
+    const uint32_t from = s.address + row * 128 + piece % 4 * 4;
+    uint4 v;
+    v.x = load_shared(from + ((0 + piece / 4) ^ row % 8) * 16);
+    v.y = load_shared(from + ((2 + piece / 4) ^ row % 8) * 16);
+    v.z = load_shared(from + ((4 + piece / 4) ^ row % 8) * 16);
+    v.w = load_shared(from + ((6 + piece / 4) ^ row % 8) * 16);
+    *reinterpret_cast<uint4*>(to + row * kTileK + (piece ^ row % 8) * 8) = v;
+  }
+}
+
+// Scales of a thread's two rows of a tile.
+struct RowScales {
+  float alpha[2], bias[2];
+  __device__ __forceinline__ float of(float acc, int row, float factor) const {
+    return __fmaf_rn(acc, alpha[row] * factor, bias[row]);
+  }
+};
+
+// What each token's operand row was multiplied by less, read back by `factor_of`. In the staging: to be called by the
+// whole warpgroup, and followed by a synchronization before results are staged.
+template <class Function>
+__device__ __forceinline__ void stage_factors(const Work& work, const Staging& s, Function function) {
+  for (int token = s.thread; token < work.width; token += 128) {
+    const float factor = token < work.rows ? function(work.first_row + token) : 1.0f;
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(s.address + token * 4), "f"(factor) : "memory");
+  }
+  s.synchronize();
+}
+
+__device__ __forceinline__ void stage_operand_factors(const GemmArgs& args, const Work& work, const Staging& s) {
+  stage_factors(work, s, [&](int row) {
+    return args.operand_factor == nullptr ? 1.0f
+                                          : args.operand_factor[args.schedule.slot_of_row[row] / args.problem.top_k];
+  });
+}
+
+template <bool scaled>
+__device__ __forceinline__ float factor_of(const Staging& s, int token) {
+  return scaled ? __uint_as_float(load_shared(s.address + token * 4)) : 1.0f;
+}
+
+__device__ __forceinline__ float gscale_of_intermediate(const Problem& p, int expert) {
+  return p.a2_gscale[p.a2 == ActScale::kExpert ? expert : 0];
+}
+
+// 64 rows of a tile as 16-bit results into the staging.
+__device__ __forceinline__ void stage_tile(const Work& work, const float (&acc)[kMaxWidth / 2], const Staging& s) {
+  const uint32_t to = s.row(s.lane / 16, s.warp * 2 + s.lane / 8 % 2);
+#pragma unroll
+  for (int pair = 0; pair < kPairs; pair++) {
+    if (pair * 16 >= work.width) break;
+    uint32_t packed[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) packed[i] = pack_bf16(acc[pair * 8 + i * 2], acc[pair * 8 + i * 2 + 1]);
+    store_transposed(to + pair * 2048, packed[0], packed[1], packed[2], packed[3]);
+  }
+}
+
+// A thread's rows of one tile: acc = function(acc, half, token), half 0 for row lane / 4 of the warp's 16, 1 for the
+// row 8 further on.
+template <class Function>
+__device__ __forceinline__ void transform(const Work& work, float (&acc)[kMaxWidth / 2], const Staging& s,
+                                          Function function) {
+#pragma unroll
+  for (int group = 0; group < kMaxWidth / 8; group++) {
+    if (group * 8 >= work.width) break;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      float& value = acc[group * 4 + i];
+      value = function(value, i / 2, group * 8 + s.lane % 4 * 2 + i % 2);
+    }
+  }
+}
+
+// float32 rows straight to memory: `row_of(token)` is where the tile's 64 values begin, null beyond the last token.
+template <class RowOf>
+__device__ __forceinline__ void store_wide(const float (&acc)[kMaxWidth / 2], const Staging& s, int limit,
+                                           RowOf row_of) {
+#pragma unroll
+  for (int group = 0; group < kMaxWidth / 8; group++) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int at = s.warp * 16 + i / 2 * 8 + s.lane / 4;
+      float* row = row_of(group * 8 + s.lane % 4 * 2 + i % 2);
+      if (row != nullptr && at < limit) row[at] = acc[group * 4 + i];
+    }
+  }
+}
+
+}  // namespace moeq::sm90

@@ -1,0 +1,51 @@
+// The prepared layout `cuda_sm90` of NVFP4 weights: tiles of 64 rows by 64 values of K, in the order in which the
+// threads of a warpgroup hold the A operand of wgmma (and each warp that of mma.m16n8k16).
+//
+// K is permuted inside a tile so that the block of 16 values that shares a scale belongs to one thread: with g = lane / 4,
+// c = lane % 4, a thread holds K = 16 * c .. 16 * c + 15 of rows g and g + 8 of its warp's 16, four of each in every one
+// of the tile's four K-steps. What is multiplied with it (the token operand) takes the same order: K-column
+// 2 * c + 8 * u + b of K-step j is K = 16 * c + 4 * j + 2 * u + b of the tile (u, b in {0, 1}).
+//
+// Codes, 2048 bytes a tile: thread t = 32 * warp + lane reads the 16 bytes at 16 * t, word j of which (little endian)
+// are its eight codes of K-step j. Register i of the fragment holds
+//   row 16 * warp + g + 8 * (i % 2),  K = 16 * c + 4 * j + 2 * (i / 2) (low half) and one more (high half).
+// Let v[i] be such a register as bfloat16 bits (sign 15, code's other three bits 8..6; the same 16 higher), m = 0x81C081C0.
+// The word w spreads them so that few operations take them apart:
+//   v[0] = (w << 6) & m, v[1] = (w << 2) & m, v[2] = rotate_right(w, 4) & m, v[3] = (w ^ (w >> 8)) & m.
+// `encode_word` is the inverse.
+//
+// Scales, 256 bytes a tile: byte 2 * t + h scales row 16 * warp + g + 8 * h, K = 16 * c .. 16 * c + 15. A byte
+// is 0 for a scale of zero, else (r + 23) << 3 | m for the e4m3 scale 2^r * (1 + m / 8), subnormals normalized.
+// (byte << 4) + 0x6000 is then 2^88 times the scale in bfloat16. (0 decodes to 2^-23: the codes of a block whose scale
+// is zero are zero wherever a quantizer wrote them, and others are worth 2^-31 of the largest weight at most.)
+//
+// Rows of w13 where gated: row 16 * q + g of a layer is gate row 8 * q + g, row 16 * q + 8 + g up row 8 * q + g, so that
+// a thread holds both of a column. Rows and K are padded to multiples of 64 with zeros: the codes and the scales.
+#pragma once
+#include <cstdint>
+
+namespace moeq::sm90 {
+
+constexpr int kTileRows = 64;
+constexpr int kTileK = 64;
+constexpr int kTileCodeBytes = kTileRows * kTileK / 2;
+constexpr int kTileScaleBytes = kTileRows * kTileK / 16;
+// What an accumulator of decoded weights lacks: codes come out as 2^-126, scales as 2^88.
+constexpr float kAccumulatorScale = 274877906944.0f;  // 2^38
+
+constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+constexpr int row_tiles13(int inter, bool gated) { return ceil_div(gated ? 2 * inter : inter, kTileRows); }
+constexpr int k_tiles(int k) { return ceil_div(k, kTileK); }
+
+// v[i]: two codes as bfloat16 bits, as described above -> the stored word.
+constexpr uint32_t encode_word(uint32_t v0, uint32_t v1, uint32_t v2, uint32_t v3) {
+  uint32_t w = v0 >> 6 | v1 >> 2 | v2 << 4 | v2 >> 28;   // bits 0-2, 9; 4-6, 13; 10-12, 3, of either half
+  w |= v3 & 0x81000000u;                                 // what v[3] does not mix with another bit
+  w |= (v3 ^ w >> 8) & 0x00800000u;
+  w |= (v3 ^ w >> 8) & 0x00008000u;
+  w |= (v3 ^ w >> 8) & 0x00000180u;
+  w |= ((v3 ^ w) << 8) & 0x40004000u;
+  return w;
+}
+
+}  // namespace moeq::sm90

@@ -1,0 +1,66 @@
+// The launches of a prefill besides the GEMMs.
+#pragma once
+#include <cuda_bf16.h>
+
+#include "problem.h"
+#include "schedule.cuh"
+
+namespace moeq::sm90 {
+
+// The expert of a slot, -1 where it is not one of ours: its router weight may be anything.
+__device__ __forceinline__ int local_expert(const Problem& p, int64_t slot) {
+  const uint32_t id = static_cast<uint32_t>(p.topk_ids[slot]) - static_cast<uint32_t>(p.expert_offset);
+  return id < static_cast<uint32_t>(p.experts) ? static_cast<int>(id) : -1;
+}
+
+// GEMM1's operand: x rounded, weighted and quantized as asked for, gathered by expert, K padded and in the order of the
+// weights' layout.
+struct OperandArgs {
+  Problem problem;
+  Schedule schedule;
+  __nv_bfloat16* operand;   // [hidden_padded / 64, rows, 64]
+  float* row_gscale;        // [tokens]: where each token has its own
+  float* factor;            // [tokens]: 1 / row_gscale; null where there is none
+  int rows;                 // max_rows
+  int hidden_padded;
+};
+
+// The intermediate with a scale of its own per row.
+struct RequantizeArgs {
+  Problem problem;
+  Schedule schedule;
+  const float* wide;        // [rows, inter_padded]
+  __nv_bfloat16* h;         // [inter_padded / 64, rows, 64]: the same, quantized
+  float* factor;            // [rows]: 1 / gscale
+  int rows;                 // max_rows
+  int inter_padded;
+};
+
+struct CombineArgs {
+  Problem problem;
+  const void* y;            // [slots, hidden]: bfloat16, or float32 if y_wide
+  bool y_wide;
+};
+
+cudaError_t launch_schedule(const OperandArgs& args);
+cudaError_t launch_operand(const OperandArgs& args);
+cudaError_t launch_requantize(const RequantizeArgs& args);
+cudaError_t launch_combine(const CombineArgs& args);
+
+// A launch that may begin before the previous kernel of the stream has ended (see wait_for_previous_kernel).
+template <class Args>
+cudaError_t launch_dependent(void (*kernel)(Args), const Args& args, dim3 grid, int threads, int shared_bytes) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = args.problem.stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, args);
+}
+
+}  // namespace moeq::sm90

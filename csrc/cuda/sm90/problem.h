@@ -1,0 +1,54 @@
+// What the Hopper kernels are asked to run: plain pointers and sizes, so that a test program needs no torch.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <cuda_runtime.h>
+
+namespace moeq::sm90 {
+
+enum class Activation : int {
+  kSilu, kSwigluoai, kSwiglustep, kSitu, kGelu, kGeluTanh, kRelu2,          // gated
+  kSiluNoMul, kGeluNoMul, kRelu2NoMul, kIdentityNoMul,                      // not gated
+};
+
+// How activations are quantized to NVFP4 before they are multiplied.
+enum class ActScale : int { kNone, kTensor, kExpert, kToken };              // kNone: not at all (W4A16)
+
+enum class OutType : int { kBfloat16, kFloat16, kFloat32 };
+
+// One layer's call. Weights lie in the layout of layout.h; everything else as the op has it, contiguous.
+struct Problem {
+  const uint8_t* w13;        // [experts, row_tiles13, k_tiles13, 2048]
+  const uint8_t* w13_scale;  // [experts, row_tiles13, k_tiles13, 256]
+  const uint8_t* w2;         // [experts, row_tiles2, k_tiles2, 2048]
+  const uint8_t* w2_scale;   // [experts, row_tiles2, k_tiles2, 256]
+  const float* g1_alphas;    // [experts, alphas13]
+  int alphas13;              // 1, or 2: gate and up have one each
+  const float* g2_alphas;    // [experts]
+  const float* w13_bias;     // [experts, 2 * inter] (gate, then up) or [experts, inter]; null: none
+  const float* w2_bias;      // [experts, hidden]; null: none
+  const void* x;             // bfloat16 [tokens, hidden]
+  const int32_t* topk_ids;   // [tokens, top_k]; outside [offset, offset + experts): contributes nothing
+  const float* topk_weights; // [tokens, top_k]
+  void* out;                 // [tokens, hidden] of out_type
+  OutType out_type;
+  int tokens, top_k, experts, expert_offset, hidden, inter;
+  Activation activation;
+  bool gated;
+  float alpha, beta, limit;  // of the activation; limit may be infinite
+  bool weight_on_input;      // the router weight multiplies the token (rounded to bfloat16), top_k is 1
+  ActScale a1, a2;           // of the hidden states and of the intermediate
+  const float* a1_gscale;    // kTensor: [1], kExpert: [experts], else null
+  const float* a2_gscale;
+  void* workspace;           // of the size that *_workspace(problem) says; contents undefined, need not survive
+  cudaStream_t stream;
+};
+
+// Each returns an error for a failed launch and never synchronizes. Sizes depend on shapes alone.
+int decode_max_tokens(const Problem& p);   // more than that, whatever p.tokens, decode_run does not take
+size_t decode_workspace(const Problem& p);
+cudaError_t decode_run(const Problem& p);
+size_t prefill_workspace(const Problem& p);
+cudaError_t prefill_run(const Problem& p);
+
+}  // namespace moeq::sm90

@@ -1,0 +1,120 @@
+// A warpgroup's share of a tile: 64 weight rows times up to 256 tokens.
+//
+// The tensor cores keep about 13 bits of a running fp8 sum, so each step of 128 in K starts from zero and is added to
+// the sums in float32. A tile wider than one instruction is done in two halves that share the partial sums' registers.
+#pragma once
+#include "w4a8_decode.cuh"
+#include "w4a8_wgmma_folded.cuh"
+#include "w4a8_wgmma_packed.cuh"
+
+namespace moeq::sm90::w4a8 {
+
+// sums[part][4 * j + 2 * h + b]: row 16 * warp + lane / 4 + 8 * h, token part * span + 8 * j + lane % 4 * 2 + b.
+template <int parts>
+struct Sums {
+  static constexpr int kRegisters = parts == 1 ? kMaxSingle / 2 : kMaxWidth / 4;
+  float v[parts][kRegisters];
+};
+
+// What chooses the instruction, and how many tokens it spans.
+template <int parts>
+struct Span {
+  int tokens, index;
+  __device__ explicit Span(int width) {
+    tokens = width / parts;
+    index = parts == 2 ? (tokens - 88) / 8 : tokens <= 96 ? tokens / 16 - 1 : (tokens - 104) / 8 + 6;
+  }
+};
+
+// `a`: registers of the first of some steps, or where they are in shared memory.
+template <int parts, int registers, class Weights>
+__device__ __forceinline__ void start(float (&part)[registers], Weights a, uint64_t tokens, int index) {
+  if constexpr (parts == 1) {
+    multiply_single(part, a, tokens, index);
+  } else {
+    multiply_half(part, a, tokens, index);
+  }
+}
+
+template <int registers>
+__device__ __forceinline__ void add(float (&sums)[registers], const float (&part)[registers], int tokens) {
+  constexpr int kGroup = 16;   // registers: 32 tokens
+#pragma unroll
+  for (int first = 0; first < registers; first += kGroup) {
+    if (first * 2 >= tokens) break;
+#pragma unroll
+    for (int i = first; i < first + kGroup && i < registers; i++) sums[i] = __fadd_rn(sums[i], part[i]);
+  }
+}
+
+// The compiler takes an operand's registers for free once the instruction is issued; they are not until it is done.
+__device__ __forceinline__ void keep(uint32_t (&a)[4][4]) {
+#pragma unroll
+  for (int i = 0; i < 16; i++) asm volatile("" : "+r"(a[i / 4][i % 4]));
+}
+
+template <class Policy>
+__device__ __forceinline__ void release(GemmShared<Policy>& shared, int stage) {
+  if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&shared.empty[stage]));
+}
+
+// Where one instruction spans the tile and weights are decoded, the warpgroups take turns at the tensor cores, so that
+// one adds and decodes while the other multiplies: 11 % faster there, and 8 to 15 % slower elsewhere (docs/hopper.md).
+// The other's turn comes when the last of four steps is all that is left.
+__device__ __forceinline__ void pass_turn(int warpgroup) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(kTurnBarrier + (warpgroup ^ 1)), "n"(kConsumerThreads) : "memory");
+}
+
+template <int parts, bool turns, class Weights, int registers>
+__device__ __forceinline__ void multiply_part(float (&sums)[registers], float (&part)[registers], Weights a,
+                                              uint64_t tokens, const Span<parts>& span, int warpgroup) {
+  if (turns) named_barrier(kTurnBarrier + warpgroup, kConsumerThreads);
+  start<parts>(part, a, tokens, span.index);
+  if (turns) {
+    wgmma_wait<1>();
+    pass_turn(warpgroup);
+  }
+  wgmma_wait<0>();
+  add(sums, part, span.tokens);
+}
+
+template <int parts>
+__device__ __forceinline__ void multiply(Sums<parts>& sums, GemmShared<Packed>& shared, Ring<Packed::kStages>& ring,
+                                         int warpgroup, const Span<parts>& span, int k_tiles) {
+  float part[Sums<parts>::kRegisters] = {};
+  for (int k = 0; k < k_tiles; k++) {
+    barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
+    uint32_t a[4][4];
+    decode_tile(shared.weights[ring.slot] + warpgroup * kPackedBytes,
+                shared.scales[ring.slot] + warpgroup * kScaleBytes, a);
+    const uint64_t tokens = swizzled_operand(shared_address(shared.tokens[ring.slot]));
+#pragma unroll
+    for (int i = 0; i < parts; i++) {
+      multiply_part<parts, parts == 1>(sums.v[i], part, &a[0], tokens + i * span.tokens * (kTileK / 16), span,
+                                       warpgroup);
+    }
+    keep(a);
+    release(shared, ring.slot);
+    ring.advance();
+  }
+}
+
+template <int parts>
+__device__ __forceinline__ void multiply(Sums<parts>& sums, GemmShared<Folded>& shared, Ring<Folded::kStages>& ring,
+                                         int warpgroup, const Span<parts>& span, int k_tiles) {
+  float part[Sums<parts>::kRegisters] = {};
+  for (int k = 0; k < k_tiles; k++) {
+    barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
+    const uint64_t tokens = swizzled_operand(shared_address(shared.tokens[ring.slot]));
+    const uint64_t weights = swizzled_operand(shared_address(shared.weights[ring.slot] + warpgroup * kFoldedBytes));
+#pragma unroll
+    for (int i = 0; i < parts; i++) {
+      multiply_part<parts, false>(sums.v[i], part, weights, tokens + i * span.tokens * (kTileK / 16), span,
+                                  warpgroup);
+    }
+    release(shared, ring.slot);
+    ring.advance();
+  }
+}
+
+}  // namespace moeq::sm90::w4a8

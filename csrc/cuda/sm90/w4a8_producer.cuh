@@ -1,0 +1,99 @@
+// The thread that loads: everything is contiguous, so a stage is a handful of bulk copies.
+#pragma once
+#include "w4a8_shared.cuh"
+
+namespace moeq::sm90::w4a8 {
+
+// Items of an expert: for each block of weight rows one after another all its tiles, so that weights come from the
+// cache from the second tile on.
+__device__ __forceinline__ Work find_work(const GemmArgs& args, int tiles_total, int item) {
+  Work work{-1, 0, 0, 0, 0, 0, 0};
+  const int blocks = (args.row_tiles + kBlockTiles - 1) / kBlockTiles;
+  if (item >= tiles_total * blocks) return work;
+  const TokenTile tile = args.schedule.tiles[item / blocks];
+  const int within = item - tile.first * blocks;
+  const int first_token = within % tile.tiles * tile.width;
+  work.expert = tile.expert;
+  work.row_block = within / tile.tiles;
+  work.width = tile.width;
+  work.rows = min(tile.width, tile.count - first_token);
+  work.first_row = tile.start + first_token;
+  work.start = tile.start;
+  work.padded = round_up(tile.count, 8);
+  return work;
+}
+
+// What one lane copies into each stage: lane 0 the tokens, 1 and 2 the row tiles' weights, 3 and 4 their scales.
+struct Stream {
+  const uint8_t* from;
+  int stride, bytes;
+  uint32_t to, to_stride;
+};
+
+constexpr int kStreams = 1 + 2 * kBlockTiles;
+
+template <class Policy>
+__device__ __forceinline__ Stream stream_of(const GemmArgs& args, GemmShared<Policy>& shared, const Work& work,
+                                            int lane) {
+  const int local = work.first_row - work.start;
+  if (lane == 0) {
+    return {args.operand + (int64_t{work.start} * args.k_tiles + local) * kTileK, work.padded * kTileK,
+            min(work.width, work.padded - local) * kTileK, shared_address(shared.tokens), kTokenBytes};
+  }
+  const int tile = (lane - 1) % kBlockTiles;
+  const int64_t row_tile = int64_t{work.expert} * args.row_tiles +
+                           min(work.row_block * kBlockTiles + tile, args.row_tiles - 1);
+  if (lane <= kBlockTiles) {
+    return {args.weights + row_tile * args.k_tiles * Policy::kTileBytes, Policy::kTileBytes, Policy::kTileBytes,
+            shared_address(shared.weights) + tile * Policy::kTileBytes, kBlockTiles * Policy::kTileBytes};
+  }
+  return {args.scales + row_tile * (args.k_tiles * Policy::kTileScales + kTileRows), Policy::kTileScales,
+          Policy::kTileScales, shared_address(shared.scales) + tile * Policy::kTileScales,
+          kBlockTiles * Policy::kTileScales};
+}
+
+// Also what its tokens' results are multiplied by, and where they go.
+template <class Policy>
+__device__ __forceinline__ void publish(const GemmArgs& args, GemmShared<Policy>& shared, const Work& work, int slot) {
+  const uint32_t full = shared_address(&shared.work_full[slot]);
+  shared.work[slot] = work;
+  if (work.expert < 0) {
+    barrier_arrive(full);
+    return;
+  }
+  const int bytes = round_up(work.rows, 8) * 4;
+  barrier_expect(full, 2 * bytes);
+  copy_bulk(shared_address(shared.factor[slot]), args.factor + work.first_row, bytes, full);
+  copy_bulk(shared_address(shared.slots[slot]), args.schedule.slot_of_row + work.first_row, bytes, full);
+}
+
+// One warp.
+template <class Policy>
+__device__ __forceinline__ void produce(const GemmArgs& args, GemmShared<Policy>& shared) {
+  constexpr int kLanes = Policy::kTileScales > 0 ? kStreams : 1 + kBlockTiles;
+  const int tiles_total = *args.schedule.tiles_total, lane = threadIdx.x % 32;
+  Ring<kWorkSlots> work_ring;
+  Ring<Policy::kStages> ring;
+  int item = blockIdx.x;
+  while (true) {
+    const Work work = find_work(args, tiles_total, item);
+    barrier_wait(shared_address(&shared.work_empty[work_ring.slot]), work_ring.parity ^ 1);
+    if (lane == 0) publish(args, shared, work, work_ring.slot);
+    work_ring.advance();
+    if (work.expert < 0) break;
+    if (lane == 0) item = gridDim.x + atomicAdd(args.next_item, 1);   // its latency passes while the tile is loaded
+    Stream stream = stream_of(args, shared, work, lane < kLanes ? lane : 0);
+    const int token_bytes = __shfl_sync(0xffffffffu, stream.bytes, 0);
+    for (int k = 0; k < args.k_tiles; k++) {
+      barrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
+      const uint32_t full = shared_address(&shared.full[ring.slot]);
+      if (lane == 0) barrier_expect(full, token_bytes + kBlockTiles * (Policy::kTileBytes + Policy::kTileScales));
+      if (lane < kLanes) copy_bulk(stream.to + ring.slot * stream.to_stride, stream.from, stream.bytes, full);
+      stream.from += stream.stride;
+      ring.advance();
+    }
+    item = __shfl_sync(0xffffffffu, item, 0);
+  }
+}
+
+}  // namespace moeq::sm90::w4a8

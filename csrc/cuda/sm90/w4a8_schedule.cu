@@ -1,0 +1,77 @@
+// The first launch: one block counts the slots of each expert, and lists tiles of tokens.
+#include "gemm_async.cuh"
+#include "w4a8_schedule.cuh"
+
+namespace moeq::sm90::w4a8 {
+namespace {
+
+constexpr int kThreads = 1024;
+
+struct ScheduleArgs {
+  W4a8Problem problem;
+  Schedule schedule;
+};
+
+// Exclusive prefix sum over the block's threads; `total` becomes the sum of all.
+__device__ int prefix_sum(int value, int* warp_sums, int& total) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int sum = value;
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(0xffffffffu, sum, step);
+    if (lane >= step) sum += other;
+  }
+  if (lane == 31) warp_sums[warp] = sum;
+  __syncthreads();
+  int before = 0;
+  total = 0;
+  for (int i = 0; i < kThreads / 32; i++) {
+    before += i < warp ? warp_sums[i] : 0;
+    total += warp_sums[i];
+  }
+  __syncthreads();
+  return before + sum - value;
+}
+
+__device__ void list_expert(const Schedule& schedule, int expert, int start, int count, int first, int tiles) {
+  schedule.start[expert] = start;
+  schedule.count[expert] = count;
+  for (int row = start + count; row < start + round_up(count, 8); row++) schedule.slot_of_row[row] = -1;
+  for (int i = 0; i < tiles; i++) {
+    schedule.tiles[first + i] = {expert, first, tiles, start, count, tile_width(count, tiles), {0, 0}};
+  }
+}
+
+__global__ void __launch_bounds__(kThreads, 1) schedule_kernel(const __grid_constant__ ScheduleArgs args) {
+  __shared__ int counts[kMaxExperts];
+  __shared__ int warp_sums[kThreads / 32];
+  wait_for_previous_kernel();
+  const Problem& p = args.problem;
+  const Schedule& schedule = args.schedule;
+  const int slots = p.tokens * p.top_k, expert = threadIdx.x;
+  counts[expert] = 0;
+  __syncthreads();
+#pragma unroll 8
+  for (int slot = threadIdx.x; slot < slots; slot += kThreads) {
+    const int64_t id = int64_t{p.topk_ids[slot]} - p.expert_offset;
+    schedule.rank[slot] = id >= 0 && id < p.experts ? atomicAdd(&counts[id], 1) : -1;
+  }
+  __syncthreads();
+  const int count = counts[expert], tiles = tiles_for(count);
+  int rows_total, tiles_total;
+  const int start = prefix_sum(round_up(count, 8), warp_sums, rows_total);
+  const int first = prefix_sum(tiles, warp_sums, tiles_total);
+  if (expert < p.experts) list_expert(schedule, expert, start, count, first, tiles);
+  if (expert == 0) {
+    *schedule.tiles_total = tiles_total;
+    schedule.start[p.experts] = rows_total;
+    schedule.next_item[0] = schedule.next_item[1] = 0;
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_schedule(const W4a8Problem& p, const Schedule& schedule) {
+  return launch_after(schedule_kernel, ScheduleArgs{p, schedule}, 1, kThreads, 0, p.stream);
+}
+
+}  // namespace moeq::sm90::w4a8

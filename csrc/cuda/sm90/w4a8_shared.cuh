@@ -1,0 +1,90 @@
+// Shared memory of the persistent kernel: a ring of stages, each one step of 128 in K, and a ring of work.
+#pragma once
+#include "gemm_async.cuh"
+#include "w4a8_schedule.cuh"
+
+namespace moeq::sm90::w4a8 {
+
+struct GemmArgs {
+  W4a8Problem problem;
+  Schedule schedule;
+  const uint8_t* operand;    // see w4a8_schedule.cuh
+  const float* factor;       // [rows] of the operand
+  const uint8_t* weights;    // [experts, row tiles, k tiles, bytes of a tile]
+  const uint8_t* scales;     // [experts, row tiles, scales of the row tile, then its exponents]
+  float* h;                  // GEMM1: [rows, columns of h]
+  void* y;                   // GEMM2: [slots, hidden], bfloat16 or float32 if y_wide
+  bool y_wide;
+  int* next_item;
+  int k_tiles, row_tiles;
+};
+
+constexpr int kBlockTiles = 2;                              // row tiles of a block, one a warpgroup
+constexpr int kWorkSlots = 2;
+constexpr int kConsumerThreads = 128 * kBlockTiles;
+constexpr int kGemmThreads = kConsumerThreads + 128;
+constexpr int kTurnBarrier = 1;                             // and the next: whose turn it is to multiply
+constexpr int kTokenBytes = kMaxWidth * kTileK;
+
+struct Packed {
+  static constexpr int kStages = 5;
+  static constexpr int kTileBytes = kPackedBytes;
+  static constexpr int kTileScales = kScaleBytes;
+};
+
+struct Folded {
+  static constexpr int kStages = 4;
+  static constexpr int kTileBytes = kFoldedBytes;
+  static constexpr int kTileScales = 0;
+};
+
+// A tile of tokens times a block of weight rows.
+struct Work {
+  int expert;      // -1: no more work
+  int row_block;
+  int width;
+  int rows;        // tokens that exist, of `width`
+  int first_row;   // of the operand
+  int start;       // of the expert's rows in the operand
+  int padded;      // rows of the expert there
+};
+
+template <class Policy>
+struct __align__(1024) GemmShared {
+  uint8_t tokens[Policy::kStages][kTokenBytes];
+  uint8_t weights[Policy::kStages][kBlockTiles * Policy::kTileBytes];
+  uint8_t scales[Policy::kStages][kBlockTiles * Policy::kTileScales + (Policy::kTileScales == 0 ? 16 : 0)];
+  Work work[kWorkSlots];
+  alignas(16) float factor[kWorkSlots][kMaxWidth];   // of the work's tokens
+  alignas(16) int slots[kWorkSlots][kMaxWidth];
+  uint64_t full[Policy::kStages], empty[Policy::kStages];
+  uint64_t work_full[kWorkSlots], work_empty[kWorkSlots];
+};
+
+// A place in a ring and the parity of the round.
+template <int size>
+struct Ring {
+  int slot = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++slot == size) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+template <class Policy>
+__device__ __forceinline__ void init_barriers(GemmShared<Policy>& shared) {
+  for (int i = 0; i < Policy::kStages; i++) {
+    barrier_init(shared_address(&shared.full[i]), 1);
+    barrier_init(shared_address(&shared.empty[i]), kConsumerThreads / 32);
+  }
+  for (int i = 0; i < kWorkSlots; i++) {
+    barrier_init(shared_address(&shared.work_full[i]), 1);
+    barrier_init(shared_address(&shared.work_empty[i]), kConsumerThreads / 32);
+  }
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+}  // namespace moeq::sm90::w4a8

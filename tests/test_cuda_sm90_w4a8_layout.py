@@ -1,0 +1,136 @@
+"""The layouts of the fp8 backends: the exact inverse, where each weight lies, and what is refused. No GPU needed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import torch_moe_ops as moe
+from torch_moe_ops.backends import BACKENDS
+from torch_moe_ops.backends import _sm90_w4a8_layout as layout
+from torch_moe_ops.backends.registry import Sizes
+from torch_moe_ops.quant import e4m3, w4a8
+from torch_moe_ops.schemes import SCHEMES
+
+# rows in all, K, gated; neither rows nor K fill their tiles.
+SHAPES = ((192, 208, True), (256, 256, True), (130, 144, False), (64, 128, False))
+SIGN_BITS = (7, 15, 23, 31, 3, 11, 19, 27)  # kSignBits of csrc/cuda/sm90/w4a8_layout.h
+
+
+def random_weight(rows: int, k: int, experts: int = 2) -> tuple[Tensor, Tensor]:
+    """Codes, and block scales over the whole range of e4m3, one in eight of them zero."""
+    g = torch.Generator().manual_seed(rows + k)
+    codes = torch.randint(0, 256, (experts, rows, k // 2), generator=g, dtype=torch.uint8)
+    scale = torch.randint(0, 127, (experts, rows, k // 16), generator=g, dtype=torch.uint8)
+    scale[torch.rand(scale.shape, generator=g) < 0.125] = 0
+    return codes, scale.view(torch.float8_e4m3fn)
+
+
+def row_of(tile: int, warp: int, h: int, g: int, rows: int, gated: bool) -> int | None:
+    """The row of a weight that lies at 16 * warp + 8 * h + g of a tile; None: padding."""
+    if gated:
+        within = 32 * tile + 8 * warp + g
+        return h * (rows // 2) + within if within < rows // 2 else None
+    row = 64 * tile + 16 * warp + 2 * g + h
+    return row if row < rows else None
+
+
+@pytest.mark.parametrize(("rows", "k", "gated"), SHAPES)
+def test_unpack_is_the_inverse(rows: int, k: int, gated: bool) -> None:
+    codes, scale = random_weight(rows, k)
+    packed = layout.pack(codes, scale, layout.padded_rows(rows, gated), gated, "w")
+    back = layout.unpack(*packed, rows, k, gated)
+    assert torch.equal(back[0], codes)
+    assert torch.equal(back[1].view(torch.uint8), scale.view(torch.uint8))
+
+
+@pytest.mark.parametrize(("rows", "k", "gated"), SHAPES)
+def test_every_weight_lies_where_the_kernel_looks(rows: int, k: int, gated: bool) -> None:
+    codes, scale = random_weight(rows, k, experts=1)
+    padded = layout.padded_rows(rows, gated)
+    packed, strip = layout.pack(codes, scale, padded, gated, "w")
+    folded, exponents = layout.fold(codes, scale, padded, gated, "w")
+    rounded, x = w4a8.round_weights(codes, scale)
+    of_byte = rounded.view(torch.uint8)[0]
+    nibbles = torch.stack([codes[0] & 15, codes[0] >> 4], -1).flatten(1)
+    words = packed.view(torch.int32).long() & 0xFFFFFFFF
+    g = torch.Generator().manual_seed(1)
+    for tile, k_tile, place, at in zip(
+        *(torch.randint(0, n, (3000,), generator=g).tolist() for n in (*packed.shape[1:3], 64, 128)), strict=True
+    ):
+        warp, h, row8 = place // 16, place // 8 % 2, place % 8
+        step, u, c, b = at // 32, at // 16 % 2, at // 4 % 4, at % 4
+        thread, i = 32 * warp + 4 * row8 + c, 4 * u + b
+        word = int(words[0, tile, k_tile, 512 * (step // 2) + 4 * thread + 2 * (step % 2) + h])
+        code = (word >> 4 * i & 7) | (word >> SIGN_BITS[i] & 1) << 3
+        byte = int(folded[0, tile, k_tile, 128 * place + 16 * (at // 16 ^ place % 8) + at % 16])
+        row, column = (
+            row_of(tile, warp, h, row8, rows, gated),
+            128 * k_tile + 64 * (step // 2) + 16 * c + 8 * (step % 2) + i,
+        )
+        if row is None or column >= k:
+            assert (code, byte) == (0, 0)
+            continue
+        assert (code, byte) == (int(nibbles[row, column]), int(of_byte[row, column]))
+        assert int(strip[0, tile, place - 64]) == int(exponents[0, tile, place]) == int(x[0, row]) + 64
+        field = int(strip[0, tile, 512 * k_tile + 4 * thread + 2 * (step // 2) + h])
+        relative = (
+            field // 8 - 5 if field < 128 else field // 8 % 16 - 12 if field // 8 % 16 < 7 else field // 8 % 16 + 4
+        )
+        value = 0.0 if field == 248 else (8 + field % 8) * 2.0 ** (relative - 3)
+        assert value == float(e4m3.decode(scale[0, row, column // 16])) * 2.0 ** -int(x[0, row])
+
+
+def test_tables_of_quick_scales_need_no_rounding_but_the_one_of_one_and_a_half() -> None:
+    """What the kernel computes instead of products: doubling adds 8 to a code, 1.5 * (1 + m / 8) adds 4 or 5 to m."""
+    for field in range(128):
+        scale = torch.tensor((8 + field % 8) * 2.0 ** (field // 8 - 8))
+        magnitudes = scale * torch.tensor([0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+        known = magnitudes <= e4m3.MAX
+        one = field + 16
+        half_more = one + 4 + (1 <= field % 8 <= 5)
+        table = torch.tensor([one - 8, one, half_more, one + 8, half_more + 8, one + 16, half_more + 16])
+        assert torch.equal(e4m3.encode(magnitudes).view(torch.uint8)[known].long(), table[known])
+
+
+@pytest.mark.parametrize("policy", ("packed", "folded"))
+def test_prepare_makes_what_the_layout_says(policy: str) -> None:
+    backend = BACKENDS[f"cuda_sm90_{policy}"]
+    g = torch.Generator().manual_seed(0)
+    w13, w2 = torch.randn(3, 2 * 80, 144, generator=g), torch.randn(3, 144, 80, generator=g)
+    raw = moe.quantize_experts(w13, w2, "nvfp4")
+    prepared = backend.prepare(raw)
+    sizes = Sizes(3, 144, 80, True, torch.uint8)
+    for name, (shapes, dtypes) in backend.layout.specs(SCHEMES["nvfp4"], sizes).items():
+        assert tuple(prepared[name].shape) in shapes and prepared[name].dtype in dtypes
+    assert backend.layout.intermediate_size(SCHEMES["nvfp4"], tuple(prepared["w2"].shape)) == 128
+    if policy == "folded":
+        with pytest.raises(ValueError, match="the codes and block scales that they were made of are gone"):
+            backend.restore(SCHEMES["nvfp4"], prepared, sizes)
+        return
+    for name, tensor in backend.restore(SCHEMES["nvfp4"], prepared, sizes).items():
+        assert torch.equal(tensor.view(torch.uint8), getattr(raw, name).view(torch.uint8))
+
+
+@pytest.mark.parametrize("lay", (layout.pack, layout.fold))
+@pytest.mark.parametrize("bits", (0x7F, 0x80, 0xB8))
+def test_scales_without_a_byte_are_refused(lay: object, bits: int) -> None:
+    codes, scale = random_weight(64, 128)
+    scale.view(torch.uint8)[1, 3, 2] = bits
+    with pytest.raises(ValueError, match=f"w2_scale must hold positive finite scales or zero .*{bits:#x} in expert 1"):
+        lay(codes, scale, 64, False, "w2_scale")  # type: ignore[operator]
+
+
+def test_a_scale_far_above_its_row_is_refused() -> None:
+    codes, scale = torch.zeros(1, 64, 64, dtype=torch.uint8), torch.zeros(1, 64, 8)
+    codes[0, 5, 0], scale[0, 5, 0], scale[0, 5, 1] = 1, 2.0**-9, 2.0**8
+    with pytest.raises(ValueError, match="w2_scale must not hold a scale 2\\^19 times its row's weights"):
+        layout.pack(codes, scale.to(torch.float8_e4m3fn), 64, False, "w2_scale")
+
+
+def test_explain_names_the_policy() -> None:
+    problem = moe.Problem("nvfp4", act_format="fp8", device="cuda", capability=(9, 0), weight_policy="folded")
+    against = moe.explain(problem).against
+    assert "weight_policy must be one of ['packed'], got 'folded'" in against["cuda_sm90_packed"]
+    assert not [reason for reason in against["cuda_sm90_folded"] if "weight_policy" in reason]

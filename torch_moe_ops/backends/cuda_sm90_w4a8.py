@@ -1,0 +1,176 @@
+"""The `cuda_sm90_packed` and `cuda_sm90_folded` backends: NVFP4 weights on fp8 activations, on Hopper's tensor cores.
+
+One backend a weight policy, as each has a layout of its own (csrc/cuda/sm90/w4a8_layout.h); the kernels are the same:
+grouped GEMMs made for many tokens. docs/numerics.md says what the policies round, docs/hopper.md how exact the tensor
+cores' sums are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from torch_moe_ops import _ext
+from torch_moe_ops.backends import _sm90_w4a8_layout as tiled
+from torch_moe_ops.backends.cuda_sm90 import CAPABILITY
+from torch_moe_ops.backends.registry import (
+    Backend,
+    Layout,
+    Problem,
+    Requirement,
+    Sizes,
+    Spec,
+    available,
+    formats,
+    one_of,
+    register,
+)
+from torch_moe_ops.ops.call import ExpertsCall
+from torch_moe_ops.raw_weights import RawWeights
+from torch_moe_ops.schemes import Scheme
+
+MAX_EXPERTS = 1024  # local ones, one a thread of the kernel that sorts
+MAX_SIZE = 65536  # hidden and intermediate: a thread block quantizes a row
+PACKED, FOLDED = "cuda_sm90_packed", "cuda_sm90_folded"
+
+
+def _matrices(sizes: Sizes) -> tuple[tuple[str, int, int, bool], ...]:
+    """Name, padded rows, K and whether it has gate rows, of both weights."""
+    hidden, inter, gated = sizes.hidden_size, sizes.intermediate_size, sizes.is_gated
+    padded = tiled.TILE_K * tiled.tiles(inter, tiled.TILE_K)
+    rows2 = tiled.padded_rows(hidden, False)
+    return ("w13", (2 if gated else 1) * padded, hidden, gated), ("w2", rows2, inter, False)
+
+
+def specs(folded: bool, scheme: Scheme, sizes: Sizes) -> dict[str, Spec]:
+    """Shapes and dtypes of w13, w2 and their scales: bytes, tile by tile."""
+    table: dict[str, Spec] = {}
+    for name, rows, k, _ in _matrices(sizes):
+        codes, scales = tiled.shapes(sizes.num_experts, rows, k, folded)
+        table[name] = ((codes,), (torch.uint8,))
+        table[f"{name}_scale"] = ((scales,), (torch.uint8,))
+    return table
+
+
+def prepare(folded: bool, raw: RawWeights) -> dict[str, Tensor]:
+    """Tiles in the order of the tensor cores' operands, expert by expert, on raw's device.
+
+    Raises ValueError for block scales that are negative or NaN.
+    """
+    sizes = Sizes(raw.num_experts, raw.hidden_size, raw.intermediate_size, raw.is_gated, raw.w13.dtype)
+    lay = tiled.fold if folded else tiled.pack
+    tensors = {}
+    for name, rows, _, gated in _matrices(sizes):
+        tensors[name], tensors[f"{name}_scale"] = lay(
+            getattr(raw, name), getattr(raw, f"{name}_scale"), rows, gated, name
+        )
+    return tensors
+
+
+def restore_packed(scheme: Scheme, tensors: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
+    """Inverse of prepare, bit for bit."""
+    restored = {}
+    for name, _, k, gated in _matrices(sizes):
+        rows = sizes.hidden_size if name == "w2" else (2 if gated else 1) * sizes.intermediate_size
+        restored[name], restored[f"{name}_scale"] = tiled.unpack(
+            tensors[name], tensors[f"{name}_scale"], rows, k, gated
+        )
+    return restored
+
+
+def restore_folded(scheme: Scheme, tensors: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
+    """Raises ValueError: many pairs of 4-bit code and block scale round to one e4m3 weight."""
+    raise ValueError(
+        f"restore: backend must not be {FOLDED!r}: its weights are rounded to e4m3, and the codes and block scales "
+        f"that they were made of are gone; prepare with weight_policy='packed', or keep the raw weights"
+    )
+
+
+def run(folded: bool, call: ExpertsCall, out: Tensor) -> None:
+    """Fill `out` [num_tokens, hidden_size] (bfloat16, float16 or float32, contiguous) from a checked call."""
+    torch.ops.moeq_C.experts_sm90_w4a8(
+        out,
+        call.hidden_states,
+        call.topk_ids,
+        call.topk_weights,
+        call.w13,
+        call.w13_scale,
+        call.g1_alphas,
+        call.w13_bias,
+        call.w2,
+        call.w2_scale,
+        call.g2_alphas,
+        call.w2_bias,
+        call.a1_gscale,
+        call.a2_gscale,
+        call.activation,
+        call.swiglu_alpha,
+        call.swiglu_beta,
+        call.swiglu_limit,
+        call.local_expert_offset,
+        call.router_weight_on_input,
+        folded,
+    )
+
+
+def _capability_reason(problem: Problem) -> str | None:
+    if problem.device != "cuda" or problem.capability in (None, CAPABILITY):
+        return None
+    return f"compute capability must be {CAPABILITY}, whose fp8 tensor cores do the work, got {problem.capability}"
+
+
+def _dtype_reason(problem: Problem) -> str | None:
+    if problem.dtype in (None, torch.bfloat16):
+        return None
+    return f"dtype must be torch.bfloat16, from which tokens are quantized, got {problem.dtype}"
+
+
+def _experts_reason(problem: Problem) -> str | None:
+    if problem.num_local_experts <= MAX_EXPERTS:
+        return None
+    return f"at most {MAX_EXPERTS} experts must be on this rank, got {problem.num_local_experts}"
+
+
+def _sizes_reason(problem: Problem) -> str | None:
+    largest = max(problem.hidden_size, problem.intermediate_size)
+    if largest <= MAX_SIZE:
+        return None
+    return f"hidden_size and intermediate_size must be at most {MAX_SIZE}, got {largest}"
+
+
+def _extension_reason() -> str | None:
+    return _ext.cuda_extension_reason() or None
+
+
+def _register(name: str, policy: str) -> Backend:
+    folded = policy == "folded"
+    layout = Layout(f"{name}_tiles_v1", partial(specs, folded), lambda scheme, w2_shape: w2_shape[2] * tiled.TILE_K)
+    bits = "8" if folded else "4.5"
+    return register(
+        Backend(
+            name=name,
+            layout=layout,
+            requires=(
+                one_of("device", "cuda"),
+                Requirement(_capability_reason),
+                available(_extension_reason),
+                formats({"nvfp4": ("fp8",)}),
+                one_of("weight_policy", policy),
+                Requirement(_dtype_reason),
+                Requirement(_experts_reason),
+                Requirement(_sizes_reason),
+            ),
+            prepare=partial(prepare, folded),
+            restore=restore_folded if folded else restore_packed,
+            run=partial(run, folded),
+            hidden_dtypes=(torch.bfloat16,),
+            notes=lambda problem: f"prefill kernels on fp8 tensor cores, {bits} bits a weight",
+        )
+    )
+
+
+_register(PACKED, "packed")
+_register(FOLDED, "folded")
