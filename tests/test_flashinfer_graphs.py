@@ -145,3 +145,37 @@ def test_warmup_runs_every_step_and_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     warmup(w, top_k=2, tokens=(1, 7), progress=said.append)
     assert tuned == [True, True]
     assert [text.rsplit(", ", 1)[1] for text in said] == ["1 tokens", "7 tokens"]
+
+
+def test_calls_take_what_warmup_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashInfer's own tuner, told times instead of measuring them: the best tactic of each GEMM, looked up once."""
+    from flashinfer.autotuner import AutoTuner
+    from flashinfer_sim import cutlass
+
+    from torch_moe_ops.flashinfer import warmup
+
+    capability, case = CUTLASS_CASES["bf16"]
+    seam.allow_cpu(monkeypatch, "flashinfer_cutlass", capability)
+    calls = seam.install_cutlass(monkeypatch, capability)
+    times, measured = {0: 3.0, 1: 1.0, 2: 2.0, 3: 5.0, 4: 0.5}, []
+
+    def profile(self: Any, runner: Any, inputs: Any, tactic: int, *rest: Any, **options: Any) -> float:
+        measured.append(tactic)
+        return times[tactic]
+
+    for name, value in (("get_gemm1_tactic_count", 3), ("get_gemm2_tactic_count", 2), ("get_tactic_occupancy", 1)):
+        monkeypatch.setattr(cutlass.Runner, name, lambda self, *a, value=value: value, raising=False)
+    monkeypatch.setattr(AutoTuner, "_profile_single_kernel", profile)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *a: None)
+    w = moe.prepare(raw_of(case), act_format="none", backend="flashinfer_cutlass")
+    try:
+        warmup(w, case.top_k, tokens=(4,), progress=lambda text: None)
+        assert set(measured) == set(times)
+        found = len(measured)
+        warmup(w, case.top_k, tokens=(4, 64), progress=lambda text: None)
+        assert len(measured) == found
+        moe.fused_moe_routed(*make_batch(case), w)
+        assert list(calls[-1]["profile_ids"]) == [1, 4]
+    finally:
+        AutoTuner.get().clear_cache()
