@@ -112,7 +112,8 @@ def main() -> int:
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device: --read works without one")
     sink = common.Sink(args.out)
-    sink.emit(event="env", gpu=torch.cuda.get_device_name(), torch=torch.__version__, argv=sys.argv[1:])
+    given = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]  # no machine's paths
+    sink.emit(event="env", gpu=torch.cuda.get_device_name(), torch=torch.__version__, argv=given)
     shapes, ms = common.parse_shapes(args.shapes), [int(m) for m in args.ms.split(",")]
     layers = entries(args.fmts.split(","), args.kernels)
     context = runner.Context(Path("."))

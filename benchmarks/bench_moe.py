@@ -33,6 +33,7 @@ def main() -> int:
     parser.add_argument("--backends", default="cuda_sm90,triton", help="of the library; the first is compared with")
     parser.add_argument("--fmts", default="nvfp4", help="comma list of " + ", ".join(moe_layers.FORMATS))
     parser.add_argument("--warm", type=float, default=60, help="seconds to compile ahead in several processes, at most")
+    parser.add_argument("--warm-only", action="store_true", help="compile ahead and stop")
     parser.set_defaults(reps=15, peers="")
     args = parser.parse_args()
     sys.path.insert(0, str(args.peers_dir.resolve()))
@@ -47,6 +48,9 @@ def main() -> int:
         return 0
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device: --dry-run works without one")
+    if args.warm_only:
+        print(f"compiled in {warm.warm([(s, ms) for s in shapes], args.fmts.split(','), args.warm):.1f} s")
+        return 0
     options = {"humming": args.humming_gemm, "triton_kernels_split_k": args.split_k}
     context = runner.Context(args.peers_dir.resolve(), machine, options)
     sink = common.Sink(args.out)

@@ -63,6 +63,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="append the lines to this file too")
     args = parser.parse_args()
     env = {"event": "env", "torch": torch.__version__, "gpu": torch.cuda.get_device_name(), "library": moe.__version__}
+    env["argv"] = [Path(v).name if Path(v).is_absolute() else v for v in sys.argv[1:]]  # no machine's paths
     lines = [env]
     for method in args.methods.split(","):
         for m in map(int, args.ms.split(",")):

@@ -35,8 +35,9 @@ def warm(jobs: list[tuple[common.Shape, list[int]]], fmts: list[str], seconds: f
     begin = time.time()
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(measure.default_workers(), mp_context=context) as pool:
-        for shape, ms in jobs:
-            for layer in filter(None, (layer_of(shape, fmt) for fmt in fmts)):
+        wanted = [(layer_of(shape, fmt), ms) for fmt in fmts for shape, ms in jobs]
+        for layer, ms in wanted:
+            if layer is not None:
                 key = layer.key
                 sizes = (key.top_k, key.num_experts, key.hidden_size, key.intermediate_size)
                 for m in ms:

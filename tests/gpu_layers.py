@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -31,29 +32,40 @@ def capability() -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Format:
-    """What a backend runs: a scheme, an activation format, and where its scale comes from (none: dynamic)."""
+    """What a backend runs: a scheme, an activation format, where its scale comes from (none: dynamic), a policy."""
 
     backend: str
     scheme: str
     act_format: str
     input_scale: str
+    weight_policy: str
 
     def __str__(self) -> str:
-        scale = "" if self.input_scale == "none" else f"-{self.input_scale}"
-        return f"{self.backend}-{self.scheme}-{self.act_format}{scale}"
+        named = (self.backend, self.scheme, self.act_format, self.input_scale, self.weight_policy)
+        return "-".join(named[:3] + tuple(n for n in named[3:] if n not in ("none", "exact")))
+
+    def settings(self) -> dict[str, str]:
+        """As `prepare` and `explain` take them."""
+        return {"act_format": self.act_format, "weight_policy": self.weight_policy, "device": "cuda"}
+
+
+def _wanted() -> Iterator[tuple[str, str, str, str]]:
+    """Every (scheme, activation format, input scale, weight policy) that the ops define."""
+    for scheme in SCHEMES.values():
+        for act in scheme.act_formats:
+            for scale in ("none", "tensor", "expert") if act in scheme.static_acts else ("none",):
+                for policy in scheme.policies if act == "fp8" else ("exact",):
+                    yield scheme.name, act, scale, policy
 
 
 def _formats() -> Iterator[Format]:
-    for backend in GPU_BACKENDS:
-        for scheme in SCHEMES.values():
-            for act in scheme.act_formats:
-                for scale in ("none", "tensor", "expert") if act in scheme.static_acts else ("none",):
-                    problem = moe.Problem(
-                        scheme.name, act, device="cuda", capability=capability(), num_experts=8, hidden_size=256,
-                        intermediate_size=256, input_scale=scale,
-                    )  # fmt: skip
-                    if BACKENDS[backend].fits_anywhere(problem):
-                        yield Format(backend, scheme.name, act, scale)
+    for backend, (scheme, act, scale, policy) in itertools.product(GPU_BACKENDS, _wanted()):
+        problem = moe.Problem(
+            scheme, act, device="cuda", capability=capability(), num_experts=8, hidden_size=256,
+            intermediate_size=256, input_scale=scale, weight_policy=policy,
+        )  # fmt: skip
+        if BACKENDS[backend].fits_anywhere(problem):
+            yield Format(backend, scheme, act, scale, policy)
 
 
 # From the backends' own requirements: a format that a backend gains is tested from then on.
@@ -113,16 +125,16 @@ def make_raw(fmt: Format, sizes: Sizes) -> moe.RawWeights:
     return dataclasses.replace(raw, activation=sizes.activation, **changes)
 
 
-def prepare(raw: moe.RawWeights, fmt: Format, **fields: object) -> moe.PreparedWeights:
+def prepare(raw: moe.RawWeights, fmt: Format) -> moe.PreparedWeights:
     """On fmt.backend; the test is skipped with the backend's reasons where it does not take these sizes."""
-    against = moe.explain(raw, act_format=fmt.act_format, device="cuda", **fields).against[fmt.backend]
+    against = moe.explain(raw, **fmt.settings()).against[fmt.backend]
     if against:
         pytest.skip(f"{fmt.backend}: {'; '.join(against)}")
-    return moe.prepare(raw, act_format=fmt.act_format, backend=fmt.backend, device="cuda", **fields)  # type: ignore[arg-type]
+    return moe.prepare(raw, backend=fmt.backend, **fmt.settings())
 
 
-def as_reference(raw: moe.RawWeights, fmt: Format, **fields: object) -> moe.PreparedWeights:
-    return moe.prepare(raw, act_format=fmt.act_format, backend="reference", device="cuda", **fields)  # type: ignore[arg-type]
+def as_reference(raw: moe.RawWeights, fmt: Format) -> moe.PreparedWeights:
+    return moe.prepare(raw, backend="reference", **fmt.settings())
 
 
 ROUTINGS = ("random", "skewed", "one", "half", "foreign")

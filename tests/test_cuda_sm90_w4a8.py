@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from samples import overload
 from sm90_cases import make_call, relative_error, why_not_here
+from tolerances import FP8_SUMS, FP8_SUMS_EXACT
 from torch import Tensor
 
 import torch_moe_ops as moe
@@ -20,12 +21,6 @@ REASON = why_not_here()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(REASON), reason=REASON or "it is there")]
 policies = pytest.mark.parametrize("policy", ("packed", "folded"))
 
-# Codes of weights and tokens are exact. The tensor cores keep 13 bits of a sum of 128 products, which puts the intermediate
-# 2e-4 from the oracle's and moves about one in 500 of its e4m3 codes by a step (docs/hopper.md). That is 2e-3 to 5e-3 of
-# the output, and more where few tokens let one code weigh much. Between `packed` and `exact` lie 5e-2.
-LIMIT = 1.5e-2
-# Where GEMM1's sums have 13 bits, the intermediate is the oracle's, and GEMM2's rounding alone is left.
-LIMIT_EXACT_SUMS = 5e-4
 ACTIVATIONS = (
     "silu", "gelu", "gelu_tanh", "relu2", "swigluoai", "swiglustep", "situ",
     "silu_no_mul", "gelu_no_mul", "relu2_no_mul", "identity_no_mul",
@@ -82,7 +77,7 @@ def error_of(policy: str, **fields: Any) -> float:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes(policy: str, shape: tuple[int, ...], out_dtype: torch.dtype) -> None:
     fields = dict(zip(("experts", "top_k", "hidden", "inter", "tokens"), shape, strict=True))
-    assert error_of(policy, **fields, out_dtype=out_dtype) < LIMIT
+    assert error_of(policy, **fields, out_dtype=out_dtype) < FP8_SUMS
 
 
 @policies
@@ -97,7 +92,7 @@ def test_sums_that_the_tensor_cores_hold_exactly(policy: str, shape: tuple[int, 
     call.w13.copy_(nibbles[..., 0] | nibbles[..., 1] << 4)
     assert call.w13_scale is not None
     call.w13_scale.copy_(call.w13_scale[..., :1].expand_as(call.w13_scale).clone())
-    assert relative_error(run(in_tiles(call)), call) < LIMIT_EXACT_SUMS
+    assert relative_error(run(in_tiles(call)), call) < FP8_SUMS_EXACT
 
 
 @policies
@@ -105,7 +100,7 @@ def test_sums_that_the_tensor_cores_hold_exactly(policy: str, shape: tuple[int, 
 @pytest.mark.parametrize("bias", (True, False))
 def test_activations(policy: str, activation: str, bias: bool) -> None:
     fields = {"activation": activation, "bias": bias, "inter": 176, "hidden": 256, "tokens": 40}
-    assert error_of(policy, **fields, out_dtype=torch.float32) < LIMIT
+    assert error_of(policy, **fields, out_dtype=torch.float32) < FP8_SUMS
 
 
 @policies
@@ -117,7 +112,7 @@ def test_foreign_ids_contribute_nothing(policy: str, tokens: int) -> None:
     out = run(in_tiles(call))
     assert not out[-1].any()  # every expert of the last token is foreign
     if tokens > 1:
-        assert relative_error(out, call._replace(topk_weights=call.topk_weights.nan_to_num(1.0))) < LIMIT
+        assert relative_error(out, call._replace(topk_weights=call.topk_weights.nan_to_num(1.0))) < FP8_SUMS
 
 
 @policies
@@ -125,12 +120,12 @@ def test_duplicate_ids_and_skew(policy: str) -> None:
     call = case(policy, experts=40, tokens=260, top_k=3, hidden=256)
     call.topk_ids[:] = 37
     call.topk_ids[::7, 1] = 3
-    assert relative_error(run(in_tiles(call)), call) < LIMIT
+    assert relative_error(run(in_tiles(call)), call) < FP8_SUMS
 
 
 @policies
 def test_router_weight_on_input_and_alphas_of_halves(policy: str) -> None:
-    assert error_of(policy, top_k=1, router_weight_on_input=True, per_half=True, tokens=50) < LIMIT
+    assert error_of(policy, top_k=1, router_weight_on_input=True, per_half=True, tokens=50) < FP8_SUMS
 
 
 @policies
@@ -162,7 +157,7 @@ def test_rows_of_zeros_and_of_tiny_values(policy: str) -> None:
     call.hidden_states[5] *= 1e-37
     out = run(in_tiles(call))
     assert torch.isfinite(out).all() and not out[2].any()
-    assert relative_error(out, call) < LIMIT
+    assert relative_error(out, call) < FP8_SUMS
 
 
 @policies
@@ -174,7 +169,7 @@ def test_block_scales_of_every_size(policy: str) -> None:
         g = torch.Generator().manual_seed(3)
         bits = torch.randint(0, 127, scale.shape, generator=g, dtype=torch.uint8)
         scale.view(torch.uint8).copy_(bits)
-    assert relative_error(run(in_tiles(call)), call) < LIMIT
+    assert relative_error(run(in_tiles(call)), call) < FP8_SUMS
 
 
 def layer(policy: str, seed: int = 0) -> tuple[moe.RawWeights, moe.PreparedWeights]:
@@ -200,7 +195,7 @@ def test_the_op_against_the_reference_backend(policy: str, tokens: int) -> None:
     reference = moe.prepare(raw, act_format="fp8", weight_policy=policy, backend="reference")
     expected = moe.fused_moe_routed(x, ids, weights, reference).double()
     assert out.shape == (tokens, 256)
-    assert (out.double() - expected).norm() <= LIMIT * expected.norm()
+    assert (out.double() - expected).norm() <= FP8_SUMS * expected.norm()
 
 
 @policies

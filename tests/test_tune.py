@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from torch_moe_ops import tuned
 from torch_moe_ops.__main__ import main
 from torch_moe_ops.backends import BACKENDS
 from torch_moe_ops.backends.triton import FORMATS
@@ -222,3 +223,33 @@ def test_what_is_compiled_ahead_holds_every_tile() -> None:
     assert configs[0] == RULES
     assert {c.gemm1 for c in configs} >= set(candidates.tiles(4, 16, 1))
     assert {c.gemm2 for c in configs} >= set(candidates.tiles(4, 16, 2))
+
+
+def _table_of_this_device() -> list[tuple[tuned.Key, tuned.Entry]]:
+    if not torch.cuda.is_available():
+        return []
+    problems = tuned.SHIPPED.get(torch.cuda.get_device_name(), {})
+    return [(key, entry) for key, entries in problems.items() for entry in entries]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_every_configuration_of_the_library_s_table_runs_here() -> None:
+    """With the sizes that it is meant for; only one expert has memory."""
+    from torch_moe_ops.kernels.triton import configs, launch
+
+    for key, entry in _table_of_this_device():
+        layer = layers.of_shape(":".join(map(str, key[2:])), key.scheme, key.act_format)
+        assert layer.key == key
+        weights = layers.random_call(layer, torch.device("cuda"), one_expert=True)
+        call = layers.with_inputs(weights, layer, entry.tokens, 0, one_expert=True)
+        config = configs.select(key.scheme, entry.tokens, *_sizes(key), key.act_format, own=False)
+        assert ((config.block_t, config.tail_t), tuple(config.gemm1), tuple(config.gemm2)) == entry.config
+        out, by_rules = torch.empty_like(call.hidden_states), torch.empty_like(call.hidden_states)
+        launch.run_experts(call, out, config)
+        launch.run_experts(call, by_rules, rules(key.scheme, entry.tokens, *_sizes(key)))
+        assert (out.double() - by_rules.double()).norm() <= 4e-3 * by_rules.double().norm(), (key, entry)
+
+
+def _sizes(key: tuned.Key) -> tuple[int, int, int, int]:
+    return key.top_k, key.num_experts, key.hidden_size, key.intermediate_size

@@ -179,7 +179,12 @@ def constants_of(settings: Mapping[str, Any]) -> tuple[float, float, float] | No
 
 
 def weight_scales_of(scheme: str, *scales: Tensor | None) -> str | None:
-    """What shares a scale of fp8 weights: "tensor", "half" (of w13) or "channel"; None for other schemes."""
+    """What shares a scale of fp8 weights: "tensor", "half" (of w13) or "channel"; of int8: "channel" or "group".
+
+    None for other schemes.
+    """
+    if scheme == "int8":
+        return "group" if any(s is not None and s.shape[-1] > 1 for s in scales) else "channel"
     if scheme != "fp8":
         return None
     if any(s is None or s.ndim != 2 for s in scales):

@@ -20,7 +20,17 @@ if TYPE_CHECKING:
     from torch_moe_ops.config.quant_config import FusedMoEQuantConfig
 
 # The public backend names; a test holds the registry to them.
-MOE_BACKENDS = ("auto", "flashinfer_trtllm", "flashinfer_cutlass", "cuda_sm90", "triton", "cpu", "reference")
+MOE_BACKENDS = (
+    "auto",
+    "flashinfer_trtllm",
+    "flashinfer_cutlass",
+    "cuda_sm90",
+    "cuda_sm90_packed",
+    "cuda_sm90_folded",
+    "triton",
+    "cpu",
+    "reference",
+)
 
 
 def _of_parallel(name: str) -> Any:
