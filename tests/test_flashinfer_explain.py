@@ -85,6 +85,7 @@ def test_cutlass_requirements(change: dict[str, object], text: str) -> None:
 def test_constants_that_earlier_kernels_ignored(
     release: str, change: dict[str, object], text: str | None, version: object
 ) -> None:
+    pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
     version(release)  # type: ignore[operator]
     found = "; ".join(r for r in moe.explain(dataclasses.replace(NVFP4, **change)).against[TRTLLM] if "or newer" in r)
     assert found == "" if text is None else text in found

@@ -60,6 +60,7 @@ def test_shapes_and_a_checkpoint_exclude_each_other(capsys: pytest.CaptureFixtur
 
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["tune"]) == 2
     assert capsys.readouterr().err == "tune: a CUDA device must be visible, got none\n"
@@ -68,6 +69,7 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 def test_an_empty_folder_name_leaves_nowhere_to_write(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("MOEQ_TUNE_DIR", "")
     assert main(["tune"]) == 2

@@ -64,7 +64,7 @@ def problem_of_config(
         per_half_alphas=_has_per_half_alphas(quant, scheme),
         input_scale=_input_scale_kind(quant),
         constants=_constants(config, quant),
-        weight_scales=_weight_scales(quant) if scheme.name == "fp8" else None,
+        weight_scales=_weight_scales(quant, scheme.name),
     )
 
 
@@ -84,8 +84,15 @@ def _constants(config: FusedMoEConfig, quant: FusedMoEQuantConfig) -> tuple[floa
     return None if constants == (1.0, 0.0, math.inf) else constants
 
 
-def _weight_scales(config: FusedMoEQuantConfig) -> str | None:
-    """What shares a scale of fp8 weights: a matrix, or a half of w13, or else a row. None: not known."""
+def _weight_scales(config: FusedMoEQuantConfig, scheme: str) -> str | None:
+    """What shares a scale of fp8 weights: a matrix, or a half of w13, or else a row; of int8: a row or a group.
+
+    None: not known, or another scheme.
+    """
+    if scheme not in ("fp8", "int8"):
+        return None
     scales = [d.scale if d.scale is not None else d.alpha for d in (config._w1, config._w2)]
+    if scheme == "int8":
+        return "group" if any(s is not None and s.ndim == 3 and min(s.shape[1:]) > 1 for s in scales) else "channel"
     counts = [s.numel() // s.shape[0] for s in scales if s is not None]
     return None if not counts else {1: "tensor", 2: "half"}.get(max(counts), "channel")
