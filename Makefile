@@ -38,7 +38,7 @@ test-all: install
 
 test-triton: install
 	$(PY) -m pip install --quiet 'triton>=3.6'
-	TRITON_INTERPRET=1 $(PY) -m pytest -q tests/test_triton_*.py
+	TRITON_INTERPRET=1 $(PY) -m pytest -q -m "not slow" tests/test_triton_*.py
 
 test-flashinfer: install
 	PYTHON=$(PY) bash scripts/flashinfer_releases.sh
