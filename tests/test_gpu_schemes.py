@@ -40,16 +40,20 @@ PACKED = [f for f in FORMATS if f.act_format != "none" and f.input_scale == ("te
 def compare(fmt: Format, sizes: Sizes, cases: list[tuple[int, str]], bound: float, dtype: torch.dtype) -> None:
     if sizes.dtype not in BACKENDS[fmt.backend].hidden_dtypes:
         sizes = dataclasses.replace(sizes, dtype=torch.bfloat16)
-    if fmt.weight_policy != "exact":
+    if fmt.weight_policy != "exact" or fmt.backend == "triton_fp8":
         bound = max(bound, FP8_SUMS)
     raw = make_raw(fmt, sizes)
-    w, reference = prepare(raw, fmt), as_reference(raw, fmt)
-    for seed, (tokens, routing) in enumerate(cases):
-        batch = make_batch(sizes, w.hidden_size, tokens, routing, seed)
+    w = prepare(raw, fmt)
+    batches = [make_batch(sizes, w.hidden_size, *case, seed) for seed, case in enumerate(cases)]
+    # The oracle takes long for its experts, not for their tokens.
+    joined = [torch.cat(tensors) for tensors in zip(*batches, strict=True)]
+    wanted = moe.fused_moe_routed(*joined, as_reference(raw, fmt), out_dtype=dtype).split(
+        [tokens for tokens, _ in cases]
+    )
+    for (tokens, routing), batch, want in zip(cases, batches, wanted, strict=True):
         out = moe.fused_moe_routed(*batch, w, out_dtype=dtype)
         assert out.shape == (tokens, w.hidden_size) and out.dtype == dtype
         assert torch.isfinite(out).all(), (tokens, routing)
-        want = moe.fused_moe_routed(*batch, reference, out_dtype=dtype)
         error = relative_l2(out, want)
         assert error < bound, f"{tokens} tokens, {routing}: {error:.2e}"
         if routing == "foreign" and tokens:
@@ -78,7 +82,7 @@ def test_many_experts(fmt: Format) -> None:
     compare(fmt, MANY, [(33, "random"), (33, "half")], EMULATED, torch.float32)
 
 
-@pytest.mark.parametrize("fmt", [f for f in FORMATS if f.act_format != "none"], ids=str)
+@pytest.mark.parametrize("fmt", [f for f in FORMATS if f.act_format != "none"], ids=str, scope="module")
 def test_codes_of_activations_are_exact(fmt: Format) -> None:
     """Experts that are identity matrices: every sum has one term, so that a moved code shows and a sum's order cannot."""
     size = 384
@@ -114,7 +118,7 @@ def test_strided_arguments(fmt: Format) -> None:
     assert torch.equal(moe.fused_moe_routed(*strided, w), moe.fused_moe_routed(x, ids, weights, w))
 
 
-@pytest.mark.parametrize("fmt", PACKED, ids=str)
+@pytest.mark.parametrize("fmt", PACKED, ids=str, scope="module")
 def test_packed_hidden_states(fmt: Format) -> None:
     """Codes that the caller made give, bit for bit, what the kernels make of the same hidden states."""
     raw = make_raw(fmt, WIDE)

@@ -19,6 +19,7 @@ from torch_moe_ops.backends import BACKENDS
 from torch_moe_ops.backends import triton as backend
 from torch_moe_ops.kernels.triton import launch
 from torch_moe_ops.kernels.triton.configs import Config, Tile
+from torch_moe_ops.kernels.triton.plan import make_plan
 from torch_moe_ops.ops.call import ExpertsCall
 
 pytestmark = pytest.mark.skipif(
@@ -157,6 +158,29 @@ def test_every_tile_gives_the_same(block_t: int, tile: Tile) -> None:
     call = make_call("nvfp4", tokens=30, top_k=2, hidden=272, inter=144)
     call.topk_ids[call.topk_ids == 1] = 2
     check(call, Config(block_t, min(block_t, 16), tile, tile))
+
+
+@pytest.mark.parametrize("activation", ("silu", "relu2_no_mul"))
+@pytest.mark.parametrize("tile", (Tile(64, 64, 4, 3), Tile(128, 64, 4, 3)))
+def test_many_tokens_a_tile_of_plain_weights(tile: Tile, activation: str) -> None:
+    """Where a tile has as many weight rows as tokens or more, tokens are the first factor."""
+    call = make_call("none", tokens=70, top_k=2, hidden=144, inter=112, activation=activation, bias=True)
+    check(call, Config(64, 16, tile, tile))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "hidden", "tile", "ahead"),
+    [
+        ("mxfp4", 288, Tile(64, 256, 4, 3), True),  # 9 bytes of scales a row
+        ("nvfp4", 576, Tile(64, 128, 8, 3), True),  # 2 bytes of scales a thread and step
+        ("nvfp4", 576, Tile(64, 128, 4, 3), False),
+        ("mxfp4", 64, Tile(64, 128, 4, 3), True),  # no step at all before the rest
+    ],
+)
+def test_scales_a_step_ahead(scheme: str, hidden: int, tile: Tile, ahead: bool) -> None:
+    call = make_call(scheme, hidden=hidden, inter=hidden)
+    assert launch._ahead(tile, make_plan(call).weight1, hidden, call.w13_scale) == ahead
+    check(call, Config(16, 16, tile, tile._replace(split_k=2)))
 
 
 @pytest.mark.parametrize("inter", (144, 256, 640))

@@ -52,18 +52,18 @@ def check(call: ExpertsCall, config: Config | None = None) -> None:
 
 
 def sizes(scheme: str) -> tuple[tuple[int, int], ...]:
-    """Not whole tiles; odd ones that the scheme allows; sizes of models."""
+    """Not whole tiles; on a GPU odd ones that the scheme allows, and whole tiles (sizes of models: test_gpu_schemes)."""
     block = max(SCHEMES[scheme].size_multiple, 8)
     small = ((160, 224),) if block == 32 else ((208, 176),)
-    return small if DEVICE == "cpu" else (*small, (96, 32 + block), (704, 1856), (2880, 704), (2048, 768))
+    return small if DEVICE == "cpu" else (*small, (96, 32 + block), (2048, 768))
 
 
-@pytest.mark.parametrize("out_dtype", (torch.float32, torch.bfloat16)[: 1 + (DEVICE == "cuda")])
 @pytest.mark.parametrize(("scheme", "act_format"), PAIRS)
-def test_all_formats(scheme: str, act_format: str, out_dtype: torch.dtype) -> None:
+def test_all_formats(scheme: str, act_format: str) -> None:
     for hidden, inter in sizes(scheme):
-        call = make_call(scheme, act_format, hidden=hidden, inter=inter, out_dtype=out_dtype, bias=True)
-        check(call)
+        check(make_call(scheme, act_format, hidden=hidden, inter=inter, out_dtype=torch.float32, bias=True))
+    if DEVICE == "cuda":
+        check(make_call(scheme, act_format, hidden=160, inter=96, bias=True))  # to bfloat16
 
 
 @pytest.mark.parametrize(("scheme", "act_format"), FEW)

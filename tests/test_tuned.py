@@ -186,8 +186,30 @@ def test_the_kernels_take_what_was_tuned_on_this_device(tmp_path: Path, gpu: Non
     rules = configs.rules
     assert configs.select("nvfp4", 8, *shape) == rules("nvfp4", 8, *shape), "another number of tokens"
     assert configs.select("nvfp4", 64, 4, 128, 2048, 768) == rules("nvfp4", 64, 4, 128, 2048, 768), "another top_k"
-    assert configs.select("nvfp4", 64, *shape, "nvfp4") == rules("nvfp4", 64, *shape), "another activation format"
     assert configs.select("mxfp4", 64, *shape) == rules("mxfp4", 64, *shape), "another scheme"
+
+
+def test_16_bit_activations_stand_in_for_others(tmp_path: Path, gpu: None) -> None:
+    quantized = KEY._replace(act_format="nvfp4")
+    tuned.save(DEVICE, KEY, [_entry(8, block_n=32), _entry(64, block_n=32)], tmp_path)
+    tuned.save(DEVICE, quantized, [_entry(64, block_n=64)], tmp_path)
+    tuned.load(tmp_path)
+    widths = {
+        (m, act): configs.select("nvfp4", m, 8, 128, 2048, 768, act).gemm1.block_n
+        for m in (8, 64)
+        for act in ("none", "nvfp4")
+    }
+    assert widths == {(8, "none"): 32, (8, "nvfp4"): 32, (64, "none"): 32, (64, "nvfp4"): 64}
+    problem = Problem("nvfp4", "nvfp4", device="cuda", capability=(9, 0), num_experts=128, hidden_size=2048,
+                      intermediate_size=768)  # fmt: skip
+    assert moe.explain(problem).notes["triton"] == (
+        "tile sizes tuned here for top_k 8 and about 8, 64 tokens and 16-bit activations; "
+        "tile sizes tuned here for top_k 8 and about 64 tokens"
+    )
+    only = tmp_path / "only"
+    tuned.save(DEVICE, quantized, [_entry(64, block_n=64)], only)
+    tuned.load(only)
+    assert configs.select("nvfp4", 64, 8, 128, 2048, 768) == configs.rules("nvfp4", 64, 8, 128, 2048, 768), "not back"
 
 
 def test_off_cuda_nothing_tuned_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

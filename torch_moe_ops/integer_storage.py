@@ -5,12 +5,17 @@ Nothing is inferred from values: shapes and dtypes say how a tensor is packed, t
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from torch_moe_ops.config._require import require, require_type
 from torch_moe_ops.quant import int4
 from torch_moe_ops.quant.int4_files import unpack_zero_point_rows
+
+if TYPE_CHECKING:
+    from torch_moe_ops.raw_weights import RawWeights
 
 INT4_CODES = ("offset", "signed")
 
@@ -98,3 +103,14 @@ def _unpack_rows(packed: Tensor, rows: int) -> Tensor:
     if packed.dtype == torch.int32:
         return unpack_zero_point_rows(packed, rows)
     return int4.unpack(packed.transpose(1, 2))[..., :rows].transpose(1, 2)
+
+
+def int4_scales_of(raw: RawWeights) -> str:
+    """What an int4 layer's scales are: "bfloat16 per 128", "float16 per row with zero points"; two kinds with ", "."""
+    kinds = []
+    for name, k in (("w13", raw.hidden_size), ("w2", raw.intermediate_size)):
+        scale = getattr(raw, f"{name}_scale")
+        columns = scale.shape[-1]
+        points = "" if getattr(raw, f"{name}_zero_point") is None else " with zero points"
+        kinds.append(f"{str(scale.dtype)[6:]} per {k // columns if columns > 1 else 'row'}{points}")
+    return ", ".join(dict.fromkeys(kinds))

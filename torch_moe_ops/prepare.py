@@ -15,6 +15,7 @@ from torch import Tensor
 from torch_moe_ops.activations import ACTIVATIONS, resolve_constants
 from torch_moe_ops.backends import Backend, Problem
 from torch_moe_ops.backends.explain import requested_backend, select
+from torch_moe_ops.integer_storage import int4_scales_of
 from torch_moe_ops.prepared_weights import PreparedWeights
 from torch_moe_ops.raw_weights import RawWeights
 from torch_moe_ops.schemes import SCHEMES, get_scheme
@@ -168,7 +169,9 @@ def problem_of(raw: RawWeights, settings: dict[str, Any], device: torch.device) 
         per_half_alphas=raw.w13_scale_2 is not None and raw.w13_scale_2.shape[1] == 2,
         input_scale=kind,
         constants=constants_of(settings),
-        weight_scales=weight_scales_of(raw.scheme, raw.w13_scale, raw.w2_scale),
+        weight_scales=(
+            int4_scales_of(raw) if raw.scheme == "int4" else weight_scales_of(raw.scheme, raw.w13_scale, raw.w2_scale)
+        ),
     )
 
 

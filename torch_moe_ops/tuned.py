@@ -228,10 +228,12 @@ def nearest(entries: tuple[Entry, ...], tokens: int) -> Entry | None:
 
 @lru_cache(maxsize=65536)
 def _nearest(device_name: str, key: Key, tokens: int, own: bool) -> Fields | None:
-    for table in (TABLE, SHIPPED) if own else (SHIPPED,):
-        entry = nearest(table.get(device_name, {}).get(key, ()), tokens)
-        if entry is not None:
-            return entry.config
+    # Weights decide most: what 16-bit activations are fastest with is the better guess than rules.
+    for wanted in dict.fromkeys((key, key._replace(act_format="none"))):
+        for table in (TABLE, SHIPPED) if own else (SHIPPED,):
+            entry = nearest(table.get(device_name, {}).get(wanted, ()), tokens)
+            if entry is not None:
+                return entry.config
     return None
 
 
@@ -243,6 +245,7 @@ def _name(device_index: int) -> str:
 def lookup(key: Key, tokens: int, own: bool = True) -> Fields | None:
     """(blocks, gemm1, gemm2) tuned on a device like the current one for about this many tokens, or None.
 
+    What was tuned with 16-bit activations serves other activation formats where they have nothing of their own.
     own: whether the user's files count.
     """
     if not torch.cuda.is_initialized():  # Triton's interpreter
@@ -257,10 +260,12 @@ def note(scheme: str, act_format: str, num_experts: int, top_k: int | None, hidd
     texts = []
     for table, where in ((TABLE, "tuned here"), (SHIPPED, "of the library's table")):
         for key, entries in table.get(_name(torch.cuda.current_device()), {}).items():
-            same = key._replace(top_k=0) == Key(scheme, act_format, num_experts, 0, hidden, inter)
-            if same and top_k in (None, key.top_k):
+            sizes = (scheme, num_experts, hidden, inter)
+            same = (key.scheme, key.num_experts, key.hidden_size, key.intermediate_size) == sizes
+            if same and key.act_format in (act_format, "none") and top_k in (None, key.top_k):
                 tokens = ", ".join(str(e.tokens) for e in entries)
-                texts.append(f"tile sizes {where} for top_k {key.top_k} and about {tokens} tokens")
+                kind = "" if key.act_format == act_format else " and 16-bit activations"
+                texts.append(f"tile sizes {where} for top_k {key.top_k} and about {tokens} tokens{kind}")
     return "; ".join(texts)
 
 

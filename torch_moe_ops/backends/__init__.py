@@ -9,6 +9,7 @@ from torch_moe_ops.backends import cpu
 from torch_moe_ops.backends import cuda_sm90
 from torch_moe_ops.backends import cuda_sm90_w4a8
 from torch_moe_ops.backends import triton
+from torch_moe_ops.backends import triton_fp8
 from torch_moe_ops.backends import reference
 
 # isort: on
@@ -27,4 +28,5 @@ __all__ = [
     "reference",
     "register",
     "triton",
+    "triton_fp8",
 ]

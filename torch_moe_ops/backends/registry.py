@@ -26,7 +26,8 @@ class Problem:
     `dtype` (of the hidden states) are None where the caller has not said: they then decide nothing.
     `input_scale` is "none" (weight-only or dynamic), "tensor" or "expert". `constants` are the activation's
     alpha, beta and limit where they are not (1, 0, infinity). `weight_scales` says of fp8 weights what shares
-    a scale: "tensor" (a matrix), "half" (of w13) or "channel"; of int8: "channel" or "group".
+    a scale: "tensor" (a matrix), "half" (of w13) or "channel"; of int8: "channel" or "group"; of int4: what
+    `int4_scales_of` says.
     """
 
     scheme: str

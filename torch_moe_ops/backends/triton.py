@@ -17,7 +17,7 @@ from torch_moe_ops.backends.registry import Backend, Problem, Requirement, avail
 from torch_moe_ops.ops.call import ExpertsCall
 from torch_moe_ops.schemes import SCHEMES
 
-# scheme -> activation formats that the kernels have: all of them (_integer_reason withholds some)
+# scheme -> activation formats that the kernels have: all of them
 FORMATS: dict[str, tuple[str, ...]] = {scheme.name: scheme.act_formats for scheme in SCHEMES.values()}
 HIDDEN_DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 MIN_CAPABILITY = (8, 0)
@@ -67,24 +67,6 @@ def _policy_reason(problem: Problem) -> str | None:
     return f'weight_policy must be "exact" (the linear layout has no exponents of rows), got "{problem.weight_policy}"'
 
 
-def _integer_reason(problem: Problem) -> str | None:
-    """Integer codes that are decoded to floats are withheld on GPUs.
-
-    On an H200 (Triton 3.6) larger layers of them gave results that changed from run to run, although small ones and the
-    interpreter agree with the reference; the cause is not known. int8 codes that are multiplied as they are, with
-    scales of rows, passed everything.
-    """
-    if _interpreted() or problem.scheme not in ("int4", "mxint4", "int8"):
-        return None
-    if problem.scheme == "int8" and problem.act_format == "int8" and problem.weight_scales != "group":
-        return None
-    return (
-        f"scheme must not be integers that are decoded to floats (int4, mxint4, int8 but for act_format 'int8' with "
-        f"scales per row): their results were not repeatable on an H200, got {problem.scheme!r} with act_format "
-        f"{problem.act_format!r}"
-    )
-
-
 def run(call: ExpertsCall, out: Tensor) -> None:
     """Fill `out` [num_tokens, hidden_size] (bfloat16, float16 or float32, contiguous) from a checked call."""
     from torch_moe_ops.kernels.triton.launch import run_experts
@@ -96,7 +78,7 @@ def run(call: ExpertsCall, out: Tensor) -> None:
         run_experts(call, out)
 
 
-def _notes(problem: Problem) -> str:
+def notes(problem: Problem) -> str:
     """Whether tile sizes come from the rules or were tuned on this device."""
     if problem.device != "cuda":
         return ""
@@ -104,10 +86,13 @@ def _notes(problem: Problem) -> str:
     return tuned.note(problem.scheme, problem.act_format, *sizes)
 
 
-def _verified(problem: Problem) -> str:
+def verified(problem: Problem) -> str:
     """The suite has run on Hopper; for other architectures the kernels are only compiled."""
     return "tested" if problem.capability == (9, 0) else "not yet (compiled, not run there)"
 
+
+# Of every backend that runs these kernels.
+COMMON = (Requirement(_policy_reason), Requirement(_dtype_reason))
 
 register(
     Backend(
@@ -117,15 +102,13 @@ register(
             available(package_reason),
             Requirement(lambda problem: device_reason(problem.device, problem.capability)),
             formats(FORMATS),
-            Requirement(_policy_reason),
-            Requirement(_integer_reason),
-            Requirement(_dtype_reason),
+            *COMMON,
         ),
         prepare=linear.prepare,
         restore=linear.restore,
         run=run,
         hidden_dtypes=HIDDEN_DTYPES,
-        notes=_notes,
-        verified=_verified,
+        notes=notes,
+        verified=verified,
     )
 )

@@ -24,6 +24,14 @@ def load_groups(rows, k, GROUP: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.const
 
 
 @triton.jit
+def load_groups_before(rows, k, end, GROUP: tl.constexpr, BLOCK_K: tl.constexpr):
+    """As load_groups, of all BLOCK_K values or, where k is not below `end`, zeros: one condition for a whole step."""
+    groups: tl.constexpr = BLOCK_K // GROUP if GROUP < BLOCK_K else 1
+    index = k // GROUP + tl.arange(0, groups)
+    return tl.load(rows + index[None, :], mask=(tl.zeros_like(index) + k < end)[None, :], other=0)
+
+
+@triton.jit
 def spread(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """[ROWS, groups] -> [ROWS, COLUMNS], each value repeated."""
     groups: tl.constexpr = values.shape[1]

@@ -10,6 +10,9 @@ from torch import Tensor
 from torch_moe_ops.ops.call import ExpertsCall
 from torch_moe_ops.schemes import ACT_FORMATS, SCHEMES
 
+# The backend that multiplies e4m3 codes on fp8 tensor cores; all others multiply them exactly, in bfloat16.
+FP8_PRODUCTS = "triton_fp8"
+
 
 # No named tuples: Triton 3.9 takes a tuple that is a constant apart, and loses its properties.
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class WeightFormat:
     group: values of K that share it; 0 where nothing is.
     zero: zero points: "" none, "group" as the scales, "row".
     terms: 2 where a weight is not exact in bfloat16 and has to be: it is multiplied as high and low part.
-    native: int8 codes are multiplied as they are, and summed in int32.
+    native: codes are multiplied as they are: int8, summed in int32, or e4m3, summed as the tensor core sums those.
     wide: decoded to float32 and multiplied as tf32, where float16 has no range for the exponents of MX blocks.
     """
 
@@ -95,8 +98,9 @@ def weight_format(call: ExpertsCall, which: int, native: bool) -> WeightFormat:
         scale, zero = (call.w13_scale, call.w13_zero_point) if which == 1 else (call.w2_scale, call.w2_zero_point)
         form = _grouped(call, which, scale, zero)
     wide = form.scale == "e8m0" and call.act_format == "none" and call.hidden_states.dtype == torch.float16
-    codes_alone = native and call.act_format == "int8" and form == WeightFormat("int8")
-    return replace(form, native=codes_alone, wide=wide)
+    as_they_are = native and call.act_format == "int8" and form == WeightFormat("int8")
+    as_they_are |= call.backend == FP8_PRODUCTS and call.act_format == "fp8" and form.code == "e4m3"
+    return replace(form, native=as_they_are, wide=wide)
 
 
 def _grouped(call: ExpertsCall, which: int, scale: Tensor | None, zero: Tensor | None) -> WeightFormat:
@@ -143,5 +147,5 @@ def operand_format(call: ExpertsCall, which: int) -> OperandFormat:
 def operand_dtype(call: ExpertsCall, form: WeightFormat) -> torch.dtype:
     """What activations are stored as for a GEMM. The values of every activation format are exact in bfloat16."""
     if form.native:
-        return torch.int8
+        return torch.int8 if form.code == "int8" else torch.float8_e4m3fn
     return call.hidden_states.dtype if call.act_format == "none" else torch.bfloat16

@@ -83,6 +83,8 @@ def _fitting(tile: Tile, form: WeightFormat) -> Tile:
         return tile._replace(block_n=min(block_n, 128), block_k=64, max_registers=0)
     if form.terms == 2:
         return tile._replace(block_n=min(block_n, 128), block_k=min(block_k, 128), max_registers=0)
+    if form.native and form.code == "e4m3":
+        block_k = min(block_k, 128)  # a sum on fp8 tensor cores is not longer
     return tile._replace(block_n=block_n, block_k=block_k)
 
 

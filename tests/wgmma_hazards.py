@@ -1,0 +1,111 @@
+"""Registers that a Hopper tensor core may still be reading while something else writes them, found in machine code.
+
+`wgmma` reads its first operand, where that is in registers, some time after it was issued. Until WARPGROUP.DEPBAR
+has waited for it, nobody may write those registers. No test that runs a kernel finds a violation for certain: whether
+the tensor core is late depends on what else the GPU does.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+_INSTRUCTION = re.compile(r"\s*/\*([0-9a-f]+)\*/\s+(.*?);")
+_LABEL = re.compile(r"\s*(\.L_\S+):")
+_PRODUCT = re.compile(r"\b[HQI]GMMA\S*\s+R(\d+), (?:R(\d+)|gdesc)")
+_WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x([0-9a-f]+)")
+_BRANCH = re.compile(r"\bBRA\b.*`\((\.L_\S+)\)")
+_FIRST_OPERAND = re.compile(r"^(?:@!?U?P\w+\s+)?(\S+)\s+(?:!?U?P\w+,\s*)*R(\d+)\b")
+_NO_DESTINATION = ("ST", "RED", "BAR", "LDGSTS", "CCTL", "HGMMA", "QGMMA", "IGMMA", "R2UR", "UTMA", "ATOMS")
+_OPERAND_REGISTERS = 4  # of a thread, for one instruction
+
+
+class Product(NamedTuple):
+    """A product in flight. first: register of its first operand, None: in shared memory; ends: the last of a group."""
+
+    address: int
+    first: int | None
+    ends: bool
+
+
+class Hazard(NamedTuple):
+    address: int
+    instruction: str
+    product: Product
+
+
+def parse(sass: str) -> tuple[list[tuple[int, str]], dict[str, int]]:
+    """Instructions with their addresses, and the index that each label stands before."""
+    instructions: list[tuple[int, str]] = []
+    labels: dict[str, int] = {}
+    for line in sass.splitlines():
+        if found := _INSTRUCTION.match(line):
+            instructions.append((int(found[1], 16), found[2].strip()))
+        elif found := _LABEL.match(line):
+            labels[found[1]] = len(instructions)
+    return instructions, labels
+
+
+def written(instruction: str) -> range:
+    """The registers that an instruction writes itself; products write theirs in order, and are not looked at."""
+    found = _FIRST_OPERAND.match(instruction)
+    if not found or found[1].startswith(_NO_DESTINATION):
+        return range(0)
+    name, first = found[1], int(found[2])
+    width = 4 if ".128" in name or name.endswith("M88.4") else 2 if ".64" in name or ".WIDE" in name else 1
+    return range(first, first + width)
+
+
+def _after_wait(flying: tuple[Product, ...], groups: int) -> tuple[Product, ...]:
+    """What is left when at most the last `groups` groups are."""
+    ends = [i for i, product in enumerate(flying) if product.ends]
+    return flying if len(ends) <= groups else flying[ends[len(ends) - groups - 1] + 1 :]
+
+
+def count_products(sass: str) -> int:
+    """Products whose first operand is in registers."""
+    return sum(1 for _, text in parse(sass)[0] if (found := _PRODUCT.search(text)) and found[2])
+
+
+def find_hazards(sass: str) -> list[Hazard]:
+    """Writes to operands of products in flight, over every path through one kernel."""
+    instructions, labels = parse(sass)
+    targets = set(labels.values())
+    hazards: set[Hazard] = set()
+    seen: set[tuple[int, tuple[Product, ...]]] = set()
+    todo: list[tuple[int, tuple[Product, ...]]] = [(0, ())]
+    while todo:
+        at, flying = todo.pop()
+        while at < len(instructions) and (at not in targets or (at, flying) not in seen):
+            if at in targets:
+                seen.add((at, flying))
+            address, text = instructions[at]
+            if found := _PRODUCT.search(text):
+                flying = (*flying, Product(address, int(found[2]) if found[2] else None, "gsb0" in text))
+            elif found := _WAIT.search(text):
+                flying = _after_wait(flying, int(found[1], 16))
+            else:
+                touched = written(text)
+                for product in flying:
+                    first = product.first
+                    if first is not None and any(first <= r < first + _OPERAND_REGISTERS for r in touched):
+                        hazards.add(Hazard(address, text, product))
+            branch = _BRANCH.search(text)
+            if branch and branch[1] in labels:
+                todo.append((labels[branch[1]], flying))
+            if (branch or text.startswith("EXIT")) and not text.startswith("@"):
+                break
+            at += 1
+    return sorted(hazards)
+
+
+def disassemble(cubin: bytes, folder: Path) -> str:
+    """SASS of a kernel, by the disassembler that comes with Triton."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    file = folder / "kernel.cubin"
+    file.write_bytes(cubin)
+    return subprocess.run([tool, "-c", file], capture_output=True, text=True, check=True).stdout
