@@ -27,6 +27,7 @@ import moe_layers  # noqa: E402
 from moe_peers import common, runner  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+import torch_moe_ops as moe  # noqa: E402
 from torch_moe_ops.backends import cuda_sm90  # noqa: E402
 
 OURS, OTHER = "cuda_sm90", "triton"
@@ -52,13 +53,27 @@ class OneKernel(moe_layers.OurLayer):
         self._biases = layer._biases
 
 
-def entries(fmts: list[str], kernels: bool) -> list[runner.Entry]:
-    """cuda_sm90 (one entry for each of its kernels too, where asked) and triton."""
+class FromLogits(runner.UnderTest):
+    """A layer from router logits: the monolithic op."""
+
+    def __init__(self, layer: moe_layers.OurLayer, top_k: int):
+        w, routing = layer.prepared, moe.Routing("renormalize", top_k)
+
+        def forward(x: Tensor, logits: Tensor) -> Tensor:
+            return moe.fused_moe(x, logits, w, routing=routing)
+
+        super().__init__(layer.label, layer.fmt, forward, True)
+
+
+def entries(fmts: list[str], kernels: bool, logits: bool) -> list[runner.Entry]:
+    """cuda_sm90 (one entry for each of its kernels too, where asked) and triton; from router logits where asked."""
     found = []
     for entry in moe_layers.entries([OURS, OTHER], fmts):
 
         def build(fmt: str, weights: Any, context: Any, entry: Any = entry) -> list[Any]:
             layers = entry.build(fmt, weights, context)
+            if logits:
+                return [FromLogits(layer, weights.shape.k) for layer in layers]
             if kernels and entry.name == OURS:
                 layers += [OneKernel(layers[0], kernel) for kernel in ("decode", "prefill")]
             return layers
@@ -99,7 +114,9 @@ def main() -> int:
     parser.add_argument("--fmts", default="nvfp4", help="nvfp4 (W4A16), nvfp4-a4")
     parser.add_argument("--ms", default=MS)
     parser.add_argument("--kernels", action="store_true", help="time each kernel of cuda_sm90 at every M")
+    parser.add_argument("--logits", action="store_true", help="from router logits, which route in the same call")
     parser.add_argument("--reps", type=int, default=15)
+    parser.add_argument("--sets", type=int, default=0, help="routings that take turns; 0: the protocol's own number")
     parser.add_argument("--check", action="store_true", help="check results on a tiny layer first")
     parser.add_argument("--budget", type=float, default=0, help="seconds after which nothing new is begun")
     parser.add_argument("--out", help="JSON lines are appended to this file")
@@ -115,10 +132,10 @@ def main() -> int:
     given = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]  # no machine's paths
     sink.emit(event="env", gpu=torch.cuda.get_device_name(), torch=torch.__version__, argv=given)
     shapes, ms = common.parse_shapes(args.shapes), [int(m) for m in args.ms.split(",")]
-    layers = entries(args.fmts.split(","), args.kernels)
+    layers = entries(args.fmts.split(","), args.kernels, args.logits)
     context = runner.Context(Path("."))
     with torch.inference_mode():
-        options: dict[str, Any] = {"reps": args.reps, "checks": args.check, "budget": args.budget}
+        options: dict[str, Any] = {"reps": args.reps, "sets": args.sets, "checks": args.check, "budget": args.budget}
         alive = runner.run(shapes, ms, layers, context, sink, **options)
     count = report(sink)
     print(runner.tables(sink), flush=True)

@@ -77,7 +77,7 @@ class OurLayer(runner.UnderTest):
         against = moe.explain(raw, act_format=act, device=device).against[backend]
         if against:
             raise NotImplementedError("; ".join(against))
-        w = moe.prepare(raw, act_format=act, backend=backend)
+        self.prepared = w = moe.prepare(raw, act_format=act, backend=backend)
 
         def forward(x: Tensor, ids: Tensor, topk_weights: Tensor) -> Tensor:
             return moe.fused_moe_routed(x, ids, topk_weights, w)

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # The Hopper kernels under compute-sanitizer: memcheck, racecheck, synccheck. Needs such a GPU and the CUDA extension.
 # Ends with a line per tool; anything but exit status 0 is a finding.
-# PYTHON: the interpreter. LIMIT: seconds for each tool. TOOLS: which ones. KERNELS: decode, prefill or both.
+# PYTHON: the interpreter. LIMIT: seconds for each tool. TOOLS: which ones. KERNELS: of decode, prefill, layers (the
+# kernels for fp8 activations, and routing).
 set -u
 cd "$(dirname "$0")/.."
-python=${PYTHON:-python3} limit=${LIMIT:-300} kernels=${KERNELS:-decode,prefill} status=0
+python=${PYTHON:-python3} limit=${LIMIT:-300} kernels=${KERNELS:-decode,prefill,layers} status=0
 # Each tensor is an allocation of its own, so that an access past its end is seen.
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1
 

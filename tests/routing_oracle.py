@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from torch_moe_ops.routing import METHODS
 
 Vector = NDArray[np.float64]
 
@@ -27,6 +31,23 @@ def draw(num_tokens: int, num_experts: int, seed: int, low: float = -6.0, high: 
     generator = torch.Generator().manual_seed(seed)
     values = torch.linspace(low, high, num_experts)
     return torch.stack([values[torch.randperm(num_experts, generator=generator)] for _ in range(num_tokens)])
+
+
+def draw_hostile(num_tokens: int, num_experts: int, generator: torch.Generator, fewer: int = 0) -> Tensor:
+    """NaN, infinities, both zeros, the largest and the smallest, scores that are subnormal. `fewer` of the first kinds
+    are left out, so that the others come into play."""
+    pool = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 3e38, -3e38, 1e-45, 1.0, -90.0, -100.0])
+    return pool[torch.randint(fewer, len(pool), (num_tokens, num_experts), generator=generator)]
+
+
+def groups_of(method: str, groups: tuple[int, int]) -> tuple[int, int]:
+    """(n_group, topk_group), none for a method that knows no groups."""
+    return groups if METHODS[method].takes_groups else (0, 0)
+
+
+def methods_and_groups(groups: tuple[int, int]) -> list[tuple[str, tuple[int, int]]]:
+    """Every method without groups, and those that take them with these."""
+    return [(name, g) for name in METHODS for g in {(0, 0): None, groups_of(name, groups): None}]
 
 
 def draw_bias(num_experts: int, seed: int, shift: float = 0.0) -> Tensor:

@@ -12,36 +12,58 @@ from triton_cases import empty_output, make_call, relative_error
 from torch_moe_ops import _ext
 from torch_moe_ops.backends import _sm90_layout as layout
 from torch_moe_ops.backends import cuda_sm90
+from torch_moe_ops.backends._sm90_common import CAPABILITY
 from torch_moe_ops.ops.call import ExpertsCall
+from torch_moe_ops.raw_weights import RawWeights
 
 KERNELS = ("decode", "prefill")
+ACTIVATIONS = (
+    "silu", "gelu", "gelu_tanh", "relu2", "swigluoai", "swiglustep", "situ",
+    "silu_no_mul", "gelu_no_mul", "relu2_no_mul", "identity_no_mul",
+)  # fmt: skip
+# experts, top_k, hidden, inter, tokens
+SHAPES_OF_ALL = (
+    (8, 1, 128, 64, 3),
+    (8, 2, 192, 176, 20),
+    (16, 4, 2880, 704, 9),
+    (16, 4, 2688, 1856, 40),
+    (60, 6, 2048, 1408, 33),
+    (128, 8, 2048, 768, 64),
+    (512, 22, 1024, 128, 17),
+)
 
 
 def why_not_here() -> str:
     """Why the kernels cannot run on this machine; empty where they can."""
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
-    if torch.cuda.get_device_capability() != cuda_sm90.CAPABILITY:
-        return f"needs compute capability {cuda_sm90.CAPABILITY}, got {torch.cuda.get_device_capability()}"
+    if torch.cuda.get_device_capability() != CAPABILITY:
+        return f"needs compute capability {CAPABILITY}, got {torch.cuda.get_device_capability()}"
     return _ext.cuda_extension_reason()
+
+
+WEIGHTS = ("w13", "w2", "w13_scale", "w2_scale", "w13_zero_point", "w2_zero_point")
 
 
 def in_tiles(call: ExpertsCall) -> ExpertsCall:
     """The same call as `prepare` lays its weights out: tiles, and a bias with each half of its rows padded."""
-    assert call.w13_scale is not None and call.w2_scale is not None
     gated = not call.activation.endswith("_no_mul")
     bias: Tensor | None = call.w13_bias
     if bias is not None:
         halves = bias.unflatten(1, (2 if gated else 1, -1))
         bias = F.pad(halves, (0, -halves.shape[2] % layout.TILE)).flatten(1)
-    return call._replace(
-        w13=layout.pack_codes(call.w13, gated),
-        w13_scale=layout.pack_scales(call.w13_scale, gated, "w13_scale"),
-        w13_bias=bias,
-        w2=layout.pack_codes(call.w2, False),
-        w2_scale=layout.pack_scales(call.w2_scale, False, "w2_scale"),
-        backend="cuda_sm90",
-    )
+    tensors: dict[str, Any] = {name: getattr(call, name) for name in WEIGHTS}
+    if call.scheme == "nvfp4":  # the call has them in its alphas
+        tensors |= {f"{name}_scale_2": torch.ones_like(alphas) for name, alphas in alphas_of(call)}
+    prepared = cuda_sm90.prepare(RawWeights(call.scheme, **tensors))
+    changes: dict[str, Any] = dict.fromkeys(WEIGHTS[4:]) | prepared
+    return call._replace(w13_bias=bias, backend="cuda_sm90", **changes)
+
+
+def alphas_of(call: ExpertsCall) -> tuple[tuple[str, Tensor], tuple[str, Tensor]]:
+    """Alphas in the shapes of scale_2."""
+    assert call.g1_alphas is not None and call.g2_alphas is not None
+    return ("w13", call.g1_alphas.unflatten(0, (-1, 1)).flatten(1)), ("w2", call.g2_alphas)
 
 
 def run_on(kernel: str, tiled: ExpertsCall) -> Tensor:
@@ -52,13 +74,24 @@ def run_on(kernel: str, tiled: ExpertsCall) -> Tensor:
     return out
 
 
-def error_of(kernel: str, **fields: Any) -> float:
+def error_of(kernel: str, scheme: str = "nvfp4", **fields: Any) -> float:
     """Relative L2 distance of a random call's result to the emulating oracle; infinite where it is not finite."""
-    call = make_call("nvfp4", **{"hidden": 128, "inter": 64} | fields)
+    call = make_call(scheme, **{"hidden": 128, "inter": 64} | fields)
     out = run_on(kernel, in_tiles(call))
     if not torch.isfinite(out).all():
         return float("inf")
     return relative_error(out, call)
 
 
-__all__ = ["KERNELS", "empty_output", "error_of", "in_tiles", "make_call", "relative_error", "run_on", "why_not_here"]
+__all__ = [
+    "ACTIVATIONS",
+    "KERNELS",
+    "SHAPES_OF_ALL",
+    "empty_output",
+    "error_of",
+    "in_tiles",
+    "make_call",
+    "relative_error",
+    "run_on",
+    "why_not_here",
+]

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import random
 from typing import Any
 
 import pytest
 import torch
 from samples import overload
-from sm90_cases import KERNELS, error_of, in_tiles, make_call, relative_error, run_on, why_not_here
+from sm90_cases import (
+    ACTIVATIONS,
+    KERNELS,
+    SHAPES_OF_ALL,
+    error_of,
+    in_tiles,
+    make_call,
+    relative_error,
+    run_on,
+    why_not_here,
+)
 
 import torch_moe_ops as moe
 from torch_moe_ops.backends import cuda_sm90
@@ -23,19 +35,7 @@ kernels = pytest.mark.parametrize("kernel", KERNELS)
 LIMIT = 2e-3
 LIMIT_BF16 = 4e-3
 
-# experts, top_k, hidden, inter, tokens
-SHAPES = (
-    (8, 1, 128, 64, 3),
-    (8, 2, 192, 176, 20),
-    (16, 4, 2880, 704, 9),
-    (16, 4, 2688, 1856, 40),
-    (60, 6, 2048, 1408, 33),
-    (128, 8, 2048, 768, 64),
-    (256, 8, 1024, 256, 130),
-    (512, 10, 1024, 256, 24),
-    (512, 22, 1024, 128, 17),
-    (4, 2, 7168, 2048, 300),
-)
+SHAPES = (*SHAPES_OF_ALL, (256, 8, 1024, 256, 130), (512, 10, 1024, 256, 24), (4, 2, 7168, 2048, 300))
 QUANTIZED = (
     {"a1": 500.0, "a2": 300.0},
     {"a1": "expert", "a2": "expert"},
@@ -43,10 +43,6 @@ QUANTIZED = (
     {"a1": None, "a2": 300.0},
     {"a1": "expert", "a2": None},
 )
-ACTIVATIONS = (
-    "silu", "gelu", "gelu_tanh", "relu2", "swigluoai", "swiglustep", "situ",
-    "silu_no_mul", "gelu_no_mul", "relu2_no_mul", "identity_no_mul",
-)  # fmt: skip
 
 
 def fields_of(shape: tuple[int, ...]) -> dict[str, Any]:
@@ -185,6 +181,38 @@ def test_every_number_of_tokens_around_the_switch(act_format: str) -> None:
         if tokens:
             cuda_sm90.run(tiled, out)
             assert relative_error(out, call) < LIMIT_BF16, tokens
+
+
+def random_fields(seed: int) -> dict[str, Any]:
+    """A problem of any kind whose weights stay below 40 MB."""
+    draw = random.Random(seed)
+    hidden, inter = draw.choice((256, 1024, 2048, 2688, 2880)), draw.choice((64, 176, 704, 1408, 1856))
+    most = max(8, min(512, 80_000_000 // (3 * hidden * inter)))
+    experts = round(math.exp(draw.uniform(math.log(8), math.log(most))))
+    return {
+        "seed": seed,
+        "experts": experts,
+        "top_k": draw.randint(1, min(22, experts)),
+        "hidden": hidden,
+        "inter": inter,
+        "tokens": round(math.exp(draw.uniform(0, math.log(400)))),
+        "activation": draw.choice(ACTIVATIONS),
+        "bias": draw.random() < 0.3,
+        **draw.choice(({}, {}, *({"act_format": "nvfp4", **scales} for scales in QUANTIZED))),
+    }
+
+
+@pytest.mark.parametrize("skewed", (True, False))
+@pytest.mark.parametrize("seed", range(16))
+def test_random_problems(seed: int, skewed: bool) -> None:
+    fields = random_fields(seed)
+    call = make_call("nvfp4", **fields, out_dtype=torch.float32)
+    if skewed:  # an expert that all tokens go to, many that none does
+        first = call.topk_ids.remainder(max(fields["top_k"], fields["experts"] // 3))
+        call = call._replace(topk_ids=torch.where(first == first[:, :1], first[0, 0], first))
+    out = torch.full(call.hidden_states.shape, float("nan"), device="cuda")
+    cuda_sm90.run(in_tiles(call), out)
+    assert relative_error(out, call) < LIMIT, fields
 
 
 def layer(act_format: str, seed: int = 0) -> tuple[moe.RawWeights, moe.PreparedWeights]:

@@ -13,6 +13,7 @@ from problems import Case, make_raw
 import torch_moe_ops as moe
 from torch_moe_ops.backends import BACKENDS, cuda_sm90
 from torch_moe_ops.backends import _sm90_layout as layout
+from torch_moe_ops.backends import _sm90_scales as scales
 from torch_moe_ops.backends.registry import Sizes
 from torch_moe_ops.prepare import settings_of, tensors_of
 from torch_moe_ops.prepared_weights import PreparedWeights
@@ -145,7 +146,7 @@ def test_every_code_of_a_scale() -> None:
     """Values by the formula of layout.h: (r + 23) << 3 | m stands for 2^r * (1 + m / 8)."""
     code = torch.arange(127, dtype=torch.uint8)
     values = code.view(torch.float8_e4m3fn).double()
-    byte = layout._bytes_of_scales().long()
+    byte = scales._bytes_of_e4m3().long()
     decoded = torch.exp2(((byte >> 3) - 23).double()) * (1 + (byte & 7) / 8)
     assert torch.equal(decoded[1:], values[1:]) and byte[0] == 0
     assert byte.unique().numel() == 127
@@ -168,7 +169,7 @@ def test_views_and_odd_offsets_are_laid_out_alike() -> None:
     odd = dataclasses.replace(raw, w13=storage[1:].view(raw.w13.shape))
     wide = torch.stack((raw.w2, raw.w2), dim=-1)[..., 0]
     assert torch.equal(cuda_sm90.prepare(odd)["w13"], cuda_sm90.prepare(raw)["w13"])
-    assert torch.equal(layout.pack_codes(wide, False), cuda_sm90.prepare(raw)["w2"])
+    assert torch.equal(layout.pack_codes(wide, False, layout.E2M1), cuda_sm90.prepare(raw)["w2"])
 
 
 def prepared_layer(raw: moe.RawWeights) -> PreparedWeights:

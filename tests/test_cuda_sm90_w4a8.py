@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from samples import overload
-from sm90_cases import make_call, relative_error, why_not_here
+from sm90_cases import ACTIVATIONS, SHAPES_OF_ALL, make_call, relative_error, why_not_here
 from tolerances import FP8_SUMS, FP8_SUMS_EXACT
 from torch import Tensor
 
@@ -21,22 +21,7 @@ REASON = why_not_here()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(REASON), reason=REASON or "it is there")]
 policies = pytest.mark.parametrize("policy", ("packed", "folded"))
 
-ACTIVATIONS = (
-    "silu", "gelu", "gelu_tanh", "relu2", "swigluoai", "swiglustep", "situ",
-    "silu_no_mul", "gelu_no_mul", "relu2_no_mul", "identity_no_mul",
-)  # fmt: skip
-# experts, top_k, hidden, inter, tokens
-SHAPES = (
-    (8, 1, 128, 64, 3),
-    (8, 2, 192, 176, 20),
-    (16, 4, 2880, 704, 9),
-    (16, 4, 2688, 1856, 40),
-    (60, 6, 2048, 1408, 33),
-    (128, 8, 2048, 768, 64),
-    (512, 22, 1024, 128, 17),
-    (4, 2, 4096, 1024, 300),
-    (2, 1, 512, 256, 1100),
-)
+SHAPES = (*SHAPES_OF_ALL, (4, 2, 4096, 1024, 300), (2, 1, 512, 256, 1100))
 
 
 def in_tiles(call: ExpertsCall) -> ExpertsCall:

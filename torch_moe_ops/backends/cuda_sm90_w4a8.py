@@ -13,9 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from torch_moe_ops import _ext
 from torch_moe_ops.backends import _sm90_w4a8_layout as tiled
-from torch_moe_ops.backends.cuda_sm90 import CAPABILITY
+from torch_moe_ops.backends._sm90_common import NEEDS, plain_arguments, tensor_arguments
 from torch_moe_ops.backends.registry import (
     Backend,
     Layout,
@@ -23,7 +22,6 @@ from torch_moe_ops.backends.registry import (
     Requirement,
     Sizes,
     Spec,
-    available,
     formats,
     one_of,
     register,
@@ -32,7 +30,6 @@ from torch_moe_ops.ops.call import ExpertsCall
 from torch_moe_ops.raw_weights import RawWeights
 from torch_moe_ops.schemes import Scheme
 
-MAX_EXPERTS = 1024  # local ones, one a thread of the kernel that sorts
 MAX_SIZE = 65536  # hidden and intermediate: a thread block quantizes a row
 PACKED, FOLDED = "cuda_sm90_packed", "cuda_sm90_folded"
 
@@ -94,44 +91,10 @@ def run(folded: bool, call: ExpertsCall, out: Tensor) -> None:
     torch.ops.moeq_C.experts_sm90_w4a8(
         out,
         call.hidden_states,
-        call.topk_ids,
-        call.topk_weights,
-        call.w13,
-        call.w13_scale,
-        call.g1_alphas,
-        call.w13_bias,
-        call.w2,
-        call.w2_scale,
-        call.g2_alphas,
-        call.w2_bias,
-        call.a1_gscale,
-        call.a2_gscale,
-        call.activation,
-        call.swiglu_alpha,
-        call.swiglu_beta,
-        call.swiglu_limit,
-        call.local_expert_offset,
-        call.router_weight_on_input,
+        *tensor_arguments(call),
+        *plain_arguments(call),
         folded,
     )
-
-
-def _capability_reason(problem: Problem) -> str | None:
-    if problem.device != "cuda" or problem.capability in (None, CAPABILITY):
-        return None
-    return f"compute capability must be {CAPABILITY}, whose fp8 tensor cores do the work, got {problem.capability}"
-
-
-def _dtype_reason(problem: Problem) -> str | None:
-    if problem.dtype in (None, torch.bfloat16):
-        return None
-    return f"dtype must be torch.bfloat16, from which tokens are quantized, got {problem.dtype}"
-
-
-def _experts_reason(problem: Problem) -> str | None:
-    if problem.num_local_experts <= MAX_EXPERTS:
-        return None
-    return f"at most {MAX_EXPERTS} experts must be on this rank, got {problem.num_local_experts}"
 
 
 def _sizes_reason(problem: Problem) -> str | None:
@@ -139,10 +102,6 @@ def _sizes_reason(problem: Problem) -> str | None:
     if largest <= MAX_SIZE:
         return None
     return f"hidden_size and intermediate_size must be at most {MAX_SIZE}, got {largest}"
-
-
-def _extension_reason() -> str | None:
-    return _ext.cuda_extension_reason() or None
 
 
 def _register(name: str, policy: str) -> Backend:
@@ -154,13 +113,9 @@ def _register(name: str, policy: str) -> Backend:
             name=name,
             layout=layout,
             requires=(
-                one_of("device", "cuda"),
-                Requirement(_capability_reason),
-                available(_extension_reason),
+                *NEEDS,
                 formats({"nvfp4": ("fp8",)}),
                 one_of("weight_policy", policy),
-                Requirement(_dtype_reason),
-                Requirement(_experts_reason),
                 Requirement(_sizes_reason),
             ),
             prepare=partial(prepare, folded),

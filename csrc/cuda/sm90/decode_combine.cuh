@@ -63,7 +63,7 @@ __device__ __forceinline__ void combine_rows(const Args& args, const Shared& s) 
             bias = {of[0], of[1], of[2], of[3]};
           }
         }
-        const float alpha = share.alpha * factor * kAccumulatorScale;
+        const float alpha = share.alpha * factor;
         sum[0] = fmaf(share.weight, fmaf(y[i].x, alpha, bias.x), sum[0]);
         sum[1] = fmaf(share.weight, fmaf(y[i].y, alpha, bias.y), sum[1]);
         sum[2] = fmaf(share.weight, fmaf(y[i].z, alpha, bias.z), sum[2]);

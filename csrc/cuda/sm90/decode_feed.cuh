@@ -23,7 +23,7 @@ __device__ __forceinline__ Ring ring_of(const Shared& s, const Args& args) {
   ring.stage_tiles = 2 * kStageTiles;
   do {
     ring.stage_tiles /= 2;
-    ring.weight_bytes = ring.stage_tiles * (kTileCodeBytes + kTileScaleBytes);
+    ring.weight_bytes = ring.stage_tiles * (kTileCodeBytes + args.tile_scale_bytes);
     // The odd 16 bytes spread eight tokens' 16-byte reads over all banks.
     ring.row_bytes = ring.stage_tiles * kTileK * 2 + 16;
     ring.stage_bytes = ring.weight_bytes + s.fixed->widest * ring.row_bytes;
@@ -114,19 +114,19 @@ __device__ __forceinline__ void copy_weights(const Args& args, const Shared& s, 
     const int begin = part * m.part_tiles, end = begin + m.part_tiles;
     const int64_t tile = (static_cast<int64_t>(s.entries[entry].expert) * m.row_tiles + row_tile) * m.k_tiles + begin;
     const uint8_t* codes = m.codes + tile * kTileCodeBytes;
-    const uint8_t* scales = m.scales + tile * kTileScaleBytes;
+    const uint8_t* scales = m.scales + tile * args.tile_scale_bytes;
     for (int k = begin; k < end; k += m.stage_tiles) {
       const int tiles = min(m.stage_tiles, end - k);
       const uint32_t full = ring.full + 8 * turn.stage;
       const uint32_t to = shared_address(ring.base) + turn.stage * ring.stage_bytes;
       barrier_wait(ring.empty + 8 * turn.stage, turn.parity);
       ring.info[turn.stage] = {gemm | part << 2 | count << 4, entry, row_tile, k << 8 | tiles};
-      barrier_expect(full, tiles * (kTileCodeBytes + kTileScaleBytes));
+      barrier_expect(full, tiles * (kTileCodeBytes + args.tile_scale_bytes));
       copy_bulk(to, codes, tiles * kTileCodeBytes, full);
-      copy_bulk(to + ring.stage_tiles * kTileCodeBytes, scales, tiles * kTileScaleBytes, full);
+      copy_bulk(to + ring.stage_tiles * kTileCodeBytes, scales, tiles * args.tile_scale_bytes, full);
       barrier_arrive(ring.issued + 8 * turn.stage);
       codes += tiles * kTileCodeBytes;
-      scales += tiles * kTileScaleBytes;
+      scales += tiles * args.tile_scale_bytes;
       next_stage(turn, ring);
     }
     row = next;

@@ -73,7 +73,7 @@ __device__ inline void finish_output(const Args& args, const Shared& s, const Ro
 }
 
 // The worker's share of one GEMM. `turn` is where its next stage is in the ring.
-template <int kGroups>
+template <class Format, int kGroups>
 __device__ __forceinline__ void run_gemm(const Args& args, const Shared& s, const Ring& ring, int gemm, Turn& turn) {
   const Gemm m = gemm_of(args, ring, gemm, s.fixed->entries);
   const int lane = threadIdx.x % 32;
@@ -94,20 +94,20 @@ __device__ __forceinline__ void run_gemm(const Args& args, const Shared& s, cons
       const bool last = k + tiles == m.k_tiles;
       const uint8_t* stage = ring.base + turn.stage * ring.stage_bytes;
       if (info.entry != tile_row.entry) {
-        open_entry(s, ring, tile_row, info.entry);
+        open_entry<Format>(s, ring, tile_row, info.entry);
         if (gemm == 0) {
-          alphas = load_alphas(args.p, tile_row.what.expert);
+          alphas = load_alphas(args, tile_row.what.expert);
         }
       }
       tile_row.row_tile = info.row_tile;
       if (!(last && ragged)) {
 #pragma unroll 4
         for (int tile = 0; tile < tiles; ++tile) {
-          multiply_tile(stage, tile, tile_row, nullptr, sums);
+          multiply_tile<Format>(stage, tile, tile_row, nullptr, sums);
         }
       } else {
         for (int tile = 0; tile < tiles; ++tile) {
-          multiply_tile(stage, tile, tile_row, last && beyond && tile == tiles - 1 ? s.fixed->zeros : nullptr, sums);
+          multiply_tile<Format>(stage, tile, tile_row, last && beyond && tile == tiles - 1 ? s.fixed->zeros : nullptr, sums);
         }
       }
       __syncwarp();

@@ -7,16 +7,23 @@
 namespace moeq::sm90::decode {
 
 // Not inlined: its eleven ways would be copied for each of a thread's values, and code must be fetched, too.
-__device__ __noinline__ float activate_once(const Problem& p, float gate, float up) { return activate(p, gate, up); }
+__device__ __noinline__ inline float activate_once(const Problem& p, float gate, float up) {
+  return activate(p, gate, up);
+}
 
-// Of an expert, loaded long before it is needed.
+// Of an expert, loaded long before it is needed; with what the accumulators lack.
 struct Alphas {
   float first, second;
 };
 
-__device__ __forceinline__ Alphas load_alphas(const Problem& p, int expert) {
+__device__ __forceinline__ Alphas load_alphas(const Args& args, int expert) {
+  const Problem& p = args.p;
+  const float scale = args.accumulator_scale;
+  if (p.g1_alphas == nullptr) {
+    return {scale, scale};
+  }
   const float* alphas = p.g1_alphas + static_cast<int64_t>(expert) * p.alphas13;
-  return {__ldg(alphas), __ldg(alphas + p.alphas13 - 1)};
+  return {__ldg(alphas) * scale, __ldg(alphas + p.alphas13 - 1) * scale};
 }
 
 // A thread's values of the intermediate: of column `at` (and at + 8, where not gated) for two tokens of each group.
@@ -43,8 +50,8 @@ __device__ __forceinline__ void activate_sums(const Args& args, const Shared& s,
       const int column = min(i * kGroupTokens + static_cast<int>(threadIdx.x) % 4 * 2 + j, tile_row.what.count - 1);
       const int slot = s.slots[tile_row.what.first + column];
       const float factor = args.operand_factor == nullptr ? 1.0f : __ldcg(args.operand_factor + slot / p.top_k);
-      const float first = sums.v[i][j] * (alphas.first * factor * kAccumulatorScale) + bias[0];
-      const float second = sums.v[i][j + 2] * (alphas.second * factor * kAccumulatorScale) + bias[1];
+      const float first = sums.v[i][j] * (alphas.first * factor) + bias[0];
+      const float second = sums.v[i][j + 2] * (alphas.second * factor) + bias[1];
       hidden.v[i][j][0] = activate_once(p, first, p.gated ? second : first);
       hidden.v[i][j][1] = p.gated ? 0.0f : activate_once(p, second, second);
     }

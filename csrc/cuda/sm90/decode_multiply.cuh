@@ -2,7 +2,7 @@
 // tile, 16 of its 64 rows each.
 #pragma once
 #include "decode_feed.cuh"
-#include "decode_nvfp4.cuh"
+#include "formats.cuh"
 
 namespace moeq::sm90::decode {
 
@@ -28,11 +28,11 @@ struct RowTile {
   int row_offset[kGroups];   // of this thread's token
 };
 
-template <int kGroups>
+template <class Format, int kGroups>
 __device__ __forceinline__ void open_entry(const Shared& s, const Ring& ring, RowTile<kGroups>& tile_row, int entry) {
   const int lane = threadIdx.x % 32;
   tile_row.entry = entry;
-  tile_row.scale_offset = ring.stage_tiles * kTileCodeBytes + 2 * (threadIdx.x % 128);
+  tile_row.scale_offset = ring.stage_tiles * kTileCodeBytes + Format::scale_offset(threadIdx.x % 128);
   tile_row.what = s.entries[entry];
   tile_row.groups = (tile_row.what.count + kGroupTokens - 1) / kGroupTokens;
 #pragma unroll
@@ -44,13 +44,13 @@ __device__ __forceinline__ void open_entry(const Shared& s, const Ring& ring, Ro
 }
 
 // `zeros` is not null where this thread's 16 values of K lie beyond the operand's end.
-template <int kGroups>
+template <class Format, int kGroups>
 __device__ __forceinline__ void multiply_tile(const uint8_t* stage, int tile, const RowTile<kGroups>& tile_row,
                                               const uint32_t* zeros, Sums<kGroups>& sums) {
   const int thread = threadIdx.x % 128;
   const uint4 codes = *reinterpret_cast<const uint4*>(stage + tile * kTileCodeBytes + 16 * thread);
-  const uint32_t scales = *reinterpret_cast<const uint16_t*>(stage + tile_row.scale_offset + tile * kTileScaleBytes);
-  const uint32_t low = scale_pair(scales, 0), high = scale_pair(scales, 1);
+  const uint8_t* scale_at = stage + tile_row.scale_offset + tile * Format::kTileScaleBytes;
+  const auto scales = Format::scales(*reinterpret_cast<const typename Format::ScaleWord*>(scale_at));
   const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
   const uint8_t* rows[kGroups];
 #pragma unroll
@@ -67,8 +67,8 @@ __device__ __forceinline__ void multiply_tile(const uint8_t* stage, int tile, co
       }
     }
     uint32_t first[4], second[4];
-    decode_step(words[2 * half], low, high, first);
-    decode_step(words[2 * half + 1], low, high, second);
+    Format::decode(words[2 * half], scales, first);
+    Format::decode(words[2 * half + 1], scales, second);
 #pragma unroll
     for (int i = 0; i < kGroups; ++i) {
       if (i == 0 || i < tile_row.groups) {

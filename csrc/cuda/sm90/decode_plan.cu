@@ -1,5 +1,6 @@
 // The host's part of a decode launch: sizes and the division of the workspace.
 #include "decode_shared.cuh"
+#include "formats.cuh"
 
 namespace moeq::sm90::decode {
 
@@ -35,6 +36,27 @@ int output_parts_for(int k_tiles) {
   return k_tiles % parts == 0 ? parts : 1;
 }
 
+template <class Format>
+void set_format(Args& args) {
+  args.tile_scale_bytes = Format::kTileScaleBytes;
+  args.accumulator_scale = Format::kAccumulatorScale;
+}
+
+void set_format_of(const Problem& p, Args& args) {
+  switch (p.format) {
+    case Format::kNvfp4:
+      return set_format<Nvfp4Format>(args);
+    case Format::kMxfp4:
+      return set_format<Mxfp4Format>(args);
+    case Format::kInt4Per32:
+      return set_format<Int4Format<32>>(args);
+    case Format::kInt4Per64:
+      return set_format<Int4Format<64>>(args);
+    case Format::kInt4Zero:
+      return set_format<Int4ZeroFormat>(args);
+  }
+}
+
 }  // namespace
 
 cudaError_t make_plan(const Problem& p, Plan& plan) {
@@ -55,6 +77,7 @@ cudaError_t make_plan(const Problem& p, Plan& plan) {
   Args& args = plan.args;
   args.p = p;
   args.slots = static_cast<int>(slots);
+  set_format_of(p, args);
   args.row_tiles[0] = row_tiles13(p.inter, p.gated);
   args.k_tiles[0] = k_tiles(p.hidden);
   args.row_tiles[1] = ceil_div(p.hidden, kTileRows);

@@ -37,6 +37,8 @@ struct Args {
   float* h_factor;                          // [slots], dynamic scales only
   float* y;                                 // [output_parts, slots, hidden]
   int output_parts;                         // equal parts of GEMM2's K, units of work of their own
+  int tile_scale_bytes;                     // of the weights' format
+  float accumulator_scale;
   int ring_offset, ring_bytes;              // in shared memory
 };
 
@@ -47,6 +49,13 @@ struct Plan {
   int shared_bytes;
   size_t workspace;                         // bytes
 };
+
+// Of one format, for 8 * groups tokens of an expert.
+const void* nvfp4_kernel(int groups);
+const void* mxfp4_kernel(int groups);
+const void* int4_per_32_kernel(int groups);
+const void* int4_per_64_kernel(int groups);
+const void* int4_zero_kernel(int groups);
 
 inline bool makes_operand(const Problem& p) { return p.a1 != ActScale::kNone || p.weight_on_input; }
 __host__ __device__ inline bool operand_by_slot(const Problem& p) { return p.a1 == ActScale::kExpert; }

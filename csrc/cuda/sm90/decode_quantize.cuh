@@ -147,7 +147,7 @@ __device__ __forceinline__ int expert_or_first(const Problem& p, int64_t slot) {
 }
 
 // GEMM1's operand, where it is not x as it is.
-__device__ __noinline__ void make_operand(const Args& args, Fixed& fixed) {
+__device__ __noinline__ inline void make_operand(const Args& args, Fixed& fixed) {
   const Problem& p = args.p;
   const auto load = [&](int64_t row, int block, float (&values)[16]) { load_hidden_states(args, row, block, values); };
   const auto gscale = [&](int64_t row) {
@@ -164,7 +164,7 @@ __device__ __noinline__ void make_operand(const Args& args, Fixed& fixed) {
 }
 
 // GEMM2's operand from the float32 intermediate: with a scale of its own a row must be complete before it is quantized.
-__device__ __noinline__ void quantize_hidden(const Args& args, Fixed& fixed) {
+__device__ __noinline__ inline void quantize_hidden(const Args& args, Fixed& fixed) {
   const Problem& p = args.p;
   const auto load = [&](int64_t row, int block, float (&values)[16]) {
     const float4* from = reinterpret_cast<const float4*>(args.wide + row * p.inter + block * 16);

@@ -36,7 +36,7 @@ struct Fixed {
 
 // Of a slot, for the last step.
 struct Share {
-  float alpha, weight;
+  float alpha, weight;        // alpha with what the accumulators lack
 };
 
 constexpr uint32_t kForeign = 0xffffffffu;
@@ -96,8 +96,8 @@ __device__ __forceinline__ __nv_bfloat16* operand_of(const Args& args) {
 __device__ inline void load_shares(const Args& args, const Shared& s) {
   for (int slot = threadIdx.x - 32; slot < args.slots; slot += kThreads - 32) {
     if (s.place[slot] != kForeign) {
-      const float alpha = args.p.g2_alphas[s.entries[s.place[slot] >> 8].expert];
-      s.shares[slot] = {alpha, args.p.weight_on_input ? 1.0f : args.p.topk_weights[slot]};
+      const float alpha = args.p.g2_alphas == nullptr ? 1.0f : args.p.g2_alphas[s.entries[s.place[slot] >> 8].expert];
+      s.shares[slot] = {alpha * args.accumulator_scale, args.p.weight_on_input ? 1.0f : args.p.topk_weights[slot]};
     }
   }
 }

@@ -2,6 +2,7 @@
 #pragma once
 #include "gemm_args.cuh"
 #include "gemm_async.cuh"
+#include "ring.cuh"
 
 namespace moeq::sm90 {
 
@@ -29,19 +30,6 @@ struct __align__(1024) GemmShared {
   uint64_t tokens_full[kTokenStages], tokens_empty[kTokenStages];
   uint64_t weights_full[kWeightStages], weights_empty[kWeightStages];
   uint64_t work_full[kWorkSlots], work_empty[kWorkSlots];
-};
-
-// A place in a ring and the parity of the round.
-template <int size>
-struct Ring {
-  int slot = 0;
-  uint32_t parity = 0;
-  __device__ __forceinline__ void advance() {
-    if (++slot == size) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
 };
 
 template <int size>

@@ -1,80 +1,80 @@
 // moeq_C::experts_sm90: one layer's call on the Hopper kernels. Python has checked the arguments; what is checked here
 // guards memory.
+#include "formats.cuh"
 #include "layout.h"
-#include "op_arguments.cuh"
+#include "op_layer.cuh"
 
 namespace moeq::sm90 {
 namespace {
 
-void bind_weights(Problem& p, const Tensor& w13, const Tensor& w13_scale, const Tensor& w2, const Tensor& w2_scale,
-                  const Tensor& beside) {
-  STD_TORCH_CHECK(w13.dim() == 4 && w2.dim() == 4, "moeq_C::", kOp, ": w13 and w2 must be tiled");
-  p.experts = size_of(w13, 0);
-  p.inter = size_of(w2, 2) * kTileK;
-  const int64_t tiles13 = static_cast<int64_t>(p.experts) * row_tiles13(p.inter, p.gated) * k_tiles(p.hidden);
-  const int64_t tiles2 = static_cast<int64_t>(p.experts) * k_tiles(p.hidden) * k_tiles(p.inter);
-  p.w13 = tiles_of("w13", w13, tiles13 * kTileCodeBytes, beside);
-  p.w13_scale = tiles_of("w13_scale", w13_scale, tiles13 * kTileScaleBytes, beside);
-  p.w2 = tiles_of("w2", w2, tiles2 * kTileCodeBytes, beside);
-  p.w2_scale = tiles_of("w2_scale", w2_scale, tiles2 * kTileScaleBytes, beside);
+// Two dtypes and a size tell the formats apart, as their layouts have them.
+Format format_of(const Tensor& scale) {
+  const int64_t each = scale.size(scale.dim() - 1);
+  if (scale.scalar_type() == ScalarType::Byte) {
+    return each == Nvfp4Format::kTileScaleBytes ? Format::kNvfp4 : Format::kMxfp4;
+  }
+  if (scale.scalar_type() == ScalarType::Int) return Format::kInt4Zero;
+  return each == 2 * kTileRows ? Format::kInt4Per32 : Format::kInt4Per64;
 }
 
-void run(Problem& p, bool decode, const Tensor& beside) {
-  const size_t bytes = decode ? decode_workspace(p) : prefill_workspace(p);
-  // From torch's allocator at every call, so that a CUDA graph owns its own.
-  const Tensor workspace = torch::stable::new_empty(beside, {static_cast<int64_t>(bytes)}, ScalarType::Byte);
-  p.workspace = const_cast<void*>(workspace.const_data_ptr());
-  p.stream = current_stream(beside);
-  const cudaError_t error = decode ? decode_run(p) : prefill_run(p);
-  STD_TORCH_CHECK(error == cudaSuccess, "moeq_C::", kOp, ": ", decode ? "decode" : "prefill",
-                  " kernel: ", cudaGetErrorString(error));
+int tile_scale_bytes(Format format) {
+  switch (format) {
+    case Format::kMxfp4:
+      return Mxfp4Format::kTileScaleBytes;
+    case Format::kInt4Per32:
+      return Int4Format<32>::kTileScaleBytes;
+    case Format::kInt4Per64:
+      return Int4Format<64>::kTileScaleBytes;
+    case Format::kInt4Zero:
+      return Int4ZeroFormat::kTileScaleBytes;
+    default:
+      return Nvfp4Format::kTileScaleBytes;
+  }
 }
 
-// Fills out [tokens, hidden]. a1_gscale, a2_gscale: f32 [], [experts], or absent (a scale per token) where the hidden
-// states, and the intermediate, are quantized; g1_alphas f32 [experts] or [experts, 2]. See problem.h for the rest.
-void experts_sm90(Tensor out, Tensor x_given, Tensor topk_ids, Tensor topk_weights, Tensor w13, Tensor w13_scale,
-                  Tensor g1_alphas, OptionalTensor w13_bias, Tensor w2, Tensor w2_scale, Tensor g2_alphas,
-                  OptionalTensor w2_bias, OptionalTensor a1_gscale, OptionalTensor a2_gscale, bool quantize_hidden,
-                  bool quantize_intermediate, std::string activation, double alpha, double beta, double limit,
-                  int64_t expert_offset, bool weight_on_input, bool decode) {
-  STD_TORCH_CHECK(out.is_cuda() && out.is_contiguous() && out.dim() == 2 && topk_ids.dim() == 2, "moeq_C::", kOp,
-                  ": out and topk_ids must be CUDA matrices, out contiguous");
-  const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
-  Problem p{};
-  p.activation = activation_of(activation);
-  p.gated = p.activation < Activation::kSiluNoMul;
-  p.tokens = size_of(out, 0);
-  p.hidden = size_of(out, 1);
-  p.top_k = size_of(topk_ids, 1);
+const uint8_t* scales_of(const char* name, const Tensor& scale, int64_t bytes, const Tensor& beside) {
+  STD_TORCH_CHECK(is_aligned(scale), "moeq_C::", kOp, ": ", name, " must start at a multiple of 16 bytes");
+  const int64_t count = bytes / scale.element_size();
+  return static_cast<const uint8_t*>(data_of<void>(name, scale, scale.scalar_type(), count, beside));
+}
+
+void bind_weights(Problem& p, const LayerCall& call) {
+  STD_TORCH_CHECK(call.w13.dim() == 4 && call.w2.dim() == 4, "moeq_C::", kOp, ": w13 and w2 must be tiled");
   STD_TORCH_CHECK(p.hidden % kTileK == 0, "moeq_C::", kOp, ": the hidden size must be a multiple of 64");
-  STD_TORCH_CHECK(!weight_on_input || p.top_k == 1, "moeq_C::", kOp, ": weight_on_input must go with top_k 1");
-  const int64_t slots = static_cast<int64_t>(p.tokens) * p.top_k;
-  STD_TORCH_CHECK(slots <= INT32_MAX, "moeq_C::", kOp, ": tokens * top_k must be below 2^31");
-  bind_weights(p, w13, w13_scale, w2, w2_scale, out);
-  const int64_t halves = p.gated ? 2 : 1;
-  p.alphas13 = g1_alphas.dim() == 2 ? size_of(g1_alphas, 1) : 1;
-  STD_TORCH_CHECK(p.alphas13 <= halves, "moeq_C::", kOp, ": g1_alphas must have one column per half of w13");
-  p.g1_alphas = floats_of("g1_alphas", g1_alphas, static_cast<int64_t>(p.experts) * p.alphas13, out);
-  p.g2_alphas = floats_of("g2_alphas", g2_alphas, p.experts, out);
-  p.w13_bias = floats_of("w13_bias", w13_bias, halves * p.experts * p.inter, out);
-  p.w2_bias = floats_of("w2_bias", w2_bias, static_cast<int64_t>(p.experts) * p.hidden, out);
-  p.a1 = bind_gscale("a1_gscale", quantize_hidden, a1_gscale, p.a1_gscale, p, out);
-  p.a2 = bind_gscale("a2_gscale", quantize_intermediate, a2_gscale, p.a2_gscale, p, out);
-  p.topk_ids = data_of<int32_t>("topk_ids", topk_ids, ScalarType::Int, slots, out);
-  p.topk_weights = data_of<float>("topk_weights", topk_weights, ScalarType::Float, slots, out);
-  // A view may start anywhere; the kernels move 16 bytes at a time.
-  const Tensor x = is_aligned(x_given) ? x_given : torch::stable::clone(x_given);
-  p.x = data_of<void>("hidden_states", x, ScalarType::BFloat16, out.numel(), out);
-  Tensor aligned_out = is_aligned(out) ? out : torch::stable::empty_like(out);
-  p.out = aligned_out.mutable_data_ptr();
-  p.out_type = out_type_of(out);
-  p.expert_offset = static_cast<int>(expert_offset);
-  p.alpha = static_cast<float>(alpha);
-  p.beta = static_cast<float>(beta);
-  p.limit = static_cast<float>(limit);
-  p.weight_on_input = weight_on_input;
-  run(p, decode, out);
-  if (!is_aligned(out)) torch::stable::copy_(out, aligned_out);
+  p.format = format_of(call.w13_scale);
+  STD_TORCH_CHECK(p.format == format_of(call.w2_scale), "moeq_C::", kOp, ": w13 and w2 must have one format");
+  STD_TORCH_CHECK((p.format == Format::kNvfp4) == (call.g1_alphas.has_value() && call.g2_alphas.has_value()),
+                  "moeq_C::", kOp, ": alphas must come with nvfp4 weights alone");
+  p.experts = size_of(call.w13, 0);
+  p.inter = size_of(call.w2, 2) * kTileK;
+  const int64_t tiles13 = int64_t{p.experts} * row_tiles13(p.inter, p.gated) * k_tiles(p.hidden);
+  const int64_t tiles2 = int64_t{p.experts} * k_tiles(p.hidden) * k_tiles(p.inter);
+  const int scale_bytes = tile_scale_bytes(p.format);
+  p.w13 = tiles_of("w13", call.w13, tiles13 * kTileCodeBytes, call.out);
+  p.w13_scale = scales_of("w13_scale", call.w13_scale, tiles13 * scale_bytes, call.out);
+  p.w2 = tiles_of("w2", call.w2, tiles2 * kTileCodeBytes, call.out);
+  p.w2_scale = scales_of("w2_scale", call.w2_scale, tiles2 * scale_bytes, call.out);
+}
+
+constexpr Kernels<Problem> kDecode = {"decode", decode_workspace, decode_run, decode_takes_logits};
+constexpr Kernels<Problem> kPrefill = {"prefill", prefill_workspace, prefill_run, nullptr};
+
+// Fills out [tokens, hidden] from ids and weights, or from logits.
+void experts_sm90(Tensor out, Tensor hidden_states, OptionalTensor topk_ids, OptionalTensor topk_weights, Tensor w13,
+                  Tensor w13_scale, OptionalTensor g1_alphas, OptionalTensor w13_bias, Tensor w2, Tensor w2_scale,
+                  OptionalTensor g2_alphas, OptionalTensor w2_bias, OptionalTensor a1_gscale, OptionalTensor a2_gscale,
+                  bool quantize_hidden, bool quantize_intermediate, std::string activation, double alpha, double beta,
+                  double limit, int64_t expert_offset, bool weight_on_input, bool decode, OptionalTensor router_logits,
+                  OptionalTensor routing_bias, std::string score, std::string weight, bool renormalize, int64_t top_k,
+                  int64_t n_group, int64_t topk_group, double factor) {
+  const RouterCall router{router_logits, routing_bias, score, weight, renormalize, top_k, n_group, topk_group, factor};
+  const LayerCall call{out,       hidden_states, topk_ids,   topk_weights,    w13,
+                       w13_scale, g1_alphas,     w13_bias,   w2,              w2_scale,
+                       g2_alphas, w2_bias,       a1_gscale,  a2_gscale,       quantize_hidden,
+                       quantize_intermediate,    activation, alpha,           beta,
+                       limit,     expert_offset, weight_on_input, router};
+  Problem p{};
+  run_layer(p, call, decode ? kDecode : kPrefill, [&](Problem& problem) { bind_weights(problem, call); });
 }
 
 }  // namespace

@@ -3,40 +3,20 @@
 
 #include "gemm_kernel.cuh"
 #include "prefill_kernels.cuh"
+#include "workspace.h"
 
 namespace moeq::sm90 {
 namespace {
-
-// Of the longest intermediate array; more tokens than fit are done piece by piece.
-constexpr int64_t kChunkBytes = int64_t{1} << 30;
 
 int64_t element_bytes(bool wide) { return wide ? 4 : 2; }
 
 // Results of single slots keep float32 where the output is finer than bfloat16.
 bool is_wide(const Problem& p) { return p.out_type != OutType::kBfloat16; }
 
-int tokens_at_once(const Problem& p) {
-  const int64_t row = (p.hidden > p.inter ? p.hidden : p.inter) * element_bytes(is_wide(p)) * p.top_k;
-  const int64_t tokens = kChunkBytes / row / 256 * 256;
-  return static_cast<int>(tokens < 256 ? 256 : tokens < p.tokens ? tokens : p.tokens);
+// The longest array decides.
+int tokens_of_piece(const Problem& p) {
+  return tokens_at_once(p, (p.hidden > p.inter ? p.hidden : p.inter) * element_bytes(is_wide(p)) * p.top_k);
 }
-
-// Hands out pieces of the workspace; with a null base it only counts.
-class Arena {
- public:
-  explicit Arena(void* base) : base_(static_cast<uint8_t*>(base)) {}
-  template <class T>
-  T* take(int64_t count) {
-    T* piece = reinterpret_cast<T*>(base_ + used_);
-    used_ += (count * sizeof(T) + 255) / 256 * 256;
-    return piece;
-  }
-  size_t used() const { return used_; }
-
- private:
-  uint8_t* base_;
-  size_t used_ = 0;
-};
 
 struct Plan {
   OperandArgs operand;
@@ -153,35 +133,18 @@ cudaError_t run_piece(const Problem& p) {
   return error;
 }
 
-Problem piece_of(const Problem& p, int first, int count) {
-  Problem piece = p;
-  const int64_t row = int64_t{first} * p.hidden;
-  piece.tokens = count;
-  piece.x = static_cast<const __nv_bfloat16*>(p.x) + row;
-  piece.topk_ids = p.topk_ids + int64_t{first} * p.top_k;
-  piece.topk_weights = p.topk_weights + int64_t{first} * p.top_k;
-  piece.out = static_cast<uint8_t*>(p.out) + row * (p.out_type == OutType::kFloat32 ? 4 : 2);
-  return piece;
-}
-
 }  // namespace
 
 size_t prefill_workspace(const Problem& p) {
   Problem piece = p;
-  piece.tokens = tokens_at_once(p);
+  piece.tokens = tokens_of_piece(p);
   piece.workspace = nullptr;
   return make_plan(piece).bytes;
 }
 
 cudaError_t prefill_run(const Problem& p) {
   if (p.experts > kMaxExperts) return cudaErrorInvalidValue;
-  const int step = tokens_at_once(p);
-  for (int first = 0; first < p.tokens; first += step) {
-    const int left = p.tokens - first;
-    const cudaError_t error = run_piece(piece_of(p, first, left < step ? left : step));
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
+  return run_in_pieces(p, tokens_of_piece(p), run_piece);
 }
 
 }  // namespace moeq::sm90

@@ -2,6 +2,7 @@
 #pragma once
 #include <cuda_bf16.h>
 
+#include "dependent_launch.h"
 #include "problem.h"
 #include "schedule.cuh"
 
@@ -50,17 +51,7 @@ cudaError_t launch_combine(const CombineArgs& args);
 // A launch that may begin before the previous kernel of the stream has ended (see wait_for_previous_kernel).
 template <class Args>
 cudaError_t launch_dependent(void (*kernel)(Args), const Args& args, dim3 grid, int threads, int shared_bytes) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = args.problem.stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, args);
+  return launch_after(kernel, args, grid, threads, shared_bytes, args.problem.stream);
 }
 
 }  // namespace moeq::sm90

@@ -16,15 +16,38 @@ enum class ActScale : int { kNone, kTensor, kExpert, kToken };              // k
 
 enum class OutType : int { kBfloat16, kFloat16, kFloat32 };
 
+// What the weights are: the formats of formats.cuh.
+enum class Format : int { kNvfp4, kMxfp4, kInt4Per32, kInt4Per64, kInt4Zero };
+
+enum class LogitType : int { kBfloat16, kFloat16, kFloat32 };
+
+// What a router makes of logits: of all of them where experts are chosen, of the chosen ones where they are weighted.
+enum class Score : int { kIdentity, kSoftmax, kSigmoid, kSqrtSoftplus };
+
+// How logits become ids and weights, as moeq::route does it (route.cuh).
+struct Router {
+  const void* logits;        // [tokens, experts], columns adjacent; null: ids and weights are given
+  LogitType type;
+  int64_t row_stride;
+  const float* bias;         // [experts], added for the choice only; null: none
+  int experts, top_k;        // all experts, on any rank
+  Score score;               // experts are chosen by it (and the bias)
+  Score weight;              // a softmax is over all experts where `score` is one too, else over the chosen ones
+  bool renormalize;          // weights are divided by their sum
+  int groups, topk_group;    // experts of the best topk_group of `groups` equal groups are chosen from; groups 1: of all
+  float factor;              // multiplies the weights
+};
+
 // One layer's call. Weights lie in the layout of layout.h; everything else as the op has it, contiguous.
 struct Problem {
   const uint8_t* w13;        // [experts, row_tiles13, k_tiles13, 2048]
   const uint8_t* w13_scale;  // [experts, row_tiles13, k_tiles13, 256]
   const uint8_t* w2;         // [experts, row_tiles2, k_tiles2, 2048]
   const uint8_t* w2_scale;   // [experts, row_tiles2, k_tiles2, 256]
-  const float* g1_alphas;    // [experts, alphas13]
+  Format format;
+  const float* g1_alphas;    // [experts, alphas13]; null: 1
   int alphas13;              // 1, or 2: gate and up have one each
-  const float* g2_alphas;    // [experts]
+  const float* g2_alphas;    // [experts]; null: 1
   const float* w13_bias;     // [experts, 2 * inter] (gate, then up) or [experts, inter]; null: none
   const float* w2_bias;      // [experts, hidden]; null: none
   const void* x;             // bfloat16 [tokens, hidden]
@@ -40,9 +63,15 @@ struct Problem {
   ActScale a1, a2;           // of the hidden states and of the intermediate
   const float* a1_gscale;    // kTensor: [1], kExpert: [experts], else null
   const float* a2_gscale;
+  Router router;             // where logits are given; then topk_ids and topk_weights are null
   void* workspace;           // of the size that *_workspace(problem) says; contents undefined, need not survive
   cudaStream_t stream;
 };
+
+// Whether decode_run routes a problem of this shape by itself; else route_run goes before it, as before prefill_run.
+bool decode_takes_logits(const Problem& p);
+// Writes ids and weights [tokens, top_k] from p.router.
+cudaError_t route_run(const Problem& p, int32_t* ids, float* weights);
 
 // Each returns an error for a failed launch and never synchronizes. Sizes depend on shapes alone.
 int decode_max_tokens(const Problem& p);   // more than that, whatever p.tokens, decode_run does not take

@@ -1,33 +1,13 @@
 // The first launch of a prefill: one block sorts the slots by expert and divides the experts' tokens into tiles.
 #include "gemm_async.cuh"
 #include "prefill_kernels.cuh"
+#include "prefix_sum.cuh"
 
 namespace moeq::sm90 {
 namespace {
 
 constexpr int kThreads = kMaxExperts;   // one an expert
 constexpr int kBatch = 8;
-
-// Exclusive prefix sums over the experts, one a thread; returns the total in `total`.
-__device__ int prefix_sum(int value, int* warp_sums, int& total) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int sum = value;
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(0xffffffffu, sum, step);
-    if (lane >= step) sum += other;
-  }
-  if (lane == 31) warp_sums[warp] = sum;
-  __syncthreads();
-  int before = 0, all = 0;
-  for (int i = 0; i < kThreads / 32; i++) {
-    const int of_warp = warp_sums[i];
-    before += i < warp ? of_warp : 0;
-    all += of_warp;
-  }
-  total = all;
-  __syncthreads();
-  return before + sum - value;
-}
 
 __device__ void list_tiles(const Schedule& schedule, int expert, int start, int count, int first, int tiles) {
   for (int i = 0; i < tiles; i++) {
@@ -69,8 +49,8 @@ __global__ void __launch_bounds__(kThreads) schedule_kernel(const __grid_constan
   const int count = counts[expert];
   const int tiles = tiles_for(count);
   int rows_total, tiles_total;
-  const int start = prefix_sum((count + 7) / 8 * 8, warp_sums, rows_total);
-  const int first = prefix_sum(tiles, warp_sums, tiles_total);
+  const int start = prefix_sum<kThreads>((count + 7) / 8 * 8, warp_sums, rows_total);
+  const int first = prefix_sum<kThreads>(tiles, warp_sums, tiles_total);
   list_tiles(schedule, expert, start, count, first, tiles);
   if (expert < p.experts) {
     schedule.finished[expert] = 0;

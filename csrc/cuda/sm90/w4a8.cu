@@ -2,30 +2,11 @@
 #include "prefill_kernels.cuh"
 #include "w4a8_gemm.cuh"
 #include "w4a8_quantize.cuh"
+#include "workspace.h"
 
 namespace moeq::sm90 {
 namespace w4a8 {
 namespace {
-
-// Of the intermediate; more tokens than fit are done piece by piece.
-constexpr int64_t kPieceBytes = int64_t{1} << 30;
-
-// Hands out pieces of the workspace; with a null base it only counts.
-class Arena {
- public:
-  explicit Arena(void* base) : base_(static_cast<uint8_t*>(base)) {}
-  template <class T>
-  T* take(int64_t count) {
-    T* piece = reinterpret_cast<T*>(base_ + used_);
-    used_ += (count * sizeof(T) + 255) / 256 * 256;
-    return piece;
-  }
-  size_t used() const { return used_; }
-
- private:
-  uint8_t* base_;
-  size_t used_ = 0;
-};
 
 struct Plan {
   QuantizeArgs tokens, intermediate;
@@ -101,21 +82,9 @@ cudaError_t run_piece(const W4a8Problem& p) {
   return error;
 }
 
-int tokens_at_once(const Problem& p) {
-  const int64_t row = int64_t{p.inter} * halves_of_h(p) * 4 * p.top_k;
-  const int64_t tokens = kPieceBytes / row / 256 * 256;
-  return static_cast<int>(tokens < 256 ? 256 : tokens < p.tokens ? tokens : p.tokens);
-}
-
-W4a8Problem piece_of(const W4a8Problem& p, int first, int count) {
-  W4a8Problem piece = p;
-  const int64_t row = int64_t{first} * p.hidden;
-  piece.tokens = count;
-  piece.x = static_cast<const uint16_t*>(p.x) + row;
-  piece.topk_ids = p.topk_ids + int64_t{first} * p.top_k;
-  piece.topk_weights = p.topk_weights + int64_t{first} * p.top_k;
-  piece.out = static_cast<uint8_t*>(p.out) + row * (p.out_type == OutType::kFloat32 ? 4 : 2);
-  return piece;
+// The intermediate is the longest array.
+int tokens_of_piece(const Problem& p) {
+  return tokens_at_once(p, int64_t{p.inter} * halves_of_h(p) * 4 * p.top_k);
 }
 
 }  // namespace
@@ -123,19 +92,13 @@ W4a8Problem piece_of(const W4a8Problem& p, int first, int count) {
 
 size_t w4a8_workspace(const W4a8Problem& p) {
   W4a8Problem piece = p;
-  piece.tokens = w4a8::tokens_at_once(p);
+  piece.tokens = w4a8::tokens_of_piece(p);
   piece.workspace = nullptr;
   return w4a8::make_plan(piece).bytes;
 }
 
 cudaError_t w4a8_run(const W4a8Problem& p) {
-  const int step = w4a8::tokens_at_once(p);
-  for (int first = 0; first < p.tokens; first += step) {
-    const int left = p.tokens - first;
-    const cudaError_t error = w4a8::run_piece(w4a8::piece_of(p, first, left < step ? left : step));
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
+  return run_in_pieces(p, w4a8::tokens_of_piece(p), w4a8::run_piece);
 }
 
 }  // namespace moeq::sm90

@@ -1,5 +1,6 @@
 // The first launch: one block counts the slots of each expert, and lists tiles of tokens.
 #include "gemm_async.cuh"
+#include "prefix_sum.cuh"
 #include "w4a8_schedule.cuh"
 
 namespace moeq::sm90::w4a8 {
@@ -11,26 +12,6 @@ struct ScheduleArgs {
   W4a8Problem problem;
   Schedule schedule;
 };
-
-// Exclusive prefix sum over the block's threads; `total` becomes the sum of all.
-__device__ int prefix_sum(int value, int* warp_sums, int& total) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int sum = value;
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(0xffffffffu, sum, step);
-    if (lane >= step) sum += other;
-  }
-  if (lane == 31) warp_sums[warp] = sum;
-  __syncthreads();
-  int before = 0;
-  total = 0;
-  for (int i = 0; i < kThreads / 32; i++) {
-    before += i < warp ? warp_sums[i] : 0;
-    total += warp_sums[i];
-  }
-  __syncthreads();
-  return before + sum - value;
-}
 
 __device__ void list_expert(const Schedule& schedule, int expert, int start, int count, int first, int tiles) {
   schedule.start[expert] = start;
@@ -58,8 +39,8 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_kernel(const __grid_cons
   __syncthreads();
   const int count = counts[expert], tiles = tiles_for(count);
   int rows_total, tiles_total;
-  const int start = prefix_sum(round_up(count, 8), warp_sums, rows_total);
-  const int first = prefix_sum(tiles, warp_sums, tiles_total);
+  const int start = prefix_sum<kThreads>(round_up(count, 8), warp_sums, rows_total);
+  const int first = prefix_sum<kThreads>(tiles, warp_sums, tiles_total);
   if (expert < p.experts) list_expert(schedule, expert, start, count, first, tiles);
   if (expert == 0) {
     *schedule.tiles_total = tiles_total;

@@ -3,6 +3,7 @@
 // The operand holds the rows of an expert together, their number rounded up to 8: [k tiles, rows, 128 bytes], swizzled
 // as wgmma reads it, so that any tile of tokens is one bulk copy.
 #pragma once
+#include "dependent_launch.h"
 #include "w4a8.h"
 #include "w4a8_layout.h"
 
@@ -56,22 +57,5 @@ __host__ __device__ inline int tiles_for(int count) {
 }
 
 cudaError_t launch_schedule(const W4a8Problem& p, const Schedule& schedule);
-
-// A launch that may begin before the previous kernel of the stream has ended, and waits for it itself.
-template <class Args>
-cudaError_t launch_after(void (*kernel)(Args), const Args& args, dim3 grid, int threads, int shared_bytes,
-                         cudaStream_t stream) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, args);
-}
 
 }  // namespace moeq::sm90::w4a8

@@ -2,6 +2,7 @@
 #pragma once
 #include "gemm_async.cuh"
 #include "w4a8_schedule.cuh"
+#include "ring.cuh"
 
 namespace moeq::sm90::w4a8 {
 
@@ -59,19 +60,6 @@ struct __align__(1024) GemmShared {
   alignas(16) int slots[kWorkSlots][kMaxWidth];
   uint64_t full[Policy::kStages], empty[Policy::kStages];
   uint64_t work_full[kWorkSlots], work_empty[kWorkSlots];
-};
-
-// A place in a ring and the parity of the round.
-template <int size>
-struct Ring {
-  int slot = 0;
-  uint32_t parity = 0;
-  __device__ __forceinline__ void advance() {
-    if (++slot == size) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
 };
 
 template <class Policy>

@@ -1,0 +1,233 @@
+"""Every format of the Hopper kernels' layout: prepare and restore, bit for bit, and the kernels' decoders, run here."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import torch_moe_ops as moe
+from torch_moe_ops.backends import BACKENDS, cuda_sm90
+from torch_moe_ops.backends.registry import Sizes
+from torch_moe_ops.integer_storage import int4_scales_of
+from torch_moe_ops.schemes import SCHEMES
+
+SOURCE = Path(__file__).parent / "cpp" / "sm90_decode_host.cpp"
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+
+BF16, F16 = torch.bfloat16, torch.float16
+# scheme, values of K that share an int4 scale (0: a row), dtype of int4 scales, zero points
+FORMATS = (
+    ("nvfp4", 16, BF16, False),
+    ("mxfp4", 32, BF16, False),
+    ("mxint4", 32, BF16, False),
+    ("int4", 32, BF16, False),
+    *(("int4", group, BF16, False) for group in (64, 128, 0)),
+    *(
+        ("int4", group, dtype, zero)
+        for group in (64, 128, 0)
+        for dtype, zero in ((F16, False), (F16, True), (BF16, True))
+    ),
+)
+# hidden, intermediate size: neither fills its tiles, both do, K of 45 tiles, and two that no group but a row divides.
+SIZES = ((128, 160), (256, 384), (2880, 96), (192, 80), (64, 48))
+
+
+def fits(scheme: str, group: int, hidden: int, inter: int) -> bool:
+    unit = group or SCHEMES[scheme].size_multiple
+    return hidden % unit == 0 and inter % unit == 0
+
+
+CASES = [(*f, *s) for f in FORMATS for s in SIZES if fits(f[0], f[1], *s)]
+
+
+def make_layer(
+    scheme: str, group: int, dtype: torch.dtype, zero: bool, hidden: int, inter: int, gated: bool = True
+) -> moe.RawWeights:
+    """Every code, and scales over the whole range that the layout holds."""
+    g = torch.Generator().manual_seed(hidden + inter)
+    experts, fields = 2, dict[str, Any]()
+    for name, n, k in (("w13", (2 if gated else 1) * inter, hidden), ("w2", hidden, inter)):
+        if scheme in ("mxint4", "int4"):
+            shape = (experts, n, k // (group or k))
+            fields[name] = torch.randint(-(2**31), 2**31, (experts, n, k // 8), generator=g).int()
+            exponents = torch.randint(-24, 13, shape, generator=g)
+            fields[f"{name}_scale"] = (torch.randn(shape, generator=g) * torch.exp2(exponents.float())).to(dtype)
+            if zero:
+                fields[f"{name}_zero_point"] = torch.randint(0, 16, shape, generator=g, dtype=torch.uint8)
+            continue
+        largest = 127 if scheme == "nvfp4" else 161
+        fields[name] = torch.randint(0, 256, (experts, n, k // 2), generator=g, dtype=torch.uint8)
+        scale = torch.randint(0, largest, (experts, n, k // group), generator=g, dtype=torch.uint8)
+        fields[f"{name}_scale"] = scale.view(torch.float8_e4m3fn) if scheme == "nvfp4" else scale
+    if scheme == "nvfp4":
+        fields |= {"w13_scale_2": torch.ones(experts, 1), "w2_scale_2": torch.ones(experts)}
+    return moe.RawWeights(scheme=scheme, activation="silu" if gated else "relu2_no_mul", **fields)
+
+
+@pytest.mark.parametrize("gated", (True, False))
+@pytest.mark.parametrize(("scheme", "group", "dtype", "zero", "hidden", "inter"), CASES)
+def test_restore_is_the_inverse(
+    scheme: str, group: int, dtype: torch.dtype, zero: bool, hidden: int, inter: int, gated: bool
+) -> None:
+    raw = make_layer(scheme, group, dtype, zero, hidden, inter, gated)
+    sizes = Sizes(raw.num_experts, hidden, inter, gated, torch.uint8)
+    prepared = cuda_sm90.prepare(raw)
+    for name, (shapes, dtypes) in cuda_sm90.specs(SCHEMES[scheme], sizes).items():
+        assert tuple(prepared[name].shape) in shapes and prepared[name].dtype in dtypes
+    restored = cuda_sm90.restore(SCHEMES[scheme], prepared, sizes)
+    given = {name: t for name, t in raw.tensors().items() if not name.endswith("_2")}
+    assert restored.keys() == given.keys()
+    for name, tensor in restored.items():
+        assert tensor.dtype == given[name].dtype and tensor.shape == given[name].shape, name
+        assert torch.equal(tensor.view(torch.uint8), given[name].view(torch.uint8)), name
+
+
+@pytest.fixture(scope="module")
+def decoders(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    if COMPILER is None:
+        pytest.skip("no C++ compiler (g++ or clang++) to build the decoders for the CPU")
+    library = tmp_path_factory.mktemp("host") / "libsm90_decode.so"
+    flags = ["-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Werror", "-shared", "-fPIC"]
+    subprocess.run([COMPILER, *flags, str(SOURCE), "-o", str(library)], check=True)
+    return ctypes.CDLL(str(library))
+
+
+def decoder_of(scheme: str, scale: Tensor) -> str:
+    if scheme in ("nvfp4", "mxfp4"):
+        return f"decode_{scheme}"
+    if scale.dtype == torch.int32:
+        return "decode_int4_zero"
+    return f"decode_int4_per_{32 if scale.shape[-1] == 128 else 64}"
+
+
+def decode(decoders: ctypes.CDLL, scheme: str, codes: Tensor, scale: Tensor) -> Tensor:
+    """What the kernels multiply: float64 [E, stored rows, padded K] from prepared tensors."""
+    function = decoders[decoder_of(scheme, scale)]
+    function.restype = ctypes.c_float
+    experts, row_tiles, k_tiles = codes.shape[:3]
+    # A group's tile is stored once and repeated: the shape says so, the kernels see the repeats.
+    out = torch.empty(experts, row_tiles, k_tiles, 64, 64, dtype=torch.bfloat16)
+    count = ctypes.c_int64(experts * row_tiles * k_tiles)
+    assert codes.is_contiguous() and scale.is_contiguous()
+    factor = function(*(ctypes.c_void_p(t.data_ptr()) for t in (codes, scale)), count, ctypes.c_void_p(out.data_ptr()))
+    return (out.double() * factor).permute(0, 1, 3, 2, 4).flatten(3).flatten(1, 2)
+
+
+def natural_rows(stored: Tensor, gated: bool) -> Tensor:
+    """[E, halves, padded rows of a half, K]: where gated, row 16 q + g is gate row 8 q + g, + 8 the up row."""
+    if not gated:
+        return stored[:, None]
+    return stored.unflatten(1, (-1, 2, 8)).transpose(1, 2).flatten(2, 3)
+
+
+@pytest.mark.parametrize("gated", (True, False))
+@pytest.mark.parametrize(("scheme", "group", "dtype", "zero", "hidden", "inter"), CASES)
+def test_decoders_round_each_weight_once(
+    decoders: ctypes.CDLL,
+    scheme: str,
+    group: int,
+    dtype: torch.dtype,
+    zero: bool,
+    hidden: int,
+    inter: int,
+    gated: bool,
+) -> None:
+    raw = make_layer(scheme, group, dtype, zero, hidden, inter, gated)
+    prepared = cuda_sm90.prepare(raw)
+    # Products of codes and scales are exact in float32; e2m1 formats lose nothing in bfloat16 either.
+    for name, weight in zip(("w13", "w2"), moe.dequantize_experts(raw), strict=True):
+        stored = decode(decoders, scheme, prepared[name], prepared[f"{name}_scale"])
+        halves = natural_rows(stored, gated and name == "w13")
+        rows = weight.shape[1] // halves.shape[1]
+        decoded = halves[:, :, :rows, : weight.shape[2]].flatten(1, 2)
+        rounded = weight.to(torch.bfloat16).double()
+        if scheme in ("nvfp4", "mxfp4"):
+            assert torch.equal(rounded.float(), weight)
+        if scheme == "nvfp4":  # a block scale of zero is stored as 2^-23
+            assert (decoded - rounded).abs()[rounded == 0].max() <= 6 * 2.0**-23
+            decoded = torch.where(rounded == 0, rounded, decoded)
+        if scheme == "mxfp4":  # down to 2^-93; below, operands are subnormal
+            normal = weight.abs() >= 2.0**-94
+            assert torch.equal(decoded[normal], rounded[normal]) and (decoded - rounded).abs().max() <= 2.0**-102
+        else:
+            assert torch.equal(decoded, rounded)
+        if not zero:  # what no token meets is zero all the same
+            assert not halves[:, :, rows:].any() and not halves[:, :, :, weight.shape[2] :].any()
+
+
+def test_every_code_with_every_zero_point(decoders: ctypes.CDLL) -> None:
+    raw = make_layer("int4", 64, F16, True, 1024, 64)
+    codes = torch.arange(16).repeat(4).view(8, 8) << torch.arange(0, 32, 4)
+    words = codes.sum(1).to(torch.int64)
+    words = torch.where(words >= 2**31, words - 2**32, words).int()
+    raw.w13.copy_(words.repeat(raw.w13.shape[2] // 8).expand_as(raw.w13))
+    assert raw.w13_zero_point is not None and raw.w13_scale is not None
+    raw.w13_zero_point.copy_(torch.arange(16, dtype=torch.uint8).expand_as(raw.w13_zero_point))
+    expected = moe.dequantize_experts(raw)[0].to(torch.bfloat16).double()
+    prepared = cuda_sm90.prepare(raw)
+    stored = decode(decoders, "int4", prepared["w13"], prepared["w13_scale"])
+    assert torch.equal(natural_rows(stored, True).flatten(1, 2), expected)
+
+
+@pytest.mark.parametrize("scale", (0.0, -0.0, 2.0**-133, -(2.0**-126), 65280.0, -65280.0, 2.0**-24))
+@pytest.mark.parametrize("dtype", (BF16, F16))
+def test_extreme_scales_of_int4_come_back(scale: float, dtype: torch.dtype) -> None:
+    raw = make_layer("int4", 64, dtype, False, 64, 64)
+    assert raw.w13_scale is not None
+    raw.w13_scale[1] = scale
+    sizes = Sizes(2, 64, 64, True, torch.uint8)
+    back = cuda_sm90.restore(SCHEMES["int4"], cuda_sm90.prepare(raw), sizes)["w13_scale"]
+    assert torch.equal(back.view(torch.int16), raw.w13_scale.view(torch.int16))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "value", "text"),
+    (
+        ("mxfp4", 255, "w2_scale must hold exponents of at most 2\\^33 .*got code 0xff in expert 1"),
+        ("mxfp4", 161, "got code 0xa1 in expert 1"),
+        ("mxint4", float("nan"), "w2_scale must hold finite scales of at most 65280, got nan in expert 1"),
+        ("int4", float("inf"), "got inf in expert 1"),
+        ("int4", -65536.0, "got -65536.0 in expert 1"),
+    ),
+)
+def test_scales_that_do_not_fit_are_refused(scheme: str, value: float, text: str) -> None:
+    raw = make_layer(scheme, 32, BF16, False, 64, 64)
+    assert raw.w2_scale is not None
+    raw.w2_scale[1, 3, 1] = value
+    with pytest.raises(ValueError, match=text):
+        cuda_sm90.prepare(raw)
+
+
+@pytest.mark.parametrize(
+    ("group", "dtype", "zero", "kind"),
+    (
+        (32, F16, False, "float16 per 32"),
+        (32, BF16, True, "bfloat16 per 32 with zero points"),
+        (128, torch.float32, False, "float32 per 128"),
+    ),
+)
+def test_int4_scales_without_a_form_are_a_reason(group: int, dtype: torch.dtype, zero: bool, kind: str) -> None:
+    raw = make_layer("int4", group, dtype, zero, 256, 256)
+    assert int4_scales_of(raw) == kind
+    problem = moe.Problem("int4", hidden_size=256, intermediate_size=256, weight_scales=kind)
+    reasons = [reason for reason in BACKENDS["cuda_sm90"].reasons(problem) if "scales of int4" in reason]
+    assert len(reasons) == 1 and reasons[0].endswith(f"got {kind}")
+    with pytest.raises(ValueError, match=f"scales of int4 weights must .* got {kind}"):
+        cuda_sm90.prepare(raw)
+    fitting = dataclasses.replace(problem, weight_scales="bfloat16 per 128, float16 per row with zero points")
+    assert not any("scales of int4" in reason for reason in BACKENDS["cuda_sm90"].reasons(fitting))
+
+
+def test_groups_of_32_and_a_row_do_not_mix() -> None:
+    raw = make_layer("int4", 32, BF16, False, 128, 128)
+    other = make_layer("int4", 0, BF16, False, 128, 128)
+    with pytest.raises(ValueError, match="got bfloat16 per 32, bfloat16 per row"):
+        cuda_sm90.prepare(dataclasses.replace(raw, w2_scale=other.w2_scale))

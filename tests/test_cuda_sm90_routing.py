@@ -1,0 +1,197 @@
+"""Routing by the Hopper kernels against torch, on a GPU of compute capability 9.0: alone, and inside of a layer."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from routing_oracle import WITH_BIAS, WITH_FACTOR, draw, draw_bias, draw_hostile, groups_of, methods_and_groups
+from sm90_cases import in_tiles, make_call, why_not_here
+from torch import Tensor
+
+import torch_moe_ops as moe
+from torch_moe_ops.backends import cuda_sm90
+from torch_moe_ops.backends._sm90_common import router_of
+from torch_moe_ops.routing import METHODS, ROUTING_METHODS, route_reference
+
+REASON = why_not_here()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(REASON), reason=REASON or "it is there")]
+methods = pytest.mark.parametrize("method", ROUTING_METHODS)
+ROWS = 300
+# Relative: a warp adds in another order than torch.
+WEIGHTS = 1e-6
+# Nothing is summed, and exp and log1p are those of torch.
+BITWISE = ("topk", "llama4", "sigmoid", "topk_sigmoid")
+
+
+def complete(*routing: Any) -> tuple[Any, ...]:
+    """All arguments of moeq::route."""
+    return (*routing, *(0, 0, 1.0, None)[len(routing) - 4 :])
+
+
+def route(logits: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    """(ids, weights) of the kernel, from buffers full of what is no result. options: of moeq::route, after the bias."""
+    router = router_of(complete(logits, *options))
+    assert router is not None
+    ids = torch.full((logits.shape[0], router.top_k), -7, dtype=torch.int32, device="cuda")
+    weights = torch.full(ids.shape, math.nan, device="cuda")
+    scores, groups = (router.score, router.weight, router.renormalize), (router.n_group, router.topk_group)
+    torch.ops.moeq_C.route_sm90(ids, weights, router.logits, router.bias, *scores, *groups, router.factor)
+    return ids, weights
+
+
+def check(logits: Tensor, bias: Tensor | None, method: str, *options: Any) -> None:
+    """Equal ids, and weights within WEIGHTS, to torch on the same device; bit for bit where nothing is summed."""
+    logits = logits.cuda()
+    bias = None if bias is None else bias.cuda()
+    ids, weights = route(logits, bias, method, *options)
+    want_ids, want = route_reference(logits, bias, method, *options)
+    assert torch.equal(ids, want_ids)
+    torch.testing.assert_close(weights, want, rtol=WEIGHTS, atol=0)
+    if method in BITWISE:
+        assert torch.equal(weights, want)
+
+
+@methods
+@pytest.mark.parametrize(
+    ("experts", "top_k", "groups"),
+    (
+        (1, 1, (0, 0)),
+        (8, 2, (4, 2)),
+        (60, 6, (5, 3)),
+        (128, 8, (32, 5)),
+        (160, 6, (8, 3)),
+        (256, 8, (8, 4)),
+        (512, 22, (0, 0)),
+        (1000, 32, (20, 7)),
+        (2048, 32, (16, 1)),
+    ),
+)
+def test_agrees_with_torch(method: str, experts: int, top_k: int, groups: tuple[int, int]) -> None:
+    bias = draw_bias(experts, seed=3) if method in WITH_BIAS else None
+    factor = 2.5 if method in WITH_FACTOR else 1.0
+    options = (1 if method == "llama4" else top_k, *groups_of(method, groups), factor)
+    check(draw(ROWS, experts, seed=experts), bias, method, *options)
+
+
+@pytest.mark.parametrize("renormalize", (True, False))
+@pytest.mark.parametrize("method", [name for name, m in METHODS.items() if m.can_choose_renormalize])
+def test_renormalize_overrides_the_method(method: str, renormalize: bool) -> None:
+    check(draw(3, 60, seed=2), None, method, 6, 0, 0, 1.0, renormalize)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@methods
+def test_low_precision_and_strided_logits(method: str, dtype: torch.dtype) -> None:
+    top_k = 1 if method == "llama4" else 6
+    bias = draw_bias(96, seed=2) if method in WITH_BIAS else None
+    logits = draw(3, 96, seed=3).to(dtype)
+    wide = torch.zeros(3, 192, dtype=dtype)
+    wide[:, :96] = wide[:, 96:] = logits
+    for same in (logits, wide.cuda()[:, 96:], logits.cuda().t().contiguous().t()):
+        check(same, bias, method, top_k)
+
+
+@methods
+def test_ties_go_to_the_lowest_index(method: str) -> None:
+    for experts in (8, 60, 2048):
+        k = 1 if method == "llama4" else min(32, experts)
+        ids, _ = route(torch.zeros(2, experts, device="cuda"), None, method, k)
+        assert ids.tolist() == [list(range(k))] * 2
+    logits = torch.tensor([[1.0, 3.0, -0.0, 3.0, 0.0, 1.0, -0.0, -2.0]], device="cuda")
+    k = 1 if method == "llama4" else 8
+    assert route(logits, None, method, k)[0].tolist() == [[1, 3, 0, 5, 2, 4, 6, 7][:k]]
+
+
+@methods
+def test_rows_of_nan(method: str) -> None:
+    k = 1 if method == "llama4" else 10
+    for bias in (None, draw_bias(60, seed=1).cuda()) if method in WITH_BIAS else (None,):
+        ids, weights = route(torch.full((2, 60), math.nan, device="cuda"), bias, method, k, *groups_of(method, (4, 3)))
+        assert ids.tolist() == [list(range(k))] * 2
+        assert not weights.any()
+
+
+@pytest.mark.parametrize(("method", "groups"), methods_and_groups((6, 3)))
+def test_hostile_logits(method: str, groups: tuple[int, int]) -> None:
+    g = torch.Generator().manual_seed(0)
+    bias = draw_bias(60, seed=1) if method in WITH_BIAS else None
+    for fewer in range(4):
+        logits = draw_hostile(ROWS, 60, g, fewer)
+        check(logits, bias, method, 1 if method == "llama4" else 10, *groups)
+
+
+def layer(act_format: str = "none") -> moe.PreparedWeights:
+    g = torch.Generator().manual_seed(0)
+    w13, w2 = torch.randn(16, 256, 256, generator=g) / 16, torch.randn(16, 256, 128, generator=g) / 11
+    raw = moe.quantize_experts(w13.bfloat16(), w2.bfloat16(), "nvfp4").to("cuda")
+    return moe.prepare(raw, act_format=act_format, backend="cuda_sm90")
+
+
+def batch(tokens: int, seed: int = 1) -> tuple[Tensor, Tensor]:
+    x = torch.randn(tokens, 256, generator=torch.Generator().manual_seed(seed)).bfloat16().cuda()
+    return x, draw(tokens, 16, seed).bfloat16().cuda()
+
+
+@methods
+@pytest.mark.parametrize("tokens", (1, 7, 20, 100))
+def test_a_layer_from_logits_is_its_parts(method: str, tokens: int) -> None:
+    """Weights may differ by a rounding, and so may the layer: by less than what a wrong expert would do."""
+    w, (x, logits) = layer(), batch(tokens)
+    bias = draw_bias(16, seed=4).cuda() if method in WITH_BIAS else None
+    groups = groups_of(method, (4, 3))
+    routing = moe.Routing(method, 1 if method == "llama4" else 3, *groups, bias=bias)
+    whole = moe.fused_moe(x, logits, w, routing=routing, out_dtype=torch.float32).double()
+    ids, weights = moe.route(logits, routing)
+    options = {"backend": "cuda_sm90", "act_format": "none", "router_weight_on_input": method == "llama4"}
+    given = (x, None, ids, weights, *w.op_weights())
+    parts = torch.ops.moeq.nvfp4_moe_routed(*given, **options, out_dtype=torch.float32).double()
+    assert (whole - parts).norm() <= 2e-4 * parts.norm()
+
+
+@pytest.mark.parametrize("act_format", ("none", "nvfp4"))
+@pytest.mark.parametrize("tokens", (1, 8, 33, 200))
+def test_a_replay_follows_the_logits(act_format: str, tokens: int) -> None:
+    w, (x, logits) = layer(act_format), batch(tokens)
+    routing = moe.Routing("renormalize", 2)
+    moe.fused_moe(x, logits, w, routing=routing)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = moe.fused_moe(x, logits, w, routing=routing)
+    for seed in range(2, 6):
+        for mine, other in zip((x, logits), batch(tokens, seed), strict=True):
+            mine.copy_(other)
+        if seed == 5:
+            logits[:, 3] = 100.0  # all tokens to one expert
+        graph.replay()
+        assert torch.equal(out, moe.fused_moe(x, logits, w, routing=routing))
+
+
+def test_more_groups_than_the_kernels_route() -> None:
+    routing = moe.Routing("renormalize", 2, 64, 3)
+    assert router_of(complete(torch.zeros(1, 128), None, "renormalize", 2, 64, 3)) is None
+    call = make_call("nvfp4", hidden=128, inter=64, experts=128, tokens=3)
+    out = torch.empty(3, 128, dtype=torch.bfloat16, device="cuda")
+    options = (draw(3, 128, seed=1).cuda(), None, "renormalize", 2)
+    assert not cuda_sm90.run_monolithic(in_tiles(call), complete(*options, routing.n_group, routing.topk_group), out)
+    assert cuda_sm90.run_monolithic(in_tiles(call), complete(*options, 32, 2), out)
+
+
+def test_ranks_of_experts_from_logits() -> None:
+    """A rank's experts alone, and what the other ranks add."""
+    call = make_call("nvfp4", hidden=128, inter=64, experts=32, tokens=9, out_dtype=torch.float32)
+    logits = draw(9, 32, seed=3).cuda()
+    ids, weights = route_reference(logits, None, "renormalize", 4)
+    whole = torch.empty(9, 128, device="cuda")
+    cuda_sm90.run(in_tiles(call)._replace(topk_ids=ids, topk_weights=weights), whole)
+    parts = torch.zeros_like(whole)
+    names = ("w13", "w13_scale", "g1_alphas", "w2", "w2_scale", "g2_alphas")
+    for offset in range(0, 32, 8):
+        mine: dict[str, Any] = {name: getattr(call, name)[offset : offset + 8].contiguous() for name in names}
+        part = torch.empty_like(whole)
+        rank = in_tiles(call._replace(**mine, local_expert_offset=offset))
+        assert cuda_sm90.run_monolithic(rank, complete(logits, None, "renormalize", 4), part)
+        parts += part
+    assert (parts - whole).norm() <= 1e-5 * whole.norm()
