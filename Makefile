@@ -1,8 +1,9 @@
 # `make quickstart` and `make test` do all the set-up, in .venv.
-# make TORCH='torch==2.13.0' chooses the torch that is installed.
+# make TORCH='torch==2.13.0' chooses the torch that is installed, JOBS how many test processes run at a time.
 
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
+JOBS   ?= 2
 VENV   ?= .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
@@ -25,12 +26,12 @@ quickstart: install
 	$(PY) examples/quickstart.py
 
 test: install
-	$(PY) -m pytest -q -m "not slow"
+	$(PY) -m pytest -q -n $(JOBS) -m "not slow"
 
 # What is slow besides: long property tests, fuzzing, the examples, CUDA compilation, sanitizers, Triton's interpreter
 # and its ahead-of-time targets, several releases of FlashInfer.
 test-all: install
-	$(PY) -m pytest -q -m slow
+	$(PY) -m pytest -q -n $(JOBS) -m slow --ignore-glob='*/test_triton_*.py'
 	$(MAKE) cuda-compile
 	$(MAKE) sanitize
 	$(MAKE) test-triton
@@ -38,7 +39,7 @@ test-all: install
 
 test-triton: install
 	$(PY) -m pip install --quiet 'triton>=3.6'
-	TRITON_INTERPRET=1 $(PY) -m pytest -q -m "not slow" tests/test_triton_*.py
+	TRITON_INTERPRET=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal tests/test_triton_*.py
 
 test-flashinfer: install
 	PYTHON=$(PY) bash scripts/flashinfer_releases.sh
@@ -54,7 +55,7 @@ format: install
 
 # Proves on a machine without a GPU that the CUDA sources compile.
 cuda-compile: install
-	PYTHON=$(PY) bash scripts/cuda_compile.sh
+	JOBS=$(JOBS) PYTHON=$(PY) bash scripts/cuda_compile.sh
 
 # The C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer.
 sanitize: install

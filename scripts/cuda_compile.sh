@@ -6,6 +6,7 @@
 #   NVCC         compiler                               (default: nvcc in PATH, else in CUDA_HOME/bin)
 #   MOEQ_ARCHS   targets, e.g. "80 90a"                 (default: those of 80 90a 100a 120 that nvcc knows)
 #   MOEQ_OBJECTS folder for the objects                 (default: a temporary one)
+#   JOBS         compilers at a time                    (default: 2)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -65,25 +66,36 @@ if [ ${#sources[@]} -eq 0 ]; then
   mapfile -t sources < <(find csrc/cuda -name '*.cu' | sort)
 fi
 
-failed=0
-for source in "${sources[@]}"; do
-  start=$SECONDS
-  log=$objects/$(basename "$source").log
-  of_source=("${targets[@]}")
+failures=$objects/failures
+: >"$failures"
+
+# compile SOURCE: prints its report when it is done; adds to $failures if it does not compile.
+compile() {
+  local source=$1 name start=$SECONDS of_source=("${targets[@]}")
+  name=$(basename "$source")
   if [[ $source == */sm90/* ]]; then
     if [ ${#hopper[@]} -eq 0 ]; then
       echo "skip $source (90a is not among the architectures)"
-      continue
+      return 0
     fi
     of_source=("${hopper[@]}")
   fi
-  if "$nvcc" "${flags[@]}" "${of_source[@]}" -c "$source" -o "$objects/$(basename "$source" .cu).o" >"$log" 2>&1; then
-    echo "ok   $source ($((SECONDS - start)) s)"
-    "$python" scripts/ptxas_report.py "$log"
+  local log=$objects/$name.log
+  if "$nvcc" "${flags[@]}" "${of_source[@]}" -c "$source" -o "$objects/${name%.cu}.o" >"$log" 2>&1; then
+    local report
+    report=$("$python" scripts/ptxas_report.py "$log") || echo "no report of $source" | tee -a "$failures"
+    echo "ok   $source ($((SECONDS - start)) s)${report:+$'\n'$report}"
   else
-    echo "FAIL $source"
+    echo "FAIL $source" | tee -a "$failures"
     cat "$log"
-    failed=1
   fi
+}
+
+for source in "${sources[@]}"; do
+  while [ "$(jobs -pr | wc -l)" -ge "${JOBS:-2}" ]; do
+    wait -n || true
+  done
+  compile "$source" &
 done
-exit $failed
+wait
+[ ! -s "$failures" ]

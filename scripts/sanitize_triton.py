@@ -1,7 +1,7 @@
 """Every Triton kernel at small, odd shapes, each result compared with the oracle on the CPU.
 
-scripts/sanitize_triton.sh runs it under compute-sanitizer. `--few`: one activation format of every weight scheme, for
-tools that slow a kernel down a thousand times.
+scripts/sanitize_triton.sh runs it under compute-sanitizer, a process for each group of kernels: the weight schemes, and
+"routing". `--few`: one activation format of every weight scheme, for tools that slow a kernel down a thousand times.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from torch_moe_ops.routing import METHODS, route_reference
 from torch_moe_ops.schemes import SCHEMES
 
 SHAPES = Case(experts=4, hidden=160, inter=96, bias=True, per_half=True)
-FEW_TOKENS, SOME_TOKENS = 1, 21
+FEW_TOKENS, SOME_TOKENS, MANY_TOKENS = 1, 21, 260  # the last: tiles of prefill
 
 
-def layer_cases(few: bool) -> Iterator[Case]:
-    """Of every format that the backend takes: several tokens with foreign ids; of every scheme one token besides."""
-    backend = BACKENDS["triton"]
-    for scheme in SCHEMES.values():
-        seen = 0
-        for act in scheme.act_formats:
-            for scale in ("none", "tensor", "expert") if act in scheme.static_acts else ("none",):
-                problem = moe.Problem(scheme.name, act, device="cuda", capability=(9, 0), input_scale=scale)
-                if not backend.fits_anywhere(problem) or (few and seen):
-                    continue
-                seen += 1
-                case = replace(SHAPES, scheme=scheme.name, act_format=act, input_scale=scale)
-                yield replace(case, tokens=SOME_TOKENS, foreign=True)
-                if seen == 1 and not few:
-                    yield replace(case, tokens=FEW_TOKENS, activation="relu2_no_mul", dtype=torch.float16)
+def layer_cases(name: str, few: bool) -> Iterator[Case]:
+    """Of every format of scheme `name` that the backend takes: foreign ids; of one also other numbers of tokens."""
+    scheme, seen = SCHEMES[name], 0
+    for act in scheme.act_formats:
+        for scale in ("none", "tensor", "expert") if act in scheme.static_acts else ("none",):
+            problem = moe.Problem(name, act, device="cuda", capability=(9, 0), input_scale=scale)
+            if not BACKENDS["triton"].fits_anywhere(problem) or (few and seen):
+                continue
+            seen += 1
+            case = replace(SHAPES, scheme=name, act_format=act, input_scale=scale)
+            yield replace(case, tokens=SOME_TOKENS, foreign=True)
+            if seen == 1:
+                yield replace(case, tokens=MANY_TOKENS, hidden=288)
+            if seen == 1 and not few:
+                yield replace(case, tokens=FEW_TOKENS, activation="relu2_no_mul", dtype=torch.float16)
 
 
 def run_layer(case: Case) -> float:
@@ -80,19 +80,32 @@ def attempt(case: Case) -> str | None:
     return None if error < BF16 else f"{error:.1e} {case}"
 
 
+def check_layers(name: str, few: bool) -> tuple[int, list[str]]:
+    """How many layers of a scheme ran, and what was wrong."""
+    cases = list(layer_cases(name, few))
+    return len(cases), [text for case in cases if (text := attempt(case))]
+
+
+def check_routing(few: bool) -> tuple[int, list[str]]:
+    """How many routings ran, and what was wrong."""
+    shapes = ((60, (5, 3)),) if few else ((60, (5, 3)), (256, (8, 4)), (2048, (0, 0)))
+    runs = [(method, *shape) for method in METHODS for shape in shapes]
+    return len(runs), [f"ids of {method} with {experts} experts" for method, experts, groups in runs
+                       if not run_routing(method, experts, groups)]  # fmt: skip
+
+
 def main() -> int:
     """0 if every result was right."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("group", choices=("list", "routing", *SCHEMES), help='"list" prints the groups')
     parser.add_argument("--few", action="store_true", help="one activation format of every weight scheme")
-    parser.add_argument("--part", nargs=2, type=int, default=(0, 1), metavar=("I", "N"), help="every N-th case from I")
     options = parser.parse_args()
-    first, step = options.part
-    wrong = [text for case in list(layer_cases(options.few))[first::step] if (text := attempt(case))]
-    shapes = ((60, (5, 3)),) if options.few else ((60, (5, 3)), (256, (8, 4)), (2048, (0, 0)))
-    for method in list(METHODS)[first::step]:
-        wrong += [f"ids of {method} with {size[0]} experts" for size in shapes if not run_routing(method, *size)]
+    if options.group == "list":
+        print("routing", *(name for name in SCHEMES if list(layer_cases(name, few=True))))
+        return 0
+    runs, wrong = check_routing(options.few) if options.group == "routing" else check_layers(options.group, options.few)
     torch.cuda.synchronize()
-    print("\n".join(wrong) or "all results are right")
+    print("\n".join(wrong) or f"{runs} results right")
     return bool(wrong)
 
 

@@ -70,7 +70,8 @@ def _formats() -> Iterator[Format]:
 
 # From the backends' own requirements: a format that a backend gains is tested from then on.
 FORMATS = tuple(_formats())
-formats = pytest.mark.parametrize("fmt", FORMATS, ids=str)
+# Scope: all tests of a module for one format come one after the other, and share its layer.
+formats = pytest.mark.parametrize("fmt", FORMATS, ids=str, scope="module")
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=3)
 def make_raw(fmt: Format, sizes: Sizes) -> moe.RawWeights:
     """Normal weights with an outlier column, a block of zeros and one tiny expert, quantized on the GPU."""
     g = torch.Generator("cuda").manual_seed(7)

@@ -82,7 +82,7 @@ def test_a_call_runs_on_the_current_stream(fmt: Format) -> None:
 _FIRST = [next(f for f in FORMATS if f.backend == name) for name in GPU_BACKENDS if any(f.backend == name for f in FORMATS)]  # fmt: skip
 
 
-@pytest.mark.parametrize("fmt", _FIRST, ids=str)
+@pytest.mark.parametrize("fmt", _FIRST, ids=str, scope="module")
 def test_compiled_with_its_router(fmt: Format) -> None:
     w = prepare(make_raw(fmt, LAYER), fmt)
     routing = moe.Routing("deepseek_v3", 4, 4, 2, 2.5, torch.randn(16, device="cuda") * 0.1)
