@@ -25,8 +25,10 @@ FORMATS = {
     "bf16": ("none", "none"),
 }
 ACTIVATIONS = {"silu": "silu", "relu2": "relu2_no_mul"}
-# gpt-oss has biases and an activation of its own. Peers run silu without biases on that shape, which is less work.
+# gpt-oss has biases and an activation of its own. Peers run silu without biases on that shape, which is less work: our
+# layers do so as well beside it, by a name that ends in ALIKE.
 GPT_OSS = "gptoss120b"
+ALIKE = "-silu"
 
 
 def raw_weights(fmt: str, weights: common.Weights, activation: str, biases: tuple[Tensor, Tensor] | None) -> Any:
@@ -61,17 +63,18 @@ def gpt_oss_reference(weights: common.Weights, inputs: common.Inputs, biases: tu
 
 
 class OurLayer(runner.UnderTest):
-    """torch_moe_ops with one backend, from top-k ids."""
+    """torch_moe_ops with one backend, from top-k ids. alike: what peers run, where the model has more."""
 
-    def __init__(self, backend: str, fmt: str, weights: common.Weights):
+    def __init__(self, backend: str, fmt: str, weights: common.Weights, alike: bool = False):
         shape, device = weights.shape, weights.w13.device
-        self._biases = None
+        self._biases: tuple[Tensor, Tensor] | None = None
         activation = ACTIVATIONS[shape.act]
-        if shape.name == GPT_OSS:
+        if shape.name == GPT_OSS and not alike:
             activation = "swigluoai"
-            self._biases = tuple(
+            first, second = (
                 torch.randn(shape.E, n, device=device, dtype=torch.bfloat16) * 0.1 for n in (shape.n1, shape.H)
             )
+            self._biases = first, second
         raw = raw_weights(fmt, weights, activation, self._biases)
         act = FORMATS[fmt][1]
         against = moe.explain(raw, act_format=act, device=device).against[backend]
@@ -82,7 +85,7 @@ class OurLayer(runner.UnderTest):
         def forward(x: Tensor, ids: Tensor, topk_weights: Tensor) -> Tensor:
             return moe.fused_moe_routed(x, ids, topk_weights, w)
 
-        super().__init__(backend, fmt, forward, False)
+        super().__init__(backend + (ALIKE if alike else ""), fmt, forward, False)
 
     def reference(self, weights: common.Weights, inputs: common.Inputs) -> Tensor:  # type: ignore[override]
         if self._biases is None:
@@ -104,7 +107,8 @@ def entries(backends: list[str], fmts: list[str]) -> list[runner.Entry]:
                 continue
 
             def build(fmt: str, weights: common.Weights, context: Any, backend: str = backend) -> list[OurLayer]:
-                return [OurLayer(backend, fmt, weights)]
+                kinds = (False, True) if weights.shape.name == GPT_OSS else (False,)
+                return [OurLayer(backend, fmt, weights, alike) for alike in kinds]
 
             found.append(runner.Entry(backend, fmt, build))
     return found

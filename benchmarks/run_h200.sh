@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# The runs whose results the README shows, one part at a time (each fits in about three minutes on an H200):
+# The runs whose results the README shows, all of them (about five minutes on an H200) or one part at a time:
 #
 #   bash benchmarks/run_h200.sh PART [FOLDER]
 #
-# PART: smoke (with checks against a float32 reference), nvfp4-SHAPE, mxfp4-SHAPE or wide-SHAPE (fp8 and bf16) with
-# SHAPE qwen3_30b, dsv3, mixtral or gptoss120b; emulation, route, example, tune. Lines are appended to files of FOLDER
-# (default: benchmarks/results). MS=1,64, REPS=9 and BUDGET=60 (seconds) make a part shorter.
+# PART: all (the README's table first; SECONDS_IN_ALL=280 ends it); warm, which compiles what `all` runs; smoke, with
+# checks against a float32 reference; nvfp4-SHAPE, mxfp4-SHAPE or wide-SHAPE (fp8 and bf16) with SHAPE qwen3_30b, dsv3,
+# mixtral or gptoss120b; emulation, route, example, tune. Lines are appended to files of FOLDER (default:
+# benchmarks/results). MS=1,64, REPS=9 and BUDGET=60 (seconds) make a part shorter.
 # The peers are those of benchmarks/peers/fetch_peers.sh in .peers; without them the library runs alone.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -24,6 +25,39 @@ moe() { # seconds, output file, options
   timeout $((seconds + 30)) "$python" benchmarks/bench_moe.py --reps "$reps" --budget "$seconds" --out "$to/$out" "$@"
 }
 
+backends=cuda_sm90,cuda_sm90_fp8,triton,triton_fp8
+shapes=qwen3_30b,dsv3,mixtral,gptoss120b
+
+# Everything that compiles at run time, in as many processes as there are cores: into caches, nothing is timed.
+warm_all() {
+  local ours="$python benchmarks/bench_moe.py --warm-only --shapes $shapes --ms $ms"
+  local peer="$python benchmarks/bench_moe.py --backends '' --warm 0 --reps 1 --sets 1"
+  {
+    echo "$ours --warm 60 --fmts nvfp4,nvfp4-a4,mxfp4,bf16,fp8"
+    for shape in qwen3_30b mixtral dsv3; do # no scheme of its own, so not in what is compiled ahead above
+      echo "$python benchmarks/bench_moe.py --backends triton_fp8 --warm 0 --reps 1 --sets 1 --fmts fp8 --shapes $shape --ms $ms"
+    done
+    if [ -f .peers/MANIFEST ]; then
+      # humming takes some seconds a kernel and number of tokens; six times DeepSeek-V3 would not fit.
+      for m in 1,8,64 256,1024,4096; do echo "$peer --shapes dsv3 --ms $m --peers humming"; done
+      for shape in dsv3 mixtral qwen3_30b; do echo "$peer --shapes $shape --ms $ms --peers vllm_triton:fp8+bf16"; done
+      for m in ${ms//,/ }; do
+        for shape in mixtral qwen3_30b; do echo "$peer --shapes $shape --ms $m --peers humming"; done
+      done
+      for shape in gptoss120b qwen3_30b; do echo "$peer --shapes $shape --ms $ms --peers triton_kernels"; done
+      echo "$peer --shapes gptoss120b --ms $ms --peers vllm_triton"
+    fi
+  } | xargs -d '\n' -P "$(nproc)" -I{} timeout "${WARM:-75}" bash -c '{} >/dev/null 2>&1 || true'
+}
+
+# Ends what runs beyond the time that is left of SECONDS_IN_ALL.
+left() { echo $((${SECONDS_IN_ALL:-280} - SECONDS)); }
+timed() { # seconds at most, options
+  local seconds=$(($(left) < $1 ? $(left) : $1))
+  shift
+  [ "$seconds" -lt 10 ] || moe "$((seconds - 5))" h200_moe.jsonl --warm 0 --backends "$backends" --ms "$ms" "$@"
+}
+
 # humming compiles some seconds a kernel and number of tokens: all of them at once, into its cache.
 warm_humming() {
   [ -f .peers/MANIFEST ] || return 0
@@ -36,6 +70,16 @@ warm_humming() {
 
 shape=${part#*-}
 case $part in
+  warm) warm_all ;;
+  all)
+    warm_all
+    timed 80 --fmts nvfp4,nvfp4-a4 --shapes qwen3_30b,dsv3,mixtral --peers "$(with_peers marlin,humming)"
+    timed 25 --fmts nvfp4,nvfp4-a4 --shapes gptoss120b --peers "$(with_peers marlin)"
+    timed 40 --fmts mxfp4 --shapes gptoss120b,qwen3_30b --peers "$(with_peers marlin:mxfp4,triton_kernels)"
+    timed 70 --fmts bf16,fp8 --shapes qwen3_30b,mixtral,dsv3 --peers "$(with_peers vllm_triton:fp8+bf16)"
+    timed 20 --fmts bf16 --shapes gptoss120b --peers "$(with_peers vllm_triton)"
+    [ "$(left)" -lt 15 ] || bash "$0" emulation "$to"
+    [ "$(left)" -lt 12 ] || bash "$0" route "$to" ;;
   smoke)
     moe 100 smoke.jsonl --fmts nvfp4,nvfp4-a4,mxfp4,mxfp4-a8,fp8,int4,bf16 --shapes qwen3_30b --ms "$ms" \
       --check --peers "$(with_peers marlin,triton_kernels,vllm_triton:fp8+bf16)" ;;
@@ -50,7 +94,7 @@ case $part in
     moe "${BUDGET:-170}" h200_moe.jsonl --fmts fp8,bf16 --shapes "$shape" --ms "$ms" \
       --peers "$(with_peers vllm_triton:fp8+bf16)" ;;
   emulation)
-    moe 100 h200_emulation.jsonl --fmts nvfp4,nvfp4-a4 --shapes qwen3_30b --ms 1,64,1024 \
+    moe 40 h200_emulation.jsonl --fmts nvfp4 --shapes qwen3_30b --ms 1,64,1024 \
       --peers "$(with_peers emulation)" ;;
   route)
     timeout 120 "$python" benchmarks/bench_route.py --out "$to/h200_route.jsonl" ;;
@@ -60,6 +104,6 @@ case $part in
     timeout 170 "$python" -m torch_moe_ops tune --shapes "${SHAPES:-qwen3_30b}" --scheme "${SCHEME:-nvfp4}" \
       --tokens "$ms" --max-minutes "${MINUTES:-2}" ;;
   *)
-    sed -n 2,9p "${BASH_SOURCE[0]}" >&2
+    sed -n 2,10p "${BASH_SOURCE[0]}" >&2
     exit 2 ;;
 esac

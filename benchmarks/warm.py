@@ -6,6 +6,7 @@ import concurrent.futures
 import dataclasses
 import multiprocessing
 import time
+from typing import Any
 
 import torch
 from moe_layers import ACTIVATIONS, FORMATS, GPT_OSS
@@ -16,18 +17,18 @@ from torch_moe_ops.kernels.triton.configs import select
 from torch_moe_ops.tune import layers, measure
 
 
-def layer_of(shape: common.Shape, fmt: str) -> layers.Layer | None:
-    """The layer that moe_layers.OurLayer makes of a shape and format, or None where Triton does not run it."""
+def layers_of(shape: common.Shape, fmt: str) -> list[layers.Layer]:
+    """The layers that moe_layers.entries makes of a shape and format; none where Triton does not run it."""
     scheme, act = FORMATS[fmt]
     if act not in TRITON_FORMATS.get(scheme, ()) or common.why_not(fmt, shape) or not shape.gated:
-        return None
+        return []
     found = layers.of_shape(f"{shape.E}:{shape.k}:{shape.H}:{shape.I}", scheme, act)
     raw, sizes = found.raw, ((shape.E, shape.n1), (shape.E, shape.H))
-    name, biases = ACTIVATIONS[shape.act], {}
+    kinds: list[tuple[str, dict[str, Any]]] = [(ACTIVATIONS[shape.act], {})]
     if shape.name == GPT_OSS:
-        name = "swigluoai"
         biases = {f: torch.empty(s, device="meta") for f, s in zip(("w13_bias", "w2_bias"), sizes, strict=True)}
-    return found._replace(raw=dataclasses.replace(raw, activation=name, **biases))
+        kinds.insert(0, ("swigluoai", biases))
+    return [found._replace(raw=dataclasses.replace(raw, activation=name, **biases)) for name, biases in kinds]
 
 
 def warm(jobs: list[tuple[common.Shape, list[int]]], fmts: list[str], seconds: float) -> float:
@@ -35,12 +36,11 @@ def warm(jobs: list[tuple[common.Shape, list[int]]], fmts: list[str], seconds: f
     begin = time.time()
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(measure.default_workers(), mp_context=context) as pool:
-        wanted = [(layer_of(shape, fmt), ms) for fmt in fmts for shape, ms in jobs]
+        wanted = [(layer, ms) for fmt in fmts for shape, ms in jobs for layer in layers_of(shape, fmt)]
         for layer, ms in wanted:
-            if layer is not None:
-                key = layer.key
-                sizes = (key.top_k, key.num_experts, key.hidden_size, key.intermediate_size)
-                for m in ms:
-                    config = select(key.scheme, m, *sizes, key.act_format)
-                    pool.submit(measure.compile_one, layer, m, [config], begin + seconds)
+            key = layer.key
+            sizes = (key.top_k, key.num_experts, key.hidden_size, key.intermediate_size)
+            for m in ms:
+                config = select(key.scheme, m, *sizes, key.act_format)
+                pool.submit(measure.compile_one, layer, m, [config], begin + seconds)
     return time.time() - begin

@@ -29,7 +29,8 @@ MODELS = {
 }
 # Weight formats in the order of the page, with what the library runs beside the plain format.
 FORMATS = {"nvfp4": "NVFP4", "mxfp4": "MXFP4", "int4": "int4", "fp8": "FP8, 128x128 blocks", "bf16": "bfloat16"}
-OURS = ("cuda_sm90", "triton")
+OURS = ("cuda_sm90", "cuda_sm90_fp8", "triton", "triton_fp8")
+ALIKE = "-silu"  # ends the name of a layer of ours that leaves out what peers leave out (gpt-oss)
 PEERS = {
     "marlin": "Marlin (vLLM)",
     "humming-indexed": "humming, indexed",
@@ -73,19 +74,20 @@ def read(files: Iterable[Path]) -> dict[Key, Cell]:
 
 
 def is_ours(layer: str) -> bool:
-    return layer.partition("/")[0] in OURS
+    return layer.partition("/")[0].removesuffix(ALIKE) in OURS
 
 
 def title(layer: str) -> str:
     """How a row names a layer."""
     name, _, fmt = layer.partition("/")
-    shown = f"`{name}`" if is_ours(layer) else PEERS.get(name, name)
+    shown = f"`{name.removesuffix(ALIKE)}`" if is_ours(layer) else PEERS.get(name, name)
+    shown += ", silu without biases" if name.endswith(ALIKE) else ""
     return shown + ACTS[fmt.partition("-")[2]]
 
 
 def _order(layer: str) -> tuple[int, int, str]:
     name, _, fmt = layer.partition("/")
-    known = [*OURS, *PEERS]
+    known = [*OURS, *(name + ALIKE for name in OURS), *PEERS]
     return (len(fmt.partition("-")[2]), known.index(name) if name in known else len(known), name)
 
 
@@ -149,9 +151,9 @@ def readme_table(cells: dict[Key, Cell]) -> str:
         peers = [title(layer) for layer in rows_of(cells, shape, "nvfp4")[1] if not is_ours(layer)]
         if peers:
             timed.setdefault(", ".join(peers), []).append(name)
-    mine = {title(b[0]) for (_, f, _), c in cells.items() if f == "nvfp4" and (b := best(c, True))}
+    backends = {title(b[0]) for (_, f, _), c in cells.items() if f == "nvfp4" and (b := best(c, True))}
     others = "; ".join(f"{peers} ({', '.join(names)})" for peers, names in timed.items())
-    return "\n".join([*lines, "", f"Ours: {', '.join(sorted(mine))}. Others that were timed: {others}."])
+    return "\n".join([*lines, "", f"Ours: {', '.join(sorted(backends))}. Others that were timed: {others}."])
 
 
 def emulation_text(path: Path) -> list[str]:
@@ -203,7 +205,10 @@ def page(cells: dict[Key, Cell], folder: Path = RESULTS) -> str:
         "Microseconds a layer from top-k ids: medians of CUDA graphs over rotating routings, all layers of a table"
     ]
     lines += ["interleaved in one process (`benchmarks/run_h200.sh`, protocol in `benchmarks/peers/README.md`)."]
-    lines += ["gpt-oss has biases and its own activation in our rows; other libraries run silu without biases there."]
+    lines += [
+        "gpt-oss has biases and its own activation in our rows; other libraries run silu without biases there, and so"
+    ]
+    lines += ["do the rows that say it."]
     for shape in MODELS:
         formats = [f for f in FORMATS if any((s, g) == (shape, f) for s, g, _ in cells)]
         if not formats:

@@ -1,4 +1,4 @@
-"""Writes csrc/cuda/sm90/gemm_wgmma.cuh. Usage: python scripts/make_wgmma_header.py"""
+"""Writes csrc/cuda/sm90/gemm_wgmma_*.cuh. Usage: python scripts/make_wgmma_header.py"""
 
 from __future__ import annotations
 
@@ -6,30 +6,29 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-WIDTHS = range(8, 161, 8)
-TARGET = Path(__file__).resolve().parents[1] / "csrc" / "cuda" / "sm90" / "gemm_wgmma.cuh"
-RESULTS = WIDTHS[-1] // 2
-FRAGMENTS = 16
-TOKENS = f"%{RESULTS + FRAGMENTS}"
-INDEX = f"%{RESULTS + FRAGMENTS + 1}"
-HIGH = f"%{RESULTS + FRAGMENTS + 2}"
+SOURCES = Path(__file__).resolve().parents[1] / "csrc" / "cuda" / "sm90"
+# The most tokens of a tile, how many steps of 64 in K an asm statement does, and how many tiles of 64 weight rows.
+TARGETS = {
+    "gemm_wgmma_wide.cuh": (160, 1, 1),
+    "gemm_wgmma_narrow.cuh": (96, 1, 1),
+    "gemm_wgmma_narrow_pair.cuh": (96, 2, 1),
+    "gemm_wgmma_slim_pair.cuh": (32, 1, 2),
+}
 HEADER = """\
-// Made by scripts/make_wgmma_header.py.
+// Generated: made by scripts/make_wgmma_header.py, which is where to change it; it repeats itself by design.
 #pragma once
-#include <cstdint>
+#include "gemm_wgmma.cuh"
 
 // clang-format off
 namespace moeq::sm90 {
 
-// The upper word of the operand's description: atoms of 1024 bytes one after another, swizzled over 128 bytes.
-constexpr uint32_t kTokenOperandHigh = 1u << 30 | 1024 / 16;
-
-// d[64 rows, tokens] += a[64, 64] * b[64, tokens] for 8 * (index + 1) tokens: bfloat16 with float32 sums, a in
-// registers, b in shared memory (its address / 16; K-major, swizzled over 128 bytes, see kTokenOperandHigh).
-// Asynchronous, one group. The branch is inside the assembly because the compiler gives the accumulators of each
-// instruction that it sees registers of their own, and there are not enough.
-__device__ __forceinline__ void multiply_step(float* d, const uint32_t (&a)[4][4], uint32_t b, int index) {
+template <>
 """
+DECLARATIONS = {
+    (1, 1): "multiply_step<%d>(float* d, const uint32_t (&a)[4][4], uint32_t b, int index) {",
+    (2, 1): "multiply_two_steps<%d>(float* d, const uint32_t (&a)[2][4][4], uint32_t b, int index) {",
+    (1, 2): "multiply_two_tiles<%d>(float* d, const uint32_t (&a)[2][4][4], uint32_t b, int index) {",
+}
 FOOTER = """\
 }
 
@@ -37,35 +36,41 @@ FOOTER = """\
 """
 
 
-def instructions() -> Iterator[str]:
+def instructions(max_width: int, steps: int, tiles: int) -> Iterator[str]:
     """The assembly, an instruction or label a line."""
-    yield "{ .reg .b64 b0, b1, b2, b3; .reg .b32 low1, low2, low3;"
-    yield f"mov.b64 b0, {{{TOKENS}, {HIGH}}};"
-    for step in range(1, 4):
-        yield f"add.u32 low{step}, {TOKENS}, {2 * step};"
-        yield f"mov.b64 b{step}, {{low{step}, {HIGH}}};"
-    yield "targets: .branchtargets " + ", ".join(f"w{width}" for width in WIDTHS) + ";"
-    yield f"brx.idx.uni {INDEX}, targets;"
-    for width in WIDTHS:
+    sums, parts = max_width // 2, 4 * steps
+    inputs = sums * tiles
+    tokens, index, high = (f"%{inputs + 4 * parts * tiles + i}" for i in range(3))
+    widths = range(8, max_width + 1, 8)
+    lows = ", ".join(f"low{part}" for part in range(1, parts))
+    yield "{ .reg .b64 " + ", ".join(f"b{part}" for part in range(parts)) + f"; .reg .b32 {lows};"
+    yield f"mov.b64 b0, {{{tokens}, {high}}};"
+    for part in range(1, parts):
+        yield f"add.u32 low{part}, {tokens}, {part // 4 * max_width * 8 + part % 4 * 2};"
+        yield f"mov.b64 b{part}, {{low{part}, {high}}};"
+    yield "targets: .branchtargets " + ", ".join(f"w{width}" for width in widths) + ";"
+    yield f"brx.idx.uni {index}, targets;"
+    for width in widths:
         yield f"w{width}: wgmma.fence.sync.aligned;"
-        results = ", ".join(f"%{i}" for i in range(width // 2))
-        for step in range(4):
-            fragment = ", ".join(f"%{RESULTS + 4 * step + i}" for i in range(4))
+        for part in range(parts * tiles):
+            results = ", ".join(f"%{part // parts * sums + i}" for i in range(width // 2))
+            fragment = ", ".join(f"%{inputs + 4 * part + i}" for i in range(4))
             yield f"wgmma.mma_async.sync.aligned.m64n{width}k16.f32.bf16.bf16"
-            yield f"{{{results}}}, {{{fragment}}}, b{step}, 1, 1, 1, 0;"
+            yield f"{{{results}}}, {{{fragment}}}, b{part % parts}, 1, 1, 1, 0;"
         yield "wgmma.commit_group.sync.aligned;"
         yield "bra.uni done;"
     yield "done: }"
 
 
-def function_body() -> Iterator[str]:
+def function_body(max_width: int, steps: int, tiles: int) -> Iterator[str]:
     """The asm statement."""
     yield "  asm volatile("
-    for instruction in instructions():
+    for instruction in instructions(max_width, steps, tiles):
         for piece in textwrap.wrap(instruction, 110):
             yield f'    "{piece} "'
-    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(RESULTS))
-    inputs = ", ".join(f'"r"(a[{step}][{i}])' for step in range(4) for i in range(4))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(max_width // 2 * tiles))
+    steps_of = [""] if steps * tiles == 1 else [f"[{which}]" for which in range(steps * tiles)]
+    inputs = ", ".join(f'"r"(a{step}[{part}][{i}])' for step in steps_of for part in range(4) for i in range(4))
     yield from textwrap.wrap(": " + outputs, 110, initial_indent="    ", subsequent_indent="      ")
     yield from textwrap.wrap(
         f': {inputs}, "r"(b), "r"(index), "r"(kTokenOperandHigh));',
@@ -76,8 +81,11 @@ def function_body() -> Iterator[str]:
 
 
 def main() -> None:
-    """Writes the header."""
-    TARGET.write_text(HEADER + "\n".join(function_body()) + "\n" + FOOTER)
+    """Writes the headers."""
+    for name, (max_width, steps, tiles) in TARGETS.items():
+        declaration = "__device__ __forceinline__ void " + DECLARATIONS[steps, tiles] % max_width
+        body = "\n".join(function_body(max_width, steps, tiles))
+        (SOURCES / name).write_text(HEADER + declaration + "\n" + body + "\n" + FOOTER)
 
 
 if __name__ == "__main__":

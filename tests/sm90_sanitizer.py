@@ -25,6 +25,11 @@ CASES: tuple[dict[str, Any], ...] = (
 LAYERS: tuple[tuple[int, str, dict[str, Any]], ...] = (
     (5, "nvfp4", {"act_format": "fp8", "weight_policy": "packed"}),
     (70, "nvfp4", {"act_format": "fp8", "weight_policy": "folded"}),
+    (40, "fp8_block", {"act_format": "fp8", "backend": "cuda_sm90_fp8"}),
+    (7, "fp8", {"act_format": "fp8", "backend": "cuda_sm90_fp8"}),
+    (3, "mxfp4", {}),
+    (70, "mxfp4", {}),
+    (40, "int4", {"backend": "cuda_sm90_int4"}),
     (70, "nvfp4", {"act_format": "none"}),
     (3, "nvfp4", {"act_format": "none"}),
 )
@@ -46,7 +51,7 @@ def run_layer(tokens: int, scheme: str, settings: dict[str, Any]) -> None:
     raw = moe.quantize_experts(w13.bfloat16(), w2.bfloat16(), scheme)
     x = torch.randn(tokens, 192, generator=g).bfloat16()
     logits, routing = torch.randn(tokens, 6, generator=g), moe.Routing("sigmoid_renorm", 2)
-    want = moe.fused_moe(x, logits, moe.prepare(raw, backend="reference", **settings), routing=routing).double()
+    want = moe.fused_moe(x, logits, moe.prepare(raw, **settings | {"backend": "reference"}), routing=routing).double()
     w = moe.prepare(raw.to("cuda"), **settings)
     assert w.backend.startswith("cuda_sm90"), w.backend
     out = moe.fused_moe(x.cuda(), logits.cuda(), w, routing=routing).cpu().double()
@@ -61,7 +66,7 @@ def main() -> None:
     kernels = args.kernels.split(",")
     run_kernels([kernel for kernel in kernels if kernel in KERNELS], CASES[:2] if args.few else CASES)
     if "layers" in kernels:
-        for layer in LAYERS[:2] if args.few else LAYERS:
+        for layer in LAYERS[:3] if args.few else LAYERS:
             run_layer(*layer)
     torch.cuda.synchronize()
     print("all results are right")

@@ -29,10 +29,14 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def _error(bench: Any, fmt: str, shape: Any) -> float:
     weights = bench.common.Weights.random(fmt, shape)
-    (layer,) = bench.layers.entries(["reference"], [fmt])[0].build(fmt, weights, None)
+    layer, *alike = bench.layers.entries(["reference"], [fmt])[0].build(fmt, weights, None)
     inputs = bench.common.make_inputs(shape, 5, 1)
     with torch.inference_mode():
-        return bench.common.relative_error(layer(*layer.prepare(inputs)), layer.reference(weights, inputs))
+        errors = [
+            bench.common.relative_error(x(*x.prepare(inputs)), x.reference(weights, inputs)) for x in (layer, *alike)
+        ]
+    assert [x.label for x in (layer, *alike)] == ["reference", "reference-silu"][: len(errors)]
+    return max(errors)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -68,10 +72,10 @@ def test_what_is_compiled_ahead_is_what_is_timed(bench: Any, monkeypatch: pytest
     for name, fmt in (("small", "nvfp4-a4"), (bench.layers.GPT_OSS, "nvfp4")):
         shape = bench.common.Shape(name, 4, 2, 64, 32)
         weights = bench.common.Weights.random(fmt, shape)
-        (timed,) = bench.layers.entries(["reference"], [fmt])[0].build(fmt, weights, None)
-        ahead = warm.layer_of(shape, fmt)
-        assert ahead is not None
-        assert ahead.key == ("nvfp4", "nvfp4" if fmt == "nvfp4-a4" else "none", 4, 2, 64, 32)
-        assert (ahead.raw.w13_bias is None) == (timed._biases is None)
-    assert warm.layer_of(bench.common.Shape("odd", 4, 2, 72, 32), "nvfp4") is None
+        timed = bench.layers.entries(["reference"], [fmt])[0].build(fmt, weights, None)
+        for ours, ahead in zip(timed, warm.layers_of(shape, fmt), strict=True):
+            assert ahead.key == ("nvfp4", "nvfp4" if fmt == "nvfp4-a4" else "none", 4, 2, 64, 32)
+            assert (ahead.raw.w13_bias is None) == (ours._biases is None)
+            assert ahead.raw.activation == ("silu" if ours._biases is None else "swigluoai")
+    assert warm.layers_of(bench.common.Shape("odd", 4, 2, 72, 32), "nvfp4") == []
     del sys.modules["warm"]

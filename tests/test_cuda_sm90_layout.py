@@ -222,7 +222,8 @@ def test_reasons_name_what_does_not_fit() -> None:
         ({"device": "cpu", "capability": None}, "device must be one of ['cuda'], got 'cpu'"),
         ({"capability": (8, 0)}, "compute capability must be (9, 0)"),
         ({"capability": (10, 0)}, "got (10, 0)"),
-        ({"scheme": "mxfp4"}, "scheme must be one of ['nvfp4']"),
+        ({"scheme": "int4"}, "scheme must be one of ['nvfp4', 'mxfp4']"),
+        ({"scheme": "mxfp4", "act_format": "nvfp4"}, "act_format must be one of ['none'] for scheme 'mxfp4'"),
         ({"act_format": "fp8"}, "act_format must be one of"),
         ({"act_format": "fp8", "weight_policy": "folded"}, "weight_policy must be one of ['exact']"),
         ({"dtype": torch.float16}, "dtype must be torch.bfloat16"),
@@ -231,6 +232,15 @@ def test_reasons_name_what_does_not_fit() -> None:
     ):
         reasons = backend.reasons(dataclasses.replace(HOPPER, **change))  # type: ignore[arg-type]
         assert any(text in reason for reason in reasons), (change, reasons)
+
+
+def test_integer_weights_have_to_be_asked_for() -> None:
+    for scheme in ("int4", "mxint4"):
+        problem = dataclasses.replace(HOPPER, scheme=scheme, act_format="none")
+        assert BACKENDS["cuda_sm90_int4"].fits_anywhere(problem)
+        assert not BACKENDS["cuda_sm90"].fits_anywhere(problem)
+    assert not BACKENDS["cuda_sm90_int4"].auto
+    assert not BACKENDS["cuda_sm90_int4"].fits_anywhere(HOPPER)
 
 
 def test_explain_tells_which_kernel_runs() -> None:

@@ -1,4 +1,8 @@
-"""MXFP4, MXINT4 and INT4 weights on the Hopper kernels against the oracle, on a GPU of compute capability 9.0."""
+"""Weights other than NVFP4 on the Hopper kernels, against the oracle, on a GPU of compute capability 9.0.
+
+MXFP4 is exact in bfloat16. INT4 is not: the kernels round each weight to it once, so they are held to the oracle with
+weights that have been rounded, as to that with NVFP4, and to the exact one within ROUNDED_INT4.
+"""
 
 from __future__ import annotations
 
@@ -6,89 +10,123 @@ from typing import Any
 
 import pytest
 import torch
-from sm90_cases import KERNELS, error_of, in_tiles, make_call, relative_error, run_on, why_not_here
+from sm90_cases import KERNELS, WEIGHTS, in_tiles, make_call, relative_error, run_on, why_not_here
+from tolerances import ROUNDED_INT4
 
 import torch_moe_ops as moe
-from torch_moe_ops.backends import Problem
+from torch_moe_ops.ops.call import ExpertsCall
+from torch_moe_ops.raw_weights import RawWeights
 
 REASON = why_not_here()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(REASON), reason=REASON or "it is there")]
 kernels = pytest.mark.parametrize("kernel", KERNELS)
 
+# As for NVFP4: what is left is the order of float32 sums, which rounds the intermediate and the output differently.
+LIMIT = 2e-3
+LIMIT_BF16 = 4e-3
+
+F16 = torch.float16
+# Scheme and options of the int4 scales; group -1: a row.
 FORMATS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("mxfp4", {}),
     ("mxint4", {}),
-    ("int4", {"group": 32}),
-    ("int4", {"group": 64}),
-    ("int4", {"group": 128}),
-    ("int4", {"group": -1}),
+    *(("int4", {"group": group}) for group in (32, 64, 128, -1)),
     ("int4", {"group": 64, "zero": True}),
-    ("int4", {"group": 128, "scale_dtype": torch.float16}),
-    ("int4", {"group": -1, "zero": True, "scale_dtype": torch.float16}),
+    ("int4", {"group": 128, "scale_dtype": F16}),
+    ("int4", {"group": -1, "scale_dtype": F16, "zero": True}),
 )
 formats = pytest.mark.parametrize(("scheme", "weights"), FORMATS, ids=str)
-# MXFP4: codes and scales are exact; what is left is the order of float32 sums. The others: code times scale is rounded
-# to bfloat16 (1.7e-3 relative in the mean), in both GEMMs.
-LIMITS = {"mxfp4": 2e-3, "mxint4": 4e-3, "int4": 4e-3}
-LIMIT_BF16 = 4e-3
 
 # experts, top_k, hidden, inter, tokens
-SHAPES = ((8, 2, 128, 128, 5), (16, 4, 2880, 704, 9), (60, 6, 2048, 1408, 33), (64, 8, 1024, 256, 300))
+SHAPES = (
+    (8, 2, 192, 160, 20),
+    (16, 4, 2880, 704, 9),
+    (60, 6, 2048, 1408, 33),
+    (256, 8, 1024, 256, 130),
+    (512, 22, 1024, 128, 17),
+)
 
 
-def fits(weights: dict[str, Any], *sizes: int) -> bool:
-    group = weights.get("group", -1)
-    return group < 0 or all(size % group == 0 for size in sizes)
+def make(
+    scheme: str, weights: dict[str, Any], shape: tuple[int, ...] = (8, 2, 256, 128, 5), **fields: Any
+) -> ExpertsCall:
+    """A random call; a group that does not divide a size is a row, and then it is one for both weights."""
+    experts, top_k, hidden, inter, tokens = shape
+    group = weights.get("group", 0)
+    if group > 0 and (hidden % group or inter % group):
+        weights = weights | {"group": -1}
+    sizes = {"experts": experts, "top_k": top_k, "hidden": hidden, "inter": inter, "tokens": tokens}
+    call = make_call(scheme, weights=weights, **sizes | fields)
+    # A checkpoint's zero points have four bits.
+    points: dict[str, Any] = {name: t.clamp(max=15) for name in WEIGHTS[4:] if (t := getattr(call, name)) is not None}
+    return call._replace(**points)
+
+
+def rounded(call: ExpertsCall) -> ExpertsCall:
+    """The same call with weights that have been decoded and rounded to bfloat16."""
+    raw = RawWeights(call.scheme, **{name: getattr(call, name) for name in WEIGHTS})
+    w13, w2 = (w.to(torch.bfloat16) for w in moe.dequantize_experts(raw))
+    absent: dict[str, Any] = dict.fromkeys(WEIGHTS[2:])
+    return call._replace(scheme="none", w13=w13, w2=w2, **absent)
+
+
+def check(kernel: str, call: ExpertsCall, limit: float) -> None:
+    out = run_on(kernel, in_tiles(call))
+    assert torch.isfinite(out).all()
+    assert relative_error(out, rounded(call)) < limit
+    if call.scheme != "mxfp4":
+        assert relative_error(out, call) < ROUNDED_INT4
 
 
 @kernels
 @formats
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes(kernel: str, scheme: str, weights: dict[str, Any], shape: tuple[int, ...]) -> None:
-    fields: dict[str, Any] = dict(zip(("experts", "top_k", "hidden", "inter", "tokens"), shape, strict=True))
-    if not fits(weights, fields["hidden"], fields["inter"]):
-        fields |= {"hidden": 2816, "inter": 640}
-    assert error_of(kernel, scheme=scheme, weights=weights, **fields, out_dtype=torch.float32) < LIMITS[scheme]
-    assert error_of(kernel, scheme=scheme, weights=weights, **fields) < LIMIT_BF16
+    check(kernel, make(scheme, weights, shape, out_dtype=torch.float32), LIMIT)
 
 
 @kernels
 @formats
-@pytest.mark.parametrize("activation", ("silu", "swigluoai", "gelu", "relu2_no_mul"))
-def test_activations_and_biases(kernel: str, scheme: str, weights: dict[str, Any], activation: str) -> None:
-    fields = {"hidden": 128, "inter": 128, "tokens": 11, "activation": activation, "bias": True}
-    fields |= {"out_dtype": torch.float32, "weights": weights}
-    assert error_of(kernel, scheme=scheme, **fields) < LIMITS[scheme]
+def test_biases_and_an_activation_with_constants(kernel: str, scheme: str, weights: dict[str, Any]) -> None:
+    fields = {"bias": True, "activation": "swigluoai", "constants": (1.702, 1.0, 7.0)}
+    check(kernel, make(scheme, weights, (8, 2, 320, 160, 37), **fields), LIMIT_BF16)
 
 
 @kernels
 @formats
-def test_foreign_ids_and_equal_runs(kernel: str, scheme: str, weights: dict[str, Any]) -> None:
-    call = make_call(scheme, hidden=256, inter=128, tokens=40, top_k=3, foreign=True, weights=weights)
-    tiled = in_tiles(call)
-    out = run_on(kernel, tiled)
+def test_without_gate(kernel: str, scheme: str, weights: dict[str, Any]) -> None:
+    check(kernel, make(scheme, weights, activation="relu2_no_mul", out_dtype=torch.float32), LIMIT)
+
+
+@kernels
+@formats
+def test_foreign_ids_contribute_nothing(kernel: str, scheme: str, weights: dict[str, Any]) -> None:
+    call = make(scheme, weights, foreign=True)
+    out = run_on(kernel, in_tiles(call))
     assert not out[-1].any()  # every expert of the last token is foreign
-    assert relative_error(out, call._replace(topk_weights=call.topk_weights.nan_to_num(1.0))) < LIMIT_BF16
-    for _ in range(3):
-        assert torch.equal(run_on(kernel, tiled), out)
+    call = call._replace(topk_weights=call.topk_weights.nan_to_num(1.0))
+    assert relative_error(out, rounded(call)) < LIMIT_BF16
 
 
-@pytest.mark.parametrize("scheme", ("mxfp4", "mxint4", "int4"))
-@pytest.mark.parametrize("tokens", (0, 1, 9, 300))
-def test_the_op_against_the_reference_backend(scheme: str, tokens: int) -> None:
-    g = torch.Generator().manual_seed(0)
-    w13, w2 = torch.randn(8, 256, 256, generator=g) / 16, torch.randn(8, 256, 128, generator=g) / 11
-    raw = moe.quantize_experts(w13.bfloat16(), w2.bfloat16(), scheme).to("cuda")
-    x = torch.randn(tokens, 256, generator=g).bfloat16().cuda()
-    logits, routing = torch.randn(tokens, 8, generator=g).cuda(), moe.Routing("renormalize", 2)
-    out = moe.fused_moe(x, logits, moe.prepare(raw, backend="cuda_sm90"), routing=routing)
-    expected = moe.fused_moe(x, logits, moe.prepare(raw, backend="reference"), routing=routing).double()
-    assert out.shape == (tokens, 256)
-    assert (out.double() - expected).norm() <= LIMIT_BF16 * expected.norm()
+@kernels
+@formats
+def test_runs_are_bitwise_equal(kernel: str, scheme: str, weights: dict[str, Any]) -> None:
+    tiled = in_tiles(make(scheme, weights, (16, 4, 512, 384, 50)))
+    first = run_on(kernel, tiled)
+    for _ in range(5):
+        assert torch.equal(run_on(kernel, tiled), first)
 
 
-@pytest.mark.parametrize("scheme", ("mxfp4", "mxint4", "int4"))
-def test_auto_takes_it(scheme: str) -> None:
-    sizes = {"num_experts": 8, "hidden_size": 256, "intermediate_size": 128}
-    problem = Problem(scheme, device="cuda", capability=(9, 0), **sizes)
-    assert moe.explain(problem).chosen == "cuda_sm90", str(moe.explain(problem))
+@formats
+def test_a_layer_from_its_checkpoint_form(scheme: str, weights: dict[str, Any]) -> None:
+    """prepare, the op from router logits on, both sides of the switch between the kernels, and the way back."""
+    call = make(scheme, weights, (8, 2, 256, 128, 80))
+    raw = RawWeights(call.scheme, **{name: getattr(call, name) for name in WEIGHTS})
+    w = moe.prepare(raw, act_format="none", backend="cuda_sm90" if scheme == "mxfp4" else "cuda_sm90_int4")
+    for tokens in (3, 80):
+        x, ids, factors = (t[:tokens].contiguous() for t in (call.hidden_states, call.topk_ids, call.topk_weights))
+        cut = rounded(call._replace(hidden_states=x, topk_ids=ids, topk_weights=factors))
+        assert relative_error(moe.fused_moe_routed(x, ids, factors, w), cut) < LIMIT_BF16
+    back = moe.restore(w)
+    for name, tensor in raw.tensors().items():
+        assert torch.equal(getattr(back, name).view(torch.uint8), tensor.view(torch.uint8)), name

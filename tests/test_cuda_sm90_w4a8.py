@@ -37,13 +37,14 @@ def in_tiles(call: ExpertsCall) -> ExpertsCall:
     rows13 = halves * (call.w2.shape[2] * 2 + extra)
     w13, w13_scale = lay(call.w13, call.w13_scale, rows13, gated, "w13")
     w2, w2_scale = lay(call.w2, call.w2_scale, layout.padded_rows(call.w2.shape[1], False), False, "w2")
+    w2_scale = w2_scale[:, : call.w2.shape[1]].contiguous() if folded else w2_scale
     return call._replace(w13=w13, w13_scale=w13_scale, w13_bias=bias, w2=w2, w2_scale=w2_scale)
 
 
 def run(tiled: ExpertsCall) -> Tensor:
     """The output, from a buffer full of NaN."""
     out = torch.full(tiled.hidden_states.shape, float("nan"), dtype=tiled.out_dtype, device="cuda")
-    cuda_sm90_w4a8.run(tiled.weight_policy == "folded", tiled, out)
+    cuda_sm90_w4a8.run("rows" if tiled.weight_policy == "folded" else "packed", tiled, out)
     return out
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
@@ -50,7 +52,7 @@ def test_every_weight_lies_where_the_kernel_looks(rows: int, k: int, gated: bool
     codes, scale = random_weight(rows, k, experts=1)
     padded = layout.padded_rows(rows, gated)
     packed, strip = layout.pack(codes, scale, padded, gated, "w")
-    folded, exponents = layout.fold(codes, scale, padded, gated, "w")
+    folded, scales = layout.fold(codes, scale, padded, gated, "w")
     rounded, x = w4a8.round_weights(codes, scale)
     of_byte = rounded.view(torch.uint8)[0]
     nibbles = torch.stack([codes[0] & 15, codes[0] >> 4], -1).flatten(1)
@@ -73,7 +75,9 @@ def test_every_weight_lies_where_the_kernel_looks(rows: int, k: int, gated: bool
             assert (code, byte) == (0, 0)
             continue
         assert (code, byte) == (int(nibbles[row, column]), int(of_byte[row, column]))
-        assert int(strip[0, tile, place - 64]) == int(exponents[0, tile, place]) == int(x[0, row]) + 64
+        assert int(strip[0, tile, place - 64]) == int(x[0, row]) + 64
+        padding = h * (padded - rows) // 2 if gated else 0
+        assert float(scales[0, row + padding]) == 2.0 ** int(x[0, row])
         field = int(strip[0, tile, 512 * k_tile + 4 * thread + 2 * (step // 2) + h])
         relative = (
             field // 8 - 5 if field < 128 else field // 8 % 16 - 12 if field // 8 % 16 < 7 else field // 8 % 16 + 4
@@ -134,3 +138,40 @@ def test_explain_names_the_policy() -> None:
     against = moe.explain(problem).against
     assert "weight_policy must be one of ['packed'], got 'folded'" in against["cuda_sm90_packed"]
     assert not [reason for reason in against["cuda_sm90_folded"] if "weight_policy" in reason]
+
+
+@pytest.mark.parametrize(("rows", "k", "gated"), SHAPES)
+def test_fp8_tiles_are_those_of_folded_weights_and_come_back(rows: int, k: int, gated: bool) -> None:
+    codes, scale = random_weight(rows, k)
+    padded = layout.padded_rows(rows, gated)
+    rounded, _ = w4a8.round_weights(codes, scale)
+    tiles = layout.tile_fp8(rounded, padded, gated)
+    assert torch.equal(tiles, layout.fold(codes, scale, padded, gated, "w")[0])
+    back = layout.untile_fp8(tiles, rows, k, gated)
+    assert torch.equal(back.view(torch.uint8), rounded.view(torch.uint8))
+
+
+@pytest.mark.parametrize("scheme", ("fp8", "fp8_block"))
+@pytest.mark.parametrize("kind", ("channel", "half", "tensor"))
+@pytest.mark.parametrize("gated", (True, False))
+def test_fp8_weights_and_scales_of_every_kind_come_back(scheme: str, kind: str, gated: bool) -> None:
+    g = torch.Generator().manual_seed(4)
+    halves = 2 if gated else 1
+    raw = moe.quantize_experts(
+        torch.randn(3, halves * 80, 144, generator=g), torch.randn(3, 144, 80, generator=g), scheme
+    )
+    if scheme == "fp8":
+        columns = {"channel": (halves * 80, 1), "half": (halves,), "tensor": (1,)}[kind]
+        w13_scale = torch.rand(3, *columns, generator=g) + 0.5
+        w2_scale = torch.rand(3, *((144, 1) if kind == "channel" else (1,)), generator=g) + 0.5
+        raw = dataclasses.replace(raw, w13_scale=w13_scale, w2_scale=w2_scale)
+    backend = BACKENDS["cuda_sm90_fp8"]
+    prepared = backend.prepare(raw)
+    for inter in (80, 128):  # as the caller knows it, and as the shape of w2 says
+        sizes = Sizes(3, 144, inter, gated, torch.float8_e4m3fn)
+        for name, (shapes, dtypes) in backend.layout.specs(SCHEMES[scheme], sizes).items():
+            assert tuple(prepared[name].shape) in shapes and prepared[name].dtype in dtypes
+    restored = backend.restore(SCHEMES[scheme], prepared, Sizes(3, 144, 80, gated, torch.float8_e4m3fn))
+    for name, tensor in restored.items():
+        given = getattr(raw, name).contiguous()
+        assert tensor.shape == given.shape and torch.equal(tensor.view(torch.uint8), given.view(torch.uint8))

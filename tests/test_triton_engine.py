@@ -17,7 +17,7 @@ from triton_cases import DEVICE, empty_output, make_call, relative_error
 import torch_moe_ops as moe
 from torch_moe_ops.backends import BACKENDS
 from torch_moe_ops.backends import triton as backend
-from torch_moe_ops.kernels.triton import launch
+from torch_moe_ops.kernels.triton import launch, schedule
 from torch_moe_ops.kernels.triton.configs import Config, Tile
 from torch_moe_ops.kernels.triton.plan import make_plan
 from torch_moe_ops.ops.call import ExpertsCall
@@ -181,6 +181,19 @@ def test_scales_a_step_ahead(scheme: str, hidden: int, tile: Tile, ahead: bool) 
     call = make_call(scheme, hidden=hidden, inter=hidden)
     assert launch._ahead(tile, make_plan(call).weight1, hidden, call.w13_scale) == ahead
     check(call, Config(16, 16, tile, tile._replace(split_k=2)))
+
+
+@pytest.mark.parametrize("act_format", ("none", "nvfp4"))
+def test_tiles_with_gaps_between_experts(act_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The schedule of many slots; experts without rows, with one tile, and with several."""
+    call = make_call("nvfp4", act_format, tokens=45, top_k=3, experts=6, foreign=True)
+    call.topk_ids[call.topk_ids == 5] = 4
+    few = run(call)
+    monkeypatch.setattr(schedule, "MANY_SLOTS", 1)
+    assert schedule.many_slots(135, 6, 16)
+    assert torch.equal(run(call), few)
+    call.topk_ids.fill_(-1)
+    assert not run(call).any()
 
 
 @pytest.mark.parametrize("inter", (144, 256, 640))

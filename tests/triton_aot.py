@@ -89,6 +89,7 @@ CASES: tuple[dict[str, Any], ...] = (
     _SIZES | {"scheme": "int4", "weights": {"group": 32, "zero": True}},
     *(_SIZES | {"scheme": scheme, "act_format": act} for scheme in SCHEMES for act in SCHEMES[scheme].act_formats),
     *(_SIZES | {"scheme": scheme, "dtype": torch.float16, "hidden": 160} for scheme in ("mxfp4", "mxfp8", "fp8")),
+    *(_SIZES | {"scheme": scheme, "act_format": "fp8", "backend": "triton_fp8"} for scheme in ("fp8", "fp8_block")),
     _SIZES | {"scheme": "int4", "weights": {"group": 128, "zero": True, "scale_dtype": torch.float16}},
     _SIZES | {"scheme": "int4", "weights": {"group": -1}, "act_format": "fp8"},
     _SIZES | {"scheme": "int4", "weights": {"group": 128, "zero": True}, "dtype": torch.float16},
@@ -100,6 +101,8 @@ CASES: tuple[dict[str, Any], ...] = (
 def main(capability: int, cases: tuple[dict[str, Any], ...]) -> None:
     """Compile cases for one target; print a line for each kernel: name, PTX's products, arithmetic or PTX decode."""
     for fields in cases:
+        if fields.get("backend") == "triton_fp8" and capability < 89:
+            continue
         recorder = record(**fields)
         for use_ptx in (True, False) if fields is _SIZES else (True,):
             for name, kernel in recorder.compile(capability, use_ptx, pdl=use_ptx and capability >= 90):

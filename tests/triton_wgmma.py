@@ -1,7 +1,11 @@
-"""For each GEMM of a layer, compiled for Hopper: name, products with an operand in registers, hazards, the first one."""
+"""For each GEMM of a layer, compiled for Hopper, a line.
+
+Name, products with an operand in registers, the most products that a step leaves in flight, hazards, the first one.
+"""
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +21,8 @@ def main(scheme: str, tokens: int, folder: Path) -> None:
         if name.startswith("gemm"):
             sass = disassemble(kernel.asm["cubin"], folder)
             hazards = find_hazards(sass)
-            print(name, count_products(sass), len(hazards), *hazards[:1])
+            left = max(map(int, re.findall(r"wgmma\.wait_group\.sync\.aligned (\d+)", kernel.asm["ptx"])))
+            print(name, count_products(sass), left, len(hazards), *hazards[:1])
 
 
 if __name__ == "__main__":

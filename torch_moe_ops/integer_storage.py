@@ -105,12 +105,16 @@ def _unpack_rows(packed: Tensor, rows: int) -> Tensor:
     return int4.unpack(packed.transpose(1, 2))[..., :rows].transpose(1, 2)
 
 
+def int4_scales(dtype: torch.dtype, k: int, groups: int, has_zero_points: bool) -> str:
+    """What the scales of an int4 matrix are: "bfloat16 per 128", "float16 per row with zero points"."""
+    points = " with zero points" if has_zero_points else ""
+    return f"{str(dtype)[6:]} per {k // groups if groups > 1 else 'row'}{points}"
+
+
 def int4_scales_of(raw: RawWeights) -> str:
-    """What an int4 layer's scales are: "bfloat16 per 128", "float16 per row with zero points"; two kinds with ", "."""
+    """`int4_scales` of an int4 layer; two kinds with ", "."""
     kinds = []
     for name, k in (("w13", raw.hidden_size), ("w2", raw.intermediate_size)):
         scale = getattr(raw, f"{name}_scale")
-        columns = scale.shape[-1]
-        points = "" if getattr(raw, f"{name}_zero_point") is None else " with zero points"
-        kinds.append(f"{str(scale.dtype)[6:]} per {k // columns if columns > 1 else 'row'}{points}")
+        kinds.append(int4_scales(scale.dtype, k, scale.shape[-1], getattr(raw, f"{name}_zero_point") is not None))
     return ", ".join(dict.fromkeys(kinds))

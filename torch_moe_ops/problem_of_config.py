@@ -7,13 +7,14 @@ import math
 import torch
 from torch import Tensor
 
-from torch_moe_ops.activations import resolve_constants
+from torch_moe_ops.activations import ACTIVATIONS, resolve_constants
 from torch_moe_ops.backends.registry import Problem
 from torch_moe_ops.config._require import require_type
 from torch_moe_ops.config.builders import FUSED_MOE_UNQUANTIZED_CONFIG
 from torch_moe_ops.config.moe import FusedMoEConfig
 from torch_moe_ops.config.quant_config import FusedMoEQuantConfig
 from torch_moe_ops.from_quant_config import scheme_name
+from torch_moe_ops.integer_storage import int4_scales
 from torch_moe_ops.routing import METHOD_NAMES, RoutingMethodType
 from torch_moe_ops.schemes import SCHEMES, Scheme
 
@@ -64,7 +65,7 @@ def problem_of_config(
         per_half_alphas=_has_per_half_alphas(quant, scheme),
         input_scale=_input_scale_kind(quant),
         constants=_constants(config, quant),
-        weight_scales=_weight_scales(quant, scheme.name),
+        weight_scales=_int4_scales(config, quant) if scheme.name == "int4" else _weight_scales(quant, scheme.name),
     )
 
 
@@ -96,3 +97,19 @@ def _weight_scales(config: FusedMoEQuantConfig, scheme: str) -> str | None:
         return "group" if any(s is not None and s.ndim == 3 and min(s.shape[1:]) > 1 for s in scales) else "channel"
     counts = [s.numel() // s.shape[0] for s in scales if s is not None]
     return None if not counts else {1: "tensor", 2: "half"}.get(max(counts), "channel")
+
+
+def _int4_scales(config: FusedMoEConfig, quant: FusedMoEQuantConfig) -> str | None:
+    """As `int4_scales_of` says it of the weights. None: not known."""
+    hidden, inter = config.hidden_dim, config.intermediate_size_per_partition
+    rows = (2 if ACTIVATIONS[config.activation].is_gated else 1) * inter
+    kinds = []
+    for desc, n, k in ((quant._w1, rows, hidden), (quant._w2, hidden, inter)):
+        scale = desc.scale
+        if not isinstance(scale, Tensor):
+            return None
+        groups = scale[0].numel() // n if scale.ndim == 3 else 1
+        # Scales in e4m3, and those of groups times one of the row, become float32.
+        wide = desc.channel_scale is not None or scale.element_size() == 1
+        kinds.append(int4_scales(torch.float32 if wide else scale.dtype, k, groups, desc.zp is not None))
+    return ", ".join(dict.fromkeys(kinds))

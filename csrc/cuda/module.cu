@@ -20,9 +20,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(moeq_C, m) {
       "str weight, bool renormalize, int n_group, int topk_group, float factor) -> ()");
   m.def(
       "experts_sm90_w4a8(Tensor(a!) out, Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Tensor w13, "
-      "Tensor w13_scale, Tensor g1_alphas, Tensor? w13_bias, Tensor w2, Tensor w2_scale, Tensor g2_alphas, "
+      "Tensor w13_scale, Tensor? g1_alphas, Tensor? w13_bias, Tensor w2, Tensor w2_scale, Tensor? g2_alphas, "
       "Tensor? w2_bias, Tensor? a1_gscale, Tensor? a2_gscale, str activation, float alpha, float beta, float limit, "
-      "int expert_offset, bool weight_on_input, bool folded) -> ()");
+      "int expert_offset, bool weight_on_input, str weights, Tensor? hidden_states_scale) -> ()");
 }
 
 // Importing is for its side effect only: loading the library runs the registrations.

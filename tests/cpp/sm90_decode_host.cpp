@@ -7,16 +7,15 @@ namespace {
 
 using namespace moeq::sm90;
 
+// One term of what a thread holds; `out` is [terms][tiles][64][64].
 template <class Format>
-void decode_thread(const uint8_t* codes, const uint8_t* scales, int thread, uint16_t* out) {
+void decode_thread(const uint8_t* codes, const typename Format::Scales& scales, int thread, uint16_t* out) {
   uint32_t words[4];
-  typename Format::ScaleWord scale_word;
   std::memcpy(words, codes + 16 * thread, sizeof(words));
-  std::memcpy(&scale_word, scales + Format::scale_offset(thread), sizeof(scale_word));
   const int warp = thread / 32, g = thread % 32 / 4, c = thread % 4;
   for (int step = 0; step < 4; ++step) {
     uint32_t a[4];
-    Format::decode(words[step], Format::scales(scale_word), a);
+    Format::decode(words[step], scales, a);
     for (int i = 0; i < 4; ++i) {
       uint16_t* at = out + kTileK * (16 * warp + g + 8 * (i % 2)) + 16 * c + 4 * step + 2 * (i / 2);
       at[0] = static_cast<uint16_t>(a[i]);
@@ -28,9 +27,15 @@ void decode_thread(const uint8_t* codes, const uint8_t* scales, int thread, uint
 template <class Format>
 float decode_tiles(const uint8_t* codes, const uint8_t* scales, int64_t tiles, uint16_t* out) {
   for (int64_t tile = 0; tile < tiles; ++tile) {
+    const uint8_t* of_tile = codes + tile * kTileCodeBytes;
+    uint16_t* to = out + tile * kTileRows * kTileK;
     for (int thread = 0; thread < 128; ++thread) {
-      decode_thread<Format>(codes + tile * kTileCodeBytes, scales + tile * Format::kTileScaleBytes, thread,
-                            out + tile * kTileRows * kTileK);
+      typename Format::ScaleWord word;
+      std::memcpy(&word, scales + tile * Format::kTileScaleBytes + Format::scale_offset(thread), sizeof(word));
+      decode_thread<Format>(of_tile, Format::scales(word), thread, to);
+      if constexpr (Format::kTerms == 2) {
+        decode_thread<Format>(of_tile, Format::rest_scales(word), thread, to + tiles * kTileRows * kTileK);
+      }
     }
   }
   return Format::kAccumulatorScale;
@@ -38,7 +43,7 @@ float decode_tiles(const uint8_t* codes, const uint8_t* scales, int64_t tiles, u
 
 }  // namespace
 
-// bfloat16 patterns out[tiles][64][64]; returns what they must be multiplied by.
+// bfloat16 patterns out[terms][tiles][64][64]; returns what they must be multiplied by.
 extern "C" {
 float decode_nvfp4(const uint8_t* codes, const uint8_t* scales, int64_t tiles, uint16_t* out) {
   return decode_tiles<Nvfp4Format>(codes, scales, tiles, out);

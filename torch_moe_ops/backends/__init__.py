@@ -10,6 +10,7 @@ from torch_moe_ops.backends import cuda_sm90
 from torch_moe_ops.backends import cuda_sm90_w4a8
 from torch_moe_ops.backends import triton
 from torch_moe_ops.backends import triton_fp8
+from torch_moe_ops.backends import cuda_sm90_fp8
 from torch_moe_ops.backends import reference
 
 # isort: on
@@ -22,6 +23,7 @@ __all__ = [
     "Requirement",
     "cpu",
     "cuda_sm90",
+    "cuda_sm90_fp8",
     "cuda_sm90_w4a8",
     "flashinfer_cutlass",
     "flashinfer_trtllm",

@@ -42,7 +42,7 @@ def prepare(raw: RawWeights) -> dict[str, Tensor]:
     Raises ValueError for scales that the layout cannot hold (_sm90_scales.py), naming them.
     """
     if raw.scheme == "int4" and (reason := _int4_reason(int4_scales_of(raw))) is not None:
-        raise ValueError(f"backend 'cuda_sm90': {reason}")
+        raise ValueError(f"backend 'cuda_sm90_int4': {reason}")
     kind = _CODES[raw.scheme]
     tensors = {}
     for name, gated in (("w13", raw.is_gated), ("w2", False)):

@@ -95,7 +95,7 @@ def pack_int4(
         wrong = scales[e][~(scales[e].abs() <= LARGEST_INT4)]
         if wrong.numel():
             text = f"{name} must hold finite scales of at most {LARGEST_INT4}"
-            raise ValueError(f"backend 'cuda_sm90': {text}, got {float(wrong[0])} in expert {e}")
+            raise ValueError(f"backend 'cuda_sm90_int4': {text}, got {float(wrong[0])} in expert {e}")
         scaled = to_tiles(scales[e].float().contiguous(), gated, blocks) * _units(scales.device)
         stored = scaled.to(torch.bfloat16)
         if wide:

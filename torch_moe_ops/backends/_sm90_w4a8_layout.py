@@ -1,6 +1,6 @@
-"""The layouts of NVFP4 weights for fp8 GEMMs: pack, and the exact inverse of `packed`.
+"""The layouts of weights for fp8 GEMMs: NVFP4 codes, e4m3 codes, and their exact inverses.
 
-csrc/cuda/sm90/w4a8_layout.h says where bits lie; torch_moe_ops/quant/w4a8.py, how weights are rounded. A weight
+csrc/cuda/sm90/w4a8_layout.h says where bits lie; torch_moe_ops/quant/w4a8.py, how NVFP4 weights are rounded. A weight
 [E, N, K] is [E, row tiles, K tiles, bytes] in tiles of 64 rows x 128 values. Rows and K are padded with zeros; where
 gated, each half of w13 by itself, to multiples of 128, as it becomes K of the second GEMM.
 """
@@ -16,7 +16,7 @@ from torch_moe_ops.quant import e4m3, nvfp4, w4a8
 ROWS = 64  # of a tile
 TILE_K = 128
 PACKED_BYTES = ROWS * TILE_K // 2
-FOLDED_BYTES = ROWS * TILE_K
+FP8_BYTES = ROWS * TILE_K
 SCALE_BYTES = ROWS * TILE_K // 16
 BLOCK = 16
 EXPONENT_BIAS = 64
@@ -38,11 +38,14 @@ def padded_rows(rows: int, gated: bool) -> int:
     return 2 * TILE_K * tiles(rows // 2, TILE_K) if gated else ROWS * tiles(rows, ROWS)
 
 
-def shapes(experts: int, rows: int, k: int, folded: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of codes and of scales with exponents; rows: padded."""
-    row_tiles, k_tiles = rows // ROWS, tiles(k, TILE_K)
-    codes = (experts, row_tiles, k_tiles, FOLDED_BYTES if folded else PACKED_BYTES)
-    return codes, (experts, row_tiles, (0 if folded else k_tiles * SCALE_BYTES) + ROWS)
+def codes_shape(experts: int, rows: int, k: int, tile_bytes: int) -> tuple[int, ...]:
+    """Shape of a weight's codes; rows: padded."""
+    return experts, rows // ROWS, tiles(k, TILE_K), tile_bytes
+
+
+def strip_shape(experts: int, rows: int, k: int) -> tuple[int, ...]:
+    """Shape of block scales with exponents, policy `packed`; rows: padded."""
+    return experts, rows // ROWS, tiles(k, TILE_K) * SCALE_BYTES + ROWS
 
 
 def pack(codes: Tensor, scale: Tensor, rows: int, gated: bool, name: str) -> tuple[Tensor, Tensor]:
@@ -54,16 +57,16 @@ def pack(codes: Tensor, scale: Tensor, rows: int, gated: bool, name: str) -> tup
     Raises: ValueError in the name of the argument, where a scale is negative, NaN or cannot be kept (see _scale_bytes).
     """
     experts, _, columns = codes.shape
-    shape = shapes(experts, rows, 2 * columns, folded=False)
-    out, strip = codes.new_empty(shape[0]), codes.new_empty(shape[1])
+    shape = codes_shape(experts, rows, 2 * columns, PACKED_BYTES)
+    out, strip = codes.new_empty(shape), codes.new_empty(strip_shape(experts, rows, 2 * columns))
     for e in range(experts):
         exponent = w4a8.row_exponent(nvfp4.dequantize(codes[e], scale[e]))
         words = _to_tiles(_words(codes[e]), rows, gated, TILE_K // 8, 0)
-        out[e].view(torch.int32).view(*shape[0][1:3], 2, 4, 8, 4, 2, 2).copy_(
+        out[e].view(torch.int32).view(*shape[1:3], 2, 4, 8, 4, 2, 2).copy_(
             _to_kernel(words).unflatten(5, (2, 4, 2)).permute(0, 4, 5, 1, 3, 6, 7, 2)
         )
         scales = _to_tiles(_scale_bytes(scale[e], exponent, name, e), rows, gated, TILE_K // BLOCK, NO_SCALE)
-        k_tiles = shape[0][2]
+        k_tiles = shape[2]
         strip[e, :, :-ROWS].view(-1, k_tiles, 4, 8, 4, 2, 2).copy_(
             scales.unflatten(5, (2, 4)).permute(0, 4, 1, 3, 6, 5, 2)
         )
@@ -72,20 +75,59 @@ def pack(codes: Tensor, scale: Tensor, rows: int, gated: bool, name: str) -> tup
 
 
 def fold(codes: Tensor, scale: Tensor, rows: int, gated: bool, name: str) -> tuple[Tensor, Tensor]:
-    """Policy `folded`: e4m3 weights and the exponents of the rows. Arguments and errors as `pack` has them."""
+    """Policy `folded`: e4m3 weights and a power of two for each row, float32 [E, rows, 1].
+
+    Arguments and errors as `pack` has them.
+    """
     experts, _, columns = codes.shape
-    shape = shapes(experts, rows, 2 * columns, folded=True)
-    out, strip = codes.new_empty(shape[0]), codes.new_empty(shape[1])
-    turned = torch.arange(8, device=codes.device)[:, None] ^ torch.arange(8, device=codes.device)
-    of_row = torch.arange(8, device=codes.device)[:, None]
+    out = codes.new_empty(codes_shape(experts, rows, 2 * columns, FP8_BYTES))
+    scales = torch.empty((experts, rows, 1), device=codes.device)
     for e in range(experts):
         _check_scales(scale[e], name, e)
         rounded, exponent = w4a8.round_weights(codes[e], scale[e])
-        tiled = _to_tiles(rounded.view(torch.uint8), rows, gated, TILE_K, 0)  # K: half 2, c 4, step 2, u 2, b 4
-        pieces = tiled.unflatten(5, (2, 4, 2, 2, 4)).permute(0, 4, 1, 2, 3, 5, 7, 8, 6, 9).reshape(*_sizes(shape[0]))
-        out[e].view(*_sizes(shape[0])).copy_(pieces[:, :, :, :, of_row, turned])
-        strip[e] = _exponent_bytes(exponent, rows, gated)
-    return out, strip
+        _tile_expert(rounded.view(torch.uint8), gated, out[e])
+        power = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
+        scales[e] = pad_rows(power[:, None], rows, gated)
+    return out, scales
+
+
+def tile_fp8(codes: Tensor, rows: int, gated: bool) -> Tensor:
+    """e4m3 weights float8_e4m3fn [E, N, K] -> uint8 tiles; rows: N padded."""
+    experts, _, k = codes.shape
+    out = torch.empty(codes_shape(experts, rows, k, FP8_BYTES), dtype=torch.uint8, device=codes.device)
+    for e in range(experts):
+        _tile_expert(codes[e].contiguous().view(torch.uint8), gated, out[e])
+    return out
+
+
+def untile_fp8(tiled: Tensor, rows: int, k: int, gated: bool) -> Tensor:
+    """Inverse of tile_fp8 for a weight of `rows` rows (not padded) and K = k."""
+    out = tiled.new_empty((tiled.shape[0], rows, k))
+    for e in range(tiled.shape[0]):
+        pieces = _swizzled(tiled[e].view(*_sizes(tiled[e])))
+        natural = pieces.view(*pieces.shape[:5], 2, 2, 2, 4, 4).permute(0, 2, 3, 4, 1, 5, 8, 6, 7, 9).flatten(5)
+        _from_tiles(natural, gated, out[e])
+    return out.view(torch.float8_e4m3fn)
+
+
+def pad_rows(x: Tensor, rows: int, gated: bool) -> Tensor:
+    """[N, columns] -> [rows, columns], ones below each half."""
+    halves = x.view(2 if gated else 1, -1, x.shape[1])
+    extra = rows // halves.shape[0] - halves.shape[1]
+    return F.pad(halves, (0, 0, 0, extra), value=1.0).flatten(0, 1)
+
+
+def _tile_expert(codes: Tensor, gated: bool, out: Tensor) -> None:
+    """Bytes [N, K] -> out [row tiles, K tiles, bytes]."""
+    tiled = _to_tiles(codes, ROWS * out.shape[0], gated, TILE_K, 0)  # K: half 2, c 4, step 2, u 2, b 4
+    pieces = tiled.unflatten(5, (2, 4, 2, 2, 4)).permute(0, 4, 1, 2, 3, 5, 7, 8, 6, 9).reshape(*_sizes(out))
+    out.view(*_sizes(out)).copy_(_swizzled(pieces))
+
+
+def _swizzled(pieces: Tensor) -> Tensor:
+    """[..., g 8, piece 8, byte]: the 16-byte pieces of row g exchanged. Its own inverse."""
+    eight = torch.arange(8, device=pieces.device)
+    return pieces[:, :, :, :, eight[:, None], eight[:, None] ^ eight]
 
 
 def unpack(packed: Tensor, strip: Tensor, rows: int, k: int, gated: bool) -> tuple[Tensor, Tensor]:
@@ -102,9 +144,9 @@ def unpack(packed: Tensor, strip: Tensor, rows: int, k: int, gated: bool) -> tup
     return codes, scale.view(torch.float8_e4m3fn)
 
 
-def _sizes(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """[row tile, K tile, warp, h, g, piece, byte] of a folded weight of this shape."""
-    return (*shape[1:3], 4, 2, 8, 8, BLOCK)
+def _sizes(out: Tensor) -> tuple[int, ...]:
+    """[row tile, K tile, warp, h, g, piece, byte] of an expert's e4m3 tiles."""
+    return (*out.shape[:2], 4, 2, 8, 8, TILE_K // 8)
 
 
 def _words(codes: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""The `cuda_sm90` backend: CUDA kernels for Hopper GPUs, in csrc/cuda/sm90 (docs/hopper.md).
+"""The backends `cuda_sm90` and `cuda_sm90_int4`: CUDA kernels for Hopper GPUs, in csrc/cuda/sm90 (docs/hopper.md).
 
-Weights lie in a layout of their own. Two kernels read it: `decode`, one persistent launch for few tokens, and
-`prefill`, grouped GEMMs for many. Shapes alone decide between them.
+The second one rounds its weights, so that it has to be asked for. Both lay them out in the same way, and two kernels
+read that: `decode`, one persistent launch for few tokens, and `prefill`, grouped GEMMs for many. Shapes alone decide.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from torch_moe_ops.backends.registry import Backend, Layout, Problem, Requiremen
 from torch_moe_ops.ops.call import ExpertsCall
 from torch_moe_ops.quant import nvfp4
 
-FORMATS: dict[str, tuple[str, ...]] = {"nvfp4": ("nvfp4", "none")}
+FORMATS: dict[str, tuple[str, ...]] = {"nvfp4": ("nvfp4", "none"), "mxfp4": ("none",)}
+# Their weights are rounded to bfloat16, which is more than docs/numerics.md allows a backend that nobody asked for.
+ROUNDED_FORMATS: dict[str, tuple[str, ...]] = {"mxint4": ("none",), "int4": ("none",)}
 DECODE_MAX_SLOTS = 2048  # tokens * top_k that the decode kernel takes (csrc/cuda/sm90/decode_plan.h)
 
 
@@ -78,22 +80,28 @@ def _notes(problem: Problem) -> str:
     return f"decode kernel up to {most} tokens, prefill kernels beyond; {slower}"
 
 
-register(
-    Backend(
-        name="cuda_sm90",
-        layout=Layout("cuda_sm90_tiles_v1", specs, lambda scheme, w2_shape: w2_shape[2] * TILE),
-        requires=(
-            *NEEDS,
-            formats(FORMATS),
-            one_of("weight_policy", "exact"),
-            Requirement(_hidden_size_reason),
-            Requirement(scales_reason),
-        ),
-        prepare=prepare,
-        restore=restore,
-        run=run,
-        run_monolithic=run_monolithic,
-        hidden_dtypes=(torch.bfloat16,),
-        notes=_notes,
+def _register(name: str, schemes: dict[str, tuple[str, ...]], auto: bool) -> Backend:
+    return register(
+        Backend(
+            name=name,
+            layout=Layout("cuda_sm90_tiles_v1", specs, lambda scheme, w2_shape: w2_shape[2] * TILE),
+            requires=(
+                *NEEDS,
+                formats(schemes),
+                one_of("weight_policy", "exact"),
+                Requirement(_hidden_size_reason),
+                Requirement(scales_reason),
+            ),
+            prepare=prepare,
+            restore=restore,
+            run=run,
+            run_monolithic=run_monolithic,
+            hidden_dtypes=(torch.bfloat16,),
+            notes=_notes,
+            auto=auto,
+        )
     )
-)
+
+
+_register("cuda_sm90", FORMATS, auto=True)
+_register("cuda_sm90_int4", ROUNDED_FORMATS, auto=False)

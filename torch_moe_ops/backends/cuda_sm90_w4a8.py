@@ -34,7 +34,12 @@ MAX_SIZE = 65536  # hidden and intermediate: a thread block quantizes a row
 PACKED, FOLDED = "cuda_sm90_packed", "cuda_sm90_folded"
 
 
-def _matrices(sizes: Sizes) -> tuple[tuple[str, int, int, bool], ...]:
+def sizes_of(raw: RawWeights) -> Sizes:
+    """Those of raw weights."""
+    return Sizes(raw.num_experts, raw.hidden_size, raw.intermediate_size, raw.is_gated, raw.w13.dtype)
+
+
+def matrices(sizes: Sizes) -> tuple[tuple[str, int, int, bool], ...]:
     """Name, padded rows, K and whether it has gate rows, of both weights."""
     hidden, inter, gated = sizes.hidden_size, sizes.intermediate_size, sizes.is_gated
     padded = tiled.TILE_K * tiled.tiles(inter, tiled.TILE_K)
@@ -43,12 +48,17 @@ def _matrices(sizes: Sizes) -> tuple[tuple[str, int, int, bool], ...]:
 
 
 def specs(folded: bool, scheme: Scheme, sizes: Sizes) -> dict[str, Spec]:
-    """Shapes and dtypes of w13, w2 and their scales: bytes, tile by tile."""
+    """Shapes and dtypes of w13, w2 and their scales; codes in bytes, tile by tile."""
     table: dict[str, Spec] = {}
-    for name, rows, k, _ in _matrices(sizes):
-        codes, scales = tiled.shapes(sizes.num_experts, rows, k, folded)
-        table[name] = ((codes,), (torch.uint8,))
-        table[f"{name}_scale"] = ((scales,), (torch.uint8,))
+    experts = sizes.num_experts
+    for name, rows, k, _ in matrices(sizes):
+        tile_bytes = tiled.FP8_BYTES if folded else tiled.PACKED_BYTES
+        table[name] = ((tiled.codes_shape(experts, rows, k, tile_bytes),), (torch.uint8,))
+        if folded:
+            padded = rows if name == "w13" else sizes.hidden_size
+            table[f"{name}_scale"] = (((experts, padded, 1),), (torch.float32,))
+        else:
+            table[f"{name}_scale"] = ((tiled.strip_shape(experts, rows, k),), (torch.uint8,))
     return table
 
 
@@ -57,20 +67,19 @@ def prepare(folded: bool, raw: RawWeights) -> dict[str, Tensor]:
 
     Raises ValueError for block scales that are negative or NaN.
     """
-    sizes = Sizes(raw.num_experts, raw.hidden_size, raw.intermediate_size, raw.is_gated, raw.w13.dtype)
     lay = tiled.fold if folded else tiled.pack
     tensors = {}
-    for name, rows, _, gated in _matrices(sizes):
-        tensors[name], tensors[f"{name}_scale"] = lay(
-            getattr(raw, name), getattr(raw, f"{name}_scale"), rows, gated, name
-        )
+    for name, rows, _, gated in matrices(sizes_of(raw)):
+        codes, scale = lay(getattr(raw, name), getattr(raw, f"{name}_scale"), rows, gated, name)
+        tensors[name] = codes
+        tensors[f"{name}_scale"] = scale[:, : raw.hidden_size].contiguous() if folded and name == "w2" else scale
     return tensors
 
 
 def restore_packed(scheme: Scheme, tensors: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
     """Inverse of prepare, bit for bit."""
     restored = {}
-    for name, _, k, gated in _matrices(sizes):
+    for name, _, k, gated in matrices(sizes):
         rows = sizes.hidden_size if name == "w2" else (2 if gated else 1) * sizes.intermediate_size
         restored[name], restored[f"{name}_scale"] = tiled.unpack(
             tensors[name], tensors[f"{name}_scale"], rows, k, gated
@@ -86,18 +95,22 @@ def restore_folded(scheme: Scheme, tensors: Mapping[str, Tensor], sizes: Sizes) 
     )
 
 
-def run(folded: bool, call: ExpertsCall, out: Tensor) -> None:
-    """Fill `out` [num_tokens, hidden_size] (bfloat16, float16 or float32, contiguous) from a checked call."""
+def run(weights: str, call: ExpertsCall, out: Tensor) -> None:
+    """Fill `out` [num_tokens, hidden_size] (bfloat16, float16 or float32, contiguous) from a checked call.
+
+    weights: "packed", "rows" or "blocks", as csrc/cuda/sm90/w4a8.h says.
+    """
     torch.ops.moeq_C.experts_sm90_w4a8(
         out,
         call.hidden_states,
         *tensor_arguments(call),
         *plain_arguments(call),
-        folded,
+        weights,
+        call.hidden_states_scale,
     )
 
 
-def _sizes_reason(problem: Problem) -> str | None:
+def sizes_reason(problem: Problem) -> str | None:
     largest = max(problem.hidden_size, problem.intermediate_size)
     if largest <= MAX_SIZE:
         return None
@@ -116,11 +129,11 @@ def _register(name: str, policy: str) -> Backend:
                 *NEEDS,
                 formats({"nvfp4": ("fp8",)}),
                 one_of("weight_policy", policy),
-                Requirement(_sizes_reason),
+                Requirement(sizes_reason),
             ),
             prepare=partial(prepare, folded),
             restore=restore_folded if folded else restore_packed,
-            run=partial(run, folded),
+            run=partial(run, "rows" if folded else "packed"),
             hidden_dtypes=(torch.bfloat16,),
             notes=lambda problem: f"prefill kernels on fp8 tensor cores, {bits} bits a weight",
         )

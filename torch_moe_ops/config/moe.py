@@ -25,9 +25,12 @@ MOE_BACKENDS = (
     "flashinfer_trtllm",
     "flashinfer_cutlass",
     "cuda_sm90",
+    "cuda_sm90_int4",
     "cuda_sm90_packed",
     "cuda_sm90_folded",
+    "cuda_sm90_fp8",
     "triton",
+    "triton_fp8",
     "cpu",
     "reference",
 )

@@ -6,7 +6,9 @@
 // multiplies it (its weights are under way by then), and GEMM2's sums before they are combined.
 #include <atomic>
 
+#include "decode_few.h"
 #include "decode_plan.h"
+#include "route.cuh"
 
 namespace moeq::sm90::decode {
 
@@ -51,6 +53,12 @@ namespace moeq::sm90 {
 
 int decode_max_tokens(const Problem& p) { return p.top_k < 1 ? 0 : decode::kMaxSlots / p.top_k; }
 
+bool decode_takes_logits(const Problem& p) {
+  few::Plan plan;
+  bool few = false;
+  return p.router.experts <= kRouteInPlace && few::make_plan(p, plan, few) == cudaSuccess && few;
+}
+
 size_t decode_workspace(const Problem& p) {
   decode::Plan plan;
   return decode::make_plan(p, plan) == cudaSuccess ? plan.workspace : 0;
@@ -63,8 +71,14 @@ cudaError_t decode_run(const Problem& p) {
   if (p.tokens == 0) {
     return cudaSuccess;
   }
+  few::Plan few_plan;
+  bool few = false;
+  cudaError_t error = few::make_plan(p, few_plan, few);
+  if (error != cudaSuccess || few) {
+    return error != cudaSuccess ? error : few::run(few_plan);
+  }
   decode::Plan plan;
-  cudaError_t error = decode::make_plan(p, plan);
+  error = decode::make_plan(p, plan);
   if (error != cudaSuccess) {
     return error;
   }

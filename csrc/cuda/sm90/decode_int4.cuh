@@ -18,6 +18,7 @@ struct Int4Format {
   static_assert(kScaleK == 32 || kScaleK == 64, "a tile holds 64 values of K");
   static constexpr int kTileScaleBytes = 2 * 64 * (64 / kScaleK);
   static constexpr float kAccumulatorScale = kInt4AccumulatorScale;
+  static constexpr int kTerms = 1;
   using ScaleWord = uint32_t;
 
   struct Scales {
@@ -53,6 +54,7 @@ struct alignas(8) PairOfWords {
 struct Int4ZeroFormat {
   static constexpr int kTileScaleBytes = 256;
   static constexpr float kAccumulatorScale = kInt4AccumulatorScale;
+  static constexpr int kTerms = 1;
   using ScaleWord = PairOfWords;
 
   struct Row {

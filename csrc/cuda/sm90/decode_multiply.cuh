@@ -50,7 +50,12 @@ __device__ __forceinline__ void multiply_tile(const uint8_t* stage, int tile, co
   const int thread = threadIdx.x % 128;
   const uint4 codes = *reinterpret_cast<const uint4*>(stage + tile * kTileCodeBytes + 16 * thread);
   const uint8_t* scale_at = stage + tile_row.scale_offset + tile * Format::kTileScaleBytes;
-  const auto scales = Format::scales(*reinterpret_cast<const typename Format::ScaleWord*>(scale_at));
+  const auto scale_word = *reinterpret_cast<const typename Format::ScaleWord*>(scale_at);
+  typename Format::Scales scales[Format::kTerms];
+  scales[0] = Format::scales(scale_word);
+  if constexpr (Format::kTerms == 2) {
+    scales[1] = Format::rest_scales(scale_word);
+  }
   const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
   const uint8_t* rows[kGroups];
 #pragma unroll
@@ -66,14 +71,17 @@ __device__ __forceinline__ void multiply_tile(const uint8_t* stage, int tile, co
         b[i] = *reinterpret_cast<const uint4*>(rows[i] + 16 * half);
       }
     }
-    uint32_t first[4], second[4];
-    Format::decode(words[2 * half], scales, first);
-    Format::decode(words[2 * half + 1], scales, second);
 #pragma unroll
-    for (int i = 0; i < kGroups; ++i) {
-      if (i == 0 || i < tile_row.groups) {
-        multiply_add(sums.v[i], first, b[i].x, b[i].y);
-        multiply_add(sums.v[i], second, b[i].z, b[i].w);
+    for (int term = 0; term < Format::kTerms; ++term) {
+      uint32_t first[4], second[4];
+      Format::decode(words[2 * half], scales[term], first);
+      Format::decode(words[2 * half + 1], scales[term], second);
+#pragma unroll
+      for (int i = 0; i < kGroups; ++i) {
+        if (i == 0 || i < tile_row.groups) {
+          multiply_add(sums.v[i], first, b[i].x, b[i].y);
+          multiply_add(sums.v[i], second, b[i].z, b[i].w);
+        }
       }
     }
   }

@@ -6,6 +6,8 @@
 //   scale_offset(t)     where thread t of the tile's 128 finds it, in bytes
 //   Scales scales(word) the same, ready for
 //   decode(word, s, a)  one of the thread's four words of codes -> the four registers of its fragment in that K-step
+//   kTerms              2 where a weight is the sum of two such operands: that one, and what `decode` makes of
+//   rest_scales(word)   in the place of `scales`
 #pragma once
 #include "decode_int4.cuh"
 #include "decode_mxfp4.cuh"

@@ -2,7 +2,7 @@
 #pragma once
 #include <cuda_bf16.h>
 
-#include "layout.h"
+#include "gemm_config.cuh"
 #include "problem.h"
 #include "schedule.cuh"
 
@@ -21,7 +21,7 @@ struct GemmArgs {
   int rows;                      // max_rows
   int hidden_padded, inter_padded;
   int tiles13, tiles2;           // of 64 rows, an expert
-  int blocks13, blocks2;         // of kBlockTiles tiles
+  int blocks13, blocks2;         // of as many tiles as a thread block multiplies at a time
   bool first, second;            // which of the GEMMs to do
 };
 
@@ -56,7 +56,7 @@ __device__ __forceinline__ Work find_work(const GemmArgs& args, int tiles_total,
   work.width = tile.width;
   work.first_row = tile.start + first_token;
   work.k_tiles = (work.second ? args.inter_padded : args.hidden_padded) / kTileK;
-  work.arrivals = args.first ? tile.tiles * args.blocks13 * kConsumers : 0;
+  work.arrivals = args.first ? tile.tiles * args.blocks13 : 0;
   return work;
 }
 

@@ -1,69 +1,73 @@
-// Both GEMMs of a layer in one persistent kernel. Two warpgroups multiply, one loads.
+// Both GEMMs of a layer in one persistent kernel. Some warpgroups multiply, one loads.
 #pragma once
 #include "gemm_finish_gated.cuh"
 #include "gemm_finish_plain.cuh"
 #include "gemm_finish_second.cuh"
 #include "gemm_producer.cuh"
+#include "gemm_variant.h"
 
 namespace moeq::sm90 {
 
-template <class Tile, Finish finish>
-__device__ __forceinline__ void consume(const GemmArgs& args, GemmShared& shared) {
+template <class C, Finish finish>
+__device__ __forceinline__ void consume(const GemmArgs& args, GemmShared<C>& shared) {
   Staging staging(shared, threadIdx.x / 128);
   Ring<kWorkSlots> work_ring;
-  Consumer at(shared, staging.warpgroup);
+  Consumer<C> at(shared, staging.warpgroup);
   while (true) {
     const Work work = wait_for_work(shared, work_ring);
     if (work.expert < 0) break;
-    fetch_alphas(args.problem, work, staging);
-    if (work.second) prefetch_slots(args, shared, work, staging);
-    Accumulators acc;
-    multiply_tile<Tile>(acc, shared, at, work);
+    fetch_alphas<typename C::Format>(args.problem, work, staging);
+    int* slots = shared.slots[staging.warpgroup][work_ring.slot % 2];
+    if (work.second) prefetch_slots(args, work, staging, slots);
+    Accumulators<C> acc;
+    multiply_tile(acc, shared, at, work);
     if (work.second) {
-      finish_second(args, shared, work, acc, staging);
+      finish_second<C>(args, work, acc, staging, slots);
     } else {
       if constexpr (finish == Finish::kPlain) {
-        finish_plain(args, work, acc, staging);
+        finish_plain<C>(args, work, acc, staging);
       } else {
-        finish_gated<finish>(args, shared, work, acc, staging);
+        finish_gated<C, finish>(args, shared, work, acc, staging);
       }
-      // The barrier also keeps the staging from being overwritten early.
-      staging.synchronize();
-      if (staging.thread == 0) {
-        fence_async_proxy();   // GEMM2 reads the intermediate by bulk copies
-        add_release(args.schedule.finished + work.expert, 1);
-      }
+      __syncwarp();
+      arrive_once_a_warp(shared_address(&shared.stored[work_ring.slot]), staging.lane);
     }
     release_work(shared, work_ring);
   }
 }
 
-template <class Tile, Finish finish>
-__global__ void __launch_bounds__(kGemmThreads, 1) gemm_kernel(const __grid_constant__ GemmArgs args) {
+template <class C, Finish finish>
+__global__ void __launch_bounds__(Sizes<C>::kThreads, C::kBlocks) gemm_kernel(const __grid_constant__ GemmArgs args) {
   extern __shared__ uint8_t dynamic_shared[];
-  GemmShared& shared = *reinterpret_cast<GemmShared*>(
+  auto& shared = *reinterpret_cast<GemmShared<C>*>(
       dynamic_shared + (1024 - shared_address(dynamic_shared) % 1024) % 1024);
   if (threadIdx.x == 0) init_barriers(shared);
   __syncthreads();
   wait_for_previous_kernel();
-  if (threadIdx.x >= 128 * kConsumers) {
-    registers_shrink<40>();
-    const int warp = threadIdx.x / 32 - 4 * kConsumers;
-    if (warp == 0) load_all(args, shared);
-    if (warp == 1 && threadIdx.x % 32 == 0) find_all_work(args, shared);
+  if (threadIdx.x >= 128 * C::kConsumers) {
+    registers_shrink<C::kProducerRegisters>();
+    const int thread = threadIdx.x - 128 * C::kConsumers;
+    if (thread == 0) load_weights(args, shared);
+    if (thread == 32) load_tokens(args, shared);
+    if (thread == 64) find_all_work(args, shared);
+    if (thread == 96) announce_intermediates(args, shared);
     allow_next_kernel();
   } else {
-    registers_grow<232>();
-    consume<Tile, finish>(args, shared);
+    registers_grow<C::kConsumerRegisters>();
+    consume<C, finish>(args, shared);
   }
 }
 
-constexpr int kGemmSharedBytes = sizeof(GemmShared) + 1024;
+template <class C, Finish finish>
+GemmVariant variant_of() {
+  return {gemm_kernel<C, finish>, sizeof(GemmShared<C>) + 1024, Sizes<C>::kThreads, C::kBlocks, Sizes<C>::kBlockTiles,
+          C::kMaxWidth};
+}
 
-// Launches a kernel of this family on every multiprocessor.
-using GemmKernel = void (*)(GemmArgs);
-GemmKernel nvfp4_swiglu_kernel();
-GemmKernel nvfp4_gated_kernel();
-GemmKernel nvfp4_plain_kernel();
+template <class Format, Finish finish>
+GemmVariants gemm_variants() {
+  return {{variant_of<SlimConfig<Format>, finish>(), variant_of<NarrowConfig<Format>, finish>(),
+           variant_of<WideConfig<Format>, finish>()}};
+}
 
 }  // namespace moeq::sm90

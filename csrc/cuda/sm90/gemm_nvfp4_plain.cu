@@ -1,6 +1,6 @@
-// The persistent kernel of both GEMMs for NVFP4 weights and activations without a gate.
+// The persistent kernels of both GEMMs for NVFP4 weights and activations without a gate.
 #include "gemm_kernel.cuh"
 
 namespace moeq::sm90 {
-GemmKernel nvfp4_plain_kernel() { return gemm_kernel<Nvfp4Tile, Finish::kPlain>; }
+template GemmVariants gemm_variants<Nvfp4Format, Finish::kPlain>();
 }  // namespace moeq::sm90

@@ -6,30 +6,23 @@
 
 namespace moeq::sm90 {
 
-constexpr int kTokenStages = 5;                                // of 64 in K
-constexpr int kWeightStages = 4;                               // of 128 in K
-constexpr int kWeightSteps = 2;                                // steps of 64 in a stage of weights
-constexpr int kWorkSlots = 2;
-constexpr int kGemmThreads = 128 * (kConsumers + 1);
-constexpr int kWarpgroupTiles = kBlockTiles / kConsumers;
-constexpr int kTokenBytes = kMaxWidth * kTileK * 2;
-constexpr int kStageCodes = kWeightSteps * kTileCodeBytes;     // of one tile of rows
-constexpr int kStageScales = kWeightSteps * kTileScaleBytes;
-constexpr int kStagingBytes = kMaxWidth * 128;                 // of a warpgroup: 64 results of each token
-constexpr int kRowsAPass = 128 / 8;                            // eight threads copy the 128 bytes of a row
-constexpr int kPasses = kMaxWidth / kRowsAPass;
+constexpr int kWorkSlots = 4;
+constexpr int kRowsAPass = 128 / 8;   // eight threads copy the 128 bytes of a row
 
+template <class C>
 struct __align__(1024) GemmShared {
-  uint8_t tokens[kTokenStages][kTokenBytes];
-  uint8_t staging[kConsumers][kStagingBytes];
-  uint8_t codes[kWeightStages][kBlockTiles][kStageCodes];
-  uint8_t scales[kWeightStages][kBlockTiles][kStageScales];
-  float2 blocks[kConsumers][kWarpgroupTiles][kMaxWidth][2];   // of 16 intermediates: maxima, then BlockFactors
-  int slots[kConsumers][kMaxWidth];
+  uint8_t tokens[C::kTokenStages][C::kTokenSteps][Sizes<C>::kTokenStepBytes];
+  uint8_t staging[C::kConsumers][C::kMaxWidth * 128];   // 64 results of each token
+  uint8_t codes[C::kWeightStages][Sizes<C>::kBlockTiles][Sizes<C>::kStageCodes];
+  uint8_t scales[C::kWeightStages][Sizes<C>::kBlockTiles][Sizes<C>::kStageScales];
+  float2 blocks[C::kConsumers][C::kWarpgroupTiles][C::kMaxWidth][2];   // of 16 intermediates: maxima, then BlockFactors
+  int slots[C::kConsumers][2][C::kMaxWidth];   // of this work and of the next
   Work work[kWorkSlots];
-  uint64_t tokens_full[kTokenStages], tokens_empty[kTokenStages];
-  uint64_t weights_full[kWeightStages], weights_empty[kWeightStages];
+  uint64_t tokens_full[C::kTokenStages], tokens_empty[C::kTokenStages];
+  uint64_t weights_full[C::kWeightStages], weights_empty[C::kWeightStages];
   uint64_t work_full[kWorkSlots], work_empty[kWorkSlots];
+  uint64_t stored[kWorkSlots];   // the intermediate of this work is in memory
+  uint64_t work_wanted;
 };
 
 template <int size>
@@ -40,20 +33,25 @@ __device__ __forceinline__ void init_ring(uint64_t (&full)[size], uint64_t (&emp
   }
 }
 
-__device__ __forceinline__ void init_barriers(GemmShared& shared) {
-  init_ring(shared.tokens_full, shared.tokens_empty, 4 * kConsumers);
-  init_ring(shared.weights_full, shared.weights_empty, 4 * kConsumers);
-  init_ring(shared.work_full, shared.work_empty, 4 * kConsumers + 1);
+template <class C>
+__device__ __forceinline__ void init_barriers(GemmShared<C>& shared) {
+  init_ring(shared.tokens_full, shared.tokens_empty, 4 * C::kConsumers);
+  init_ring(shared.weights_full, shared.weights_empty, 4 * C::kConsumers);
+  init_ring(shared.work_full, shared.work_empty, 4 * C::kConsumers + 3);
+  for (int i = 0; i < kWorkSlots; i++) barrier_init(shared_address(&shared.stored[i]), 4 * C::kConsumers);
+  barrier_init(shared_address(&shared.work_wanted), 1);
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// The next piece of work, once the producer has found it. The slot stays taken until `release_work`.
-__device__ __forceinline__ Work wait_for_work(GemmShared& shared, const Ring<kWorkSlots>& ring) {
+// The next piece of work, once it has been found. The slot stays taken until `release_work`.
+template <class C>
+__device__ __forceinline__ Work wait_for_work(GemmShared<C>& shared, const Ring<kWorkSlots>& ring) {
   barrier_wait(shared_address(&shared.work_full[ring.slot]), ring.parity);
   return shared.work[ring.slot];
 }
 
-__device__ __forceinline__ void release_work(GemmShared& shared, Ring<kWorkSlots>& ring) {
+template <class C>
+__device__ __forceinline__ void release_work(GemmShared<C>& shared, Ring<kWorkSlots>& ring) {
   __syncwarp();
   if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&shared.work_empty[ring.slot]));
   ring.advance();

@@ -11,14 +11,13 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-constexpr int kPairs = kMaxWidth / 16;                   // of groups of 8 tokens
-
 struct Staging {
   uint32_t address;
   int warpgroup, thread, warp, lane;
   float alpha[2];   // of the work at hand: see fetch_alphas
 
-  __device__ Staging(GemmShared& shared, int wg)
+  template <class C>
+  __device__ Staging(GemmShared<C>& shared, int wg)
       : address(shared_address(shared.staging[wg])),
         warpgroup(wg),
         thread(threadIdx.x % 128),
@@ -38,6 +37,12 @@ __device__ __forceinline__ uint32_t load_shared(uint32_t address) {
   return word;
 }
 
+// The first of a warpgroup's tiles of 64 rows among those of the matrix.
+template <class C>
+__device__ __forceinline__ int first_tile(const Work& work, const Staging& s) {
+  return (work.row_block * C::kConsumers + s.warpgroup) * C::kWarpgroupTiles;
+}
+
 __device__ __forceinline__ uint4 load_shared16(uint32_t address) {
   uint4 v;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
@@ -46,27 +51,37 @@ __device__ __forceinline__ uint4 load_shared16(uint32_t address) {
 
 // Before the multiplication, so that nobody waits for memory after it. The power of two that decoded weights lack is
 // within: exact.
+template <class Format>
 __device__ __forceinline__ void fetch_alphas(const Problem& p, const Work& work, Staging& s) {
-  const float* alphas = work.second ? p.g2_alphas + work.expert : p.g1_alphas + work.expert * p.alphas13;
-  s.alpha[0] = alphas[0] * kAccumulatorScale;
-  s.alpha[1] = alphas[work.second ? 0 : p.alphas13 - 1] * kAccumulatorScale;
+  const float* alphas = work.second ? p.g2_alphas : p.g1_alphas;
+  const int count = work.second ? 1 : p.alphas13;
+  if (alphas != nullptr) alphas += work.expert * count;
+  s.alpha[0] = (alphas == nullptr ? 1.0f : alphas[0]) * Format::kAccumulatorScale;
+  s.alpha[1] = (alphas == nullptr ? 1.0f : alphas[count - 1]) * Format::kAccumulatorScale;
 }
 
-// Staged rows of 64 intermediates -> K tile `group` of h, in the order in which GEMM2's fragments take them, swizzled.
+// Staged rows of 64 or 32 intermediates, `column` and on, -> h, in the order in which GEMM2's fragments take them,
+// swizzled. 32 are one half of each 16 bytes.
+template <int columns>
 __device__ __forceinline__ void store_intermediate(const GemmArgs& args, const Work& work, const Staging& s,
-                                                   int group) {
-  if (group * kTileK >= args.inter_padded) return;
+                                                   int column) {
+  if (column >= args.inter_padded) return;
   const int piece = s.thread % 8;                        // pairs piece + 8 * c of the 32 of a row
-  __nv_bfloat16* to = args.h + (int64_t{group} * args.rows + work.first_row) * kTileK;
+  __nv_bfloat16* to = args.h + (int64_t{column / kTileK} * args.rows + work.first_row) * kTileK;
 #pragma unroll 2
   for (int row = s.thread / 8; row < work.rows; row += kRowsAPass) {
     const uint32_t from = s.address + row * 128 + piece % 4 * 4;
     uint4 v;
     v.x = load_shared(from + ((0 + piece / 4) ^ row % 8) * 16);
     v.y = load_shared(from + ((2 + piece / 4) ^ row % 8) * 16);
+    __nv_bfloat16* at = to + row * kTileK + (piece ^ row % 8) * 8;
+    if constexpr (columns == kTileK / 2) {
+      *reinterpret_cast<uint2*>(at + column % kTileK / 8) = make_uint2(v.x, v.y);
+      continue;
+    }
     v.z = load_shared(from + ((4 + piece / 4) ^ row % 8) * 16);
     v.w = load_shared(from + ((6 + piece / 4) ^ row % 8) * 16);
-    *reinterpret_cast<uint4*>(to + row * kTileK + (piece ^ row % 8) * 8) = v;
+    *reinterpret_cast<uint4*>(at) = v;
   }
 }
 
@@ -106,10 +121,11 @@ __device__ __forceinline__ float gscale_of_intermediate(const Problem& p, int ex
 }
 
 // 64 rows of a tile as 16-bit results into the staging.
-__device__ __forceinline__ void stage_tile(const Work& work, const float (&acc)[kMaxWidth / 2], const Staging& s) {
+template <class C>
+__device__ __forceinline__ void stage_tile(const Work& work, const TileSums<C>& acc, const Staging& s) {
   const uint32_t to = s.row(s.lane / 16, s.warp * 2 + s.lane / 8 % 2);
 #pragma unroll
-  for (int pair = 0; pair < kPairs; pair++) {
+  for (int pair = 0; pair < C::kMaxWidth / 16; pair++) {
     if (pair * 16 >= work.width) break;
     uint32_t packed[4];
 #pragma unroll
@@ -120,11 +136,11 @@ __device__ __forceinline__ void stage_tile(const Work& work, const float (&acc)[
 
 // A thread's rows of one tile: acc = function(acc, half, token), half 0 for row lane / 4 of the warp's 16, 1 for the
 // row 8 further on.
-template <class Function>
-__device__ __forceinline__ void transform(const Work& work, float (&acc)[kMaxWidth / 2], const Staging& s,
+template <class C, class Function>
+__device__ __forceinline__ void transform(const Work& work, TileSums<C>& acc, const Staging& s,
                                           Function function) {
 #pragma unroll
-  for (int group = 0; group < kMaxWidth / 8; group++) {
+  for (int group = 0; group < C::kMaxWidth / 8; group++) {
     if (group * 8 >= work.width) break;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -135,11 +151,11 @@ __device__ __forceinline__ void transform(const Work& work, float (&acc)[kMaxWid
 }
 
 // float32 rows straight to memory: `row_of(token)` is where the tile's 64 values begin, null beyond the last token.
-template <class RowOf>
-__device__ __forceinline__ void store_wide(const float (&acc)[kMaxWidth / 2], const Staging& s, int limit,
+template <class C, class RowOf>
+__device__ __forceinline__ void store_wide(const TileSums<C>& acc, const Staging& s, int limit,
                                            RowOf row_of) {
 #pragma unroll
-  for (int group = 0; group < kMaxWidth / 8; group++) {
+  for (int group = 0; group < C::kMaxWidth / 8; group++) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int at = s.warp * 16 + i / 2 * 8 + s.lane / 4;

@@ -21,6 +21,7 @@ struct LayerCall {
   int64_t expert_offset;
   bool weight_on_input;
   RouterCall router;
+  ScalarType hidden_type = ScalarType::BFloat16;
 };
 
 // A kernel (or several) for a layer.
@@ -107,7 +108,7 @@ void run_layer(AnyProblem& p, const LayerCall& call, const Kernels<AnyProblem>& 
   const Chosen chosen = choose(p, call, kernels.takes_logits != nullptr && kernels.takes_logits(p));
   // A view may start anywhere; the kernels move 16 bytes at a time.
   const Tensor x = is_aligned(call.hidden_states) ? call.hidden_states : torch::stable::clone(call.hidden_states);
-  p.x = data_of<void>("hidden_states", x, ScalarType::BFloat16, out.numel(), out);
+  p.x = data_of<void>("hidden_states", x, call.hidden_type, out.numel(), out);
   Tensor aligned_out = is_aligned(out) ? out : torch::stable::empty_like(out);
   p.out = aligned_out.mutable_data_ptr();
   // From torch's allocator at every call, so that a CUDA graph owns its own.

@@ -1,4 +1,4 @@
-// moeq_C::experts_sm90_w4a8: one layer of NVFP4 weights on fp8 activations.
+// moeq_C::experts_sm90_w4a8: one layer of NVFP4 or e4m3 weights on fp8 activations.
 #include "op_layer.cuh"
 #include "w4a8.h"
 #include "w4a8_layout.h"
@@ -6,37 +6,95 @@
 namespace moeq::sm90 {
 namespace {
 
+constexpr std::array<std::pair<const char*, Weights>, 3> kWeights = {{
+    {"packed", Weights::kPacked},
+    {"rows", Weights::kRows},
+    {"blocks", Weights::kBlocks},
+}};
+
+Weights weights_of(const std::string& name) {
+  for (const auto& [known, weights] : kWeights) {
+    if (name == known) return weights;
+  }
+  STD_TORCH_CHECK(false, "moeq_C::", kOp, ": weights must be packed, rows or blocks, got '", name, "'");
+  return Weights::kPacked;  // not reached
+}
+
+// Scales of e4m3 weights of `rows` rows in `halves` halves: [experts, rows, 1], [experts, halves] or [experts, 1];
+// kBlocks: [experts, tiles of rows, tiles of K].
+WeightScales scales_of(const char* name, const Tensor& tensor, Weights weights, int experts, int64_t rows, int halves,
+                       int64_t k, const Tensor& beside) {
+  const int64_t of_half = rows / halves;
+  WeightScales scales{nullptr, 0, 0, 0, static_cast<int>(of_half)};
+  if (weights == Weights::kBlocks) {
+    const int64_t blocks = w4a8::tiles(static_cast<int>(of_half), 128), columns = w4a8::tiles(static_cast<int>(k), 128);
+    scales.expert = halves * blocks * columns;
+    scales.half = static_cast<int>(blocks * columns);
+    scales.row = static_cast<int>(columns);
+  } else if (tensor.dim() == 3) {
+    scales.expert = rows;
+    scales.half = static_cast<int>(of_half);
+    scales.row = 1;
+  } else {
+    scales.expert = size_of(tensor, 1);
+    scales.half = scales.expert == 2 ? 1 : 0;
+  }
+  scales.data = data_of<float>(name, tensor, ScalarType::Float, experts * scales.expert, beside);
+  return scales;
+}
+
+const uint8_t* strip_of(const char* name, const Tensor& tensor, int64_t row_tiles, int64_t k_tiles,
+                        const Tensor& beside) {
+  return tiles_of(name, tensor, row_tiles * (k_tiles * w4a8::kScaleBytes + w4a8::kTileRows), beside);
+}
+
 // Weights and what follows from their shapes; see w4a8_layout.h.
 void bind_weights(W4a8Problem& p, const LayerCall& call) {
   STD_TORCH_CHECK(call.w13.dim() == 4 && call.w2.dim() == 4, "moeq_C::", kOp, ": w13 and w2 must be tiled");
-  STD_TORCH_CHECK(p.hidden % 16 == 0, "moeq_C::", kOp, ": the hidden size must be a multiple of 16");
+  STD_TORCH_CHECK(p.hidden % 8 == 0, "moeq_C::", kOp, ": the hidden size must be a multiple of 8");
   p.experts = size_of(call.w13, 0);
   p.inter = size_of(call.w2, 2) * w4a8::kTileK;
   STD_TORCH_CHECK(p.experts <= w4a8::kMaxExperts, "moeq_C::", kOp, ": at most ", w4a8::kMaxExperts, " experts");
   STD_TORCH_CHECK(p.hidden <= w4a8::kMaxK && p.inter <= w4a8::kMaxK, "moeq_C::", kOp, ": sizes up to ", w4a8::kMaxK);
-  const int64_t tile = p.folded ? w4a8::kFoldedBytes : w4a8::kPackedBytes, scale = p.folded ? 0 : w4a8::kScaleBytes;
+  const bool packed = p.weights == Weights::kPacked;
+  const int64_t tile = packed ? w4a8::kPackedBytes : w4a8::kFp8Bytes;
   const int64_t k13 = w4a8::tiles(p.hidden, w4a8::kTileK), k2 = w4a8::tiles(p.inter, w4a8::kTileK);
-  const int64_t rows13 = int64_t{p.experts} * w4a8::tiles(p.gated ? 2 * p.inter : p.inter, w4a8::kTileRows);
-  const int64_t rows2 = int64_t{p.experts} * w4a8::tiles(p.hidden, w4a8::kTileRows);
-  p.w13 = tiles_of("w13", call.w13, rows13 * k13 * tile, call.out);
-  p.w13_scale = tiles_of("w13_scale", call.w13_scale, rows13 * (k13 * scale + w4a8::kTileRows), call.out);
-  p.w2 = tiles_of("w2", call.w2, rows2 * k2 * tile, call.out);
-  p.w2_scale = tiles_of("w2_scale", call.w2_scale, rows2 * (k2 * scale + w4a8::kTileRows), call.out);
+  const int halves = p.gated ? 2 : 1;
+  const int64_t tiles13 = int64_t{p.experts} * w4a8::tiles(halves * p.inter, w4a8::kTileRows);
+  const int64_t tiles2 = int64_t{p.experts} * w4a8::tiles(p.hidden, w4a8::kTileRows);
+  p.w13 = tiles_of("w13", call.w13, tiles13 * k13 * tile, call.out);
+  p.w2 = tiles_of("w2", call.w2, tiles2 * k2 * tile, call.out);
+  if (packed) {
+    p.w13_scale = strip_of("w13_scale", call.w13_scale, tiles13, k13, call.out);
+    p.w2_scale = strip_of("w2_scale", call.w2_scale, tiles2, k2, call.out);
+    return;
+  }
+  p.scales13 = scales_of("w13_scale", call.w13_scale, p.weights, p.experts, int64_t{halves} * p.inter, halves, p.hidden,
+                         call.out);
+  p.scales2 = scales_of("w2_scale", call.w2_scale, p.weights, p.experts, p.hidden, 1, p.inter, call.out);
 }
 
-// Fills out [tokens, hidden].
+// Fills out [tokens, hidden]. With hidden_states_scale (float32 [tokens, 1], blocks: [tokens, hidden / 128]) the hidden
+// states are e4m3 codes, else bfloat16.
 void experts_sm90_w4a8(Tensor out, Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Tensor w13,
-                       Tensor w13_scale, Tensor g1_alphas, OptionalTensor w13_bias, Tensor w2, Tensor w2_scale,
-                       Tensor g2_alphas, OptionalTensor w2_bias, OptionalTensor a1_gscale, OptionalTensor a2_gscale,
-                       std::string activation, double alpha, double beta, double limit, int64_t expert_offset,
-                       bool weight_on_input, bool folded) {
-  const LayerCall call{out,       hidden_states, topk_ids, topk_weights, w13,       w13_scale,  g1_alphas, w13_bias,
-                       w2,        w2_scale,      g2_alphas, w2_bias,     a1_gscale, a2_gscale,  true,      true,
-                       activation, alpha,        beta,     limit,        expert_offset, weight_on_input, {}};
+                       Tensor w13_scale, OptionalTensor g1_alphas, OptionalTensor w13_bias, Tensor w2, Tensor w2_scale,
+                       OptionalTensor g2_alphas, OptionalTensor w2_bias, OptionalTensor a1_gscale,
+                       OptionalTensor a2_gscale, std::string activation, double alpha, double beta, double limit,
+                       int64_t expert_offset, bool weight_on_input, std::string weights,
+                       OptionalTensor hidden_states_scale) {
+  LayerCall call{out,       hidden_states, topk_ids,  topk_weights, w13,       w13_scale, g1_alphas, w13_bias,
+                 w2,        w2_scale,      g2_alphas, w2_bias,      a1_gscale, a2_gscale, true,      true,
+                 activation, alpha,        beta,      limit,        expert_offset, weight_on_input, {}};
   W4a8Problem p{};
-  p.folded = folded;
-  const Kernels<W4a8Problem> kernels = {"fp8", w4a8_workspace, w4a8_run, nullptr};
-  run_layer(p, call, kernels, [&](W4a8Problem& problem) { bind_weights(problem, call); });
+  p.weights = weights_of(weights);
+  if (hidden_states_scale.has_value()) call.hidden_type = ScalarType::Float8_e4m3fn;
+  const auto bind = [&](W4a8Problem& problem) {
+    bind_weights(problem, call);
+    const int columns = problem.weights == Weights::kBlocks ? w4a8::tiles(problem.hidden, w4a8::kTileK) : 1;
+    problem.x_scale =
+        floats_of("hidden_states_scale", hidden_states_scale, int64_t{problem.tokens} * columns, call.out);
+  };
+  run_layer(p, call, {"fp8", w4a8_workspace, w4a8_run, nullptr}, bind);
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 // A layer on many tokens: sort and prepare, both GEMMs in one persistent kernel, combine.
 #include <atomic>
 
-#include "gemm_kernel.cuh"
+#include "gemm_variant.h"
 #include "prefill_kernels.cuh"
 #include "workspace.h"
 
@@ -39,6 +39,51 @@ Schedule take_schedule(Arena& arena, int slots, int experts) {
   return schedule;
 }
 
+constexpr int kFormats = 5, kFinishes = 3;
+
+Finish finish_of(const Problem& p) {
+  if (!p.gated) return Finish::kPlain;
+  return p.activation == Activation::kSilu || p.activation == Activation::kSwigluoai ? Finish::kSwiglu : Finish::kGated;
+}
+
+template <class Format>
+GemmVariants variants_of(Finish finish) {
+  switch (finish) {
+    case Finish::kSwiglu:
+      return gemm_variants<Format, Finish::kSwiglu>();
+    case Finish::kGated:
+      return gemm_variants<Format, Finish::kGated>();
+    default:
+      return gemm_variants<Format, Finish::kPlain>();
+  }
+}
+
+GemmVariants variants_of(const Problem& p) {
+  switch (p.format) {
+    case Format::kNvfp4:
+      return variants_of<Nvfp4Format>(finish_of(p));
+    case Format::kMxfp4:
+      return variants_of<Mxfp4Format>(finish_of(p));
+    case Format::kInt4Per32:
+      return variants_of<Int4Format<32>>(finish_of(p));
+    case Format::kInt4Per64:
+      return variants_of<Int4Format<64>>(finish_of(p));
+    default:
+      return variants_of<Int4ZeroFormat>(finish_of(p));
+  }
+}
+
+// By the tokens an expert has in the mean. Two blocks a multiprocessor must find enough work to share it evenly.
+Shape shape_of(const Problem& p) {
+  constexpr int kSlimTokens = 24, kNarrowTokens = 80, kManyBlocks = 800;
+  const int64_t slots = int64_t{p.tokens} * p.top_k, experts = p.experts;
+  const int64_t blocks = (slots < experts ? slots : experts) * ceil_div(p.hidden, 4 * kTileRows);
+  if (slots <= kSlimTokens * experts && blocks >= kManyBlocks) return Shape::kSlim;
+  return slots <= kNarrowTokens * experts ? Shape::kNarrow : Shape::kWide;
+}
+
+GemmVariant variant_for(const Problem& p) { return variants_of(p).of_shape[static_cast<int>(shape_of(p))]; }
+
 // `p.tokens` of at most one piece.
 Plan make_plan(const Problem& p) {
   Plan plan{};
@@ -47,8 +92,9 @@ Plan make_plan(const Problem& p) {
   const Schedule schedule = take_schedule(arena, slots, p.experts);
   const int rows = max_rows(slots, p.experts);
   const int hidden_padded = k_tiles(p.hidden) * kTileK, inter_padded = k_tiles(p.inter) * kTileK;
+  const GemmVariant variant = variant_for(p);
   OperandArgs& operand = plan.operand;
-  operand = {p, schedule, nullptr, nullptr, nullptr, rows, hidden_padded};
+  operand = {p, schedule, nullptr, nullptr, nullptr, rows, hidden_padded, variant.max_width};
   operand.operand = arena.take<__nv_bfloat16>(int64_t{rows} * hidden_padded);
   if (p.a1 == ActScale::kToken) {
     operand.row_gscale = arena.take<float>(p.tokens);
@@ -73,8 +119,8 @@ Plan make_plan(const Problem& p) {
   gemm.inter_padded = inter_padded;
   gemm.tiles13 = row_tiles13(p.inter, p.gated);
   gemm.tiles2 = ceil_div(p.hidden, kTileRows);
-  gemm.blocks13 = ceil_div(gemm.tiles13, kBlockTiles);
-  gemm.blocks2 = ceil_div(gemm.tiles2, kBlockTiles);
+  gemm.blocks13 = ceil_div(gemm.tiles13, variant.block_tiles);
+  gemm.blocks2 = ceil_div(gemm.tiles2, variant.block_tiles);
   gemm.first = gemm.second = true;
   plan.requantize = {p, schedule, gemm.h_wide, gemm.h, h_factor, rows, inter_padded};
   plan.combine = {p, gemm.y, gemm.y_wide};
@@ -82,35 +128,31 @@ Plan make_plan(const Problem& p) {
   return plan;
 }
 
-GemmKernel kernel_for(const Problem& p) {
-  if (!p.gated) return nvfp4_plain_kernel();
-  const bool swiglu = p.activation == Activation::kSilu || p.activation == Activation::kSwigluoai;
-  return swiglu ? nvfp4_swiglu_kernel() : nvfp4_gated_kernel();
-}
-
-// Asked for once a device: the answers never change, and calls are frequent.
-cudaError_t multiprocessors_of_device(int& count) {
+// Asked for once a device and kernel: the answers never change, and calls are frequent.
+cudaError_t multiprocessors_for(const Problem& p, const GemmVariant& variant, int& count) {
   constexpr int kDevices = 64;
-  static std::atomic<int> known[kDevices];
+  static std::atomic<int> known[kDevices][kFormats][kFinishes][kShapes];
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
-  count = device < kDevices ? known[device].load(std::memory_order_relaxed) : 0;
+  auto& of_kernel = known[device % kDevices][static_cast<int>(p.format)][static_cast<int>(finish_of(p))]
+                         [static_cast<int>(shape_of(p))];
+  count = device < kDevices ? of_kernel.load(std::memory_order_relaxed) : 0;
   if (count != 0) return cudaSuccess;
-  for (GemmKernel kernel : {nvfp4_swiglu_kernel(), nvfp4_gated_kernel(), nvfp4_plain_kernel()}) {
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kGemmSharedBytes);
-    if (error != cudaSuccess) return error;
-  }
+  error = cudaFuncSetAttribute(variant.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, variant.shared_bytes);
+  if (error != cudaSuccess) return error;
   error = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  if (error == cudaSuccess && device < kDevices) known[device].store(count, std::memory_order_relaxed);
+  if (error == cudaSuccess && device < kDevices) of_kernel.store(count, std::memory_order_relaxed);
   return error;
 }
 
 cudaError_t launch_gemms(const GemmArgs& args) {
+  const GemmVariant variant = variant_for(args.problem);
   int multiprocessors = 0;
-  const cudaError_t error = multiprocessors_of_device(multiprocessors);
+  const cudaError_t error = multiprocessors_for(args.problem, variant, multiprocessors);
   if (error != cudaSuccess) return error;
-  return launch_dependent(kernel_for(args.problem), args, multiprocessors, kGemmThreads, kGemmSharedBytes);
+  return launch_dependent(variant.kernel, args, multiprocessors * variant.blocks, variant.threads,
+                          variant.shared_bytes);
 }
 
 // GEMM2 in a launch of its own, where the quantization between the two needs whole rows.

@@ -24,6 +24,7 @@ struct OperandArgs {
   float* factor;            // [tokens]: 1 / row_gscale; null where there is none
   int rows;                 // max_rows
   int hidden_padded;
+  int max_width;            // tokens of a tile
 };
 
 // The intermediate with a scale of its own per row.

@@ -18,11 +18,16 @@ __device__ __forceinline__ BlockFactors block_factors(float amax, float gscale) 
   return {scale.quantize_by, step};
 }
 
+// The e2m1 value nearest to |y|, ties to even: its steps are half a power of two, at least a half. Adding and taking
+// off 1.5 * 2^22 times that power rounds to them. NaN comes out as 6, and its block's step is NaN.
+__device__ __forceinline__ float rounded_e2m1(float y) {
+  const uint32_t power = max(bits_of(y) & 0x7F800000u, 0x3F800000u);
+  const float shift = float_of(power + 0x0B400000u);
+  return fminf(__fadd_rn(__fadd_rn(fabsf(y), shift), -shift), kE2m1Max);
+}
+
 __device__ __forceinline__ float quantized_value(float value, BlockFactors block) {
-  const float code = e2m1_code<true>(fabsf(multiply(value, block.quantize_by))) - kUnitStep;
-  // Value against code is convex and piecewise linear.
-  const float magnitude = fmaxf(fmaxf(code * 0.5f, code - 2.0f), code * 2.0f - 8.0f);
-  return copysignf(magnitude * block.step, value);
+  return copysignf(rounded_e2m1(multiply(value, block.quantize_by)) * block.step, value);
 }
 
 // 16 values -> code * block scale.

@@ -35,8 +35,6 @@ RouteKernel kernel_for(int experts) {
 
 }  // namespace
 
-bool decode_takes_logits(const Problem&) { return false; }
-
 cudaError_t route_run(const Problem& p, int32_t* ids, float* weights) {
   const RouteArgs args = {p.router, p.tokens, ids, weights};
   const int blocks = (p.tokens + kWarps - 1) / kWarps;

@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kThreads) schedule_kernel(const __grid_constan
   for (int first = threadIdx.x; first < slots; first += kThreads * kBatch) rank_slots(args, counts, first, slots);
   __syncthreads();
   const int count = counts[expert];
-  const int tiles = tiles_for(count);
+  const int tiles = tiles_for(count, args.max_width);
   int rows_total, tiles_total;
   const int start = prefix_sum<kThreads>((count + 7) / 8 * 8, warp_sums, rows_total);
   const int first = prefix_sum<kThreads>(tiles, warp_sums, tiles_total);

@@ -1,13 +1,10 @@
-// Which tokens go to which expert, in tiles of at most kMaxWidth tokens, and how a persistent kernel walks over them.
+// Which tokens go to which expert, in tiles of tokens, and how a persistent kernel walks over them.
 #pragma once
 #include <cstdint>
 
 namespace moeq::sm90 {
 
 constexpr int kMaxExperts = 1024;
-constexpr int kMaxWidth = 160;     // tokens of a tile: what the accumulators of two warpgroups hold
-constexpr int kBlockTiles = 4;     // tiles of 64 weight rows that a thread block multiplies at a time
-constexpr int kConsumers = 2;      // warpgroups that multiply them; one more loads
 
 // One tile of tokens. Tiles of an expert are neighbours in the list, and hold `width` tokens each, the last one fewer.
 struct TokenTile {
@@ -35,17 +32,17 @@ struct Schedule {
 // Rows that any routing needs at most, a multiple of 8.
 inline int max_rows(int slots, int experts) { return (slots + 7 * (slots < experts ? slots : experts) + 7) / 8 * 8; }
 
-// What any routing needs at most: no tile but an expert's only one has a width below 40.
-inline int max_token_tiles(int slots, int experts) { return (slots < experts ? slots : experts) + slots / 40; }
+// What any routing needs at most: no tile but an expert's only one has fewer than 16 tokens, if tiles may have 32.
+inline int max_token_tiles(int slots, int experts) { return (slots < experts ? slots : experts) + slots / 16; }
 
 // A tile's time in multiples of what a token adds: below 48 the decoding of weights decides.
 __host__ __device__ inline int tile_cost(int width) { return 12 + (width < 48 ? 48 : width); }
 
 __host__ __device__ inline int tile_width(int count, int tiles) { return ((count + tiles - 1) / tiles + 7) / 8 * 8; }
 
-// Into how many tiles an expert's tokens are best divided.
-__host__ __device__ inline int tiles_for(int count) {
-  const int least = (count + kMaxWidth - 1) / kMaxWidth;
+// Into how many tiles of at most `max_width` an expert's tokens are best divided.
+__host__ __device__ inline int tiles_for(int count, int max_width) {
+  const int least = (count + max_width - 1) / max_width;
   int best = least;
   for (int tiles = least + 1; least > 1 && tiles <= least + 2; tiles++) {
     if (tiles * tile_cost(tile_width(count, tiles)) < best * tile_cost(tile_width(count, best))) best = tiles;

@@ -1,6 +1,8 @@
-// The persistent kernel of one GEMM. Two warpgroups multiply, a warp of a third one loads.
+// The persistent kernel of a layer. Two warpgroups multiply; of a third one a warp loads, one counts what is stored,
+// and two quantize the intermediate of experts that GEMM1 is done with.
 #pragma once
 #include "w4a8_epilogue.cuh"
+#include "w4a8_intermediate.cuh"
 #include "w4a8_producer.cuh"
 
 namespace moeq::sm90::w4a8 {
@@ -10,13 +12,15 @@ __device__ __forceinline__ void make_tile(const GemmArgs& args, GemmShared<Polic
                                           const Work& work, int warpgroup, int slot) {
   const Span<parts> span(work.width);
   Sums<parts> sums = {};
-  multiply<parts>(sums, shared, ring, warpgroup, span, args.k_tiles);
+  multiply(sums, shared, ring, warpgroup, span, work.second ? args.second : args.first, work,
+           !work.second && args.problem.gated);
   store<Policy, finish, parts>(args, shared, work, sums, span.tokens, warpgroup, slot);
 }
 
 template <class Policy, Finish finish>
 __device__ __forceinline__ void consume(const GemmArgs& args, GemmShared<Policy>& shared) {
-  const int warpgroup = threadIdx.x / 128;
+  // From one lane, so that the compiler knows it to be uniform: operand descriptors are made of it.
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   Ring<kWorkSlots> work_ring;
   Ring<Policy::kStages> ring;
   if (Policy::kTileScales > 0 && warpgroup == 1) pass_turn(warpgroup);   // the first one begins
@@ -30,7 +34,7 @@ __device__ __forceinline__ void consume(const GemmArgs& args, GemmShared<Policy>
       make_tile<Policy, finish, 2>(args, shared, ring, work, warpgroup, work_ring.slot);
     }
     __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&shared.work_empty[work_ring.slot]));
+    if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&shared.work_stored[work_ring.slot]));
     work_ring.advance();
   }
 }
@@ -45,32 +49,37 @@ __global__ void __launch_bounds__(kGemmThreads, 1) gemm_kernel(const __grid_cons
   wait_for_previous_kernel();
   if (threadIdx.x >= kConsumerThreads) {
     registers_shrink<40>();
-    if (threadIdx.x < kConsumerThreads + 32) produce(args, shared);
+    const int warp = threadIdx.x / 32 - kConsumerThreads / 32;
+    if (warp == 0) {
+      produce(args, shared);
+    } else if (warp == 1) {
+      report_stored(args, shared);
+    } else {
+      if (args.launches == Launches::kBoth) quantize_beside<Policy, finish == Finish::kSwiglu>(args);
+    }
+    allow_next_kernel();
   } else {
     registers_grow<232>();
     consume<Policy, finish>(args, shared);
   }
 }
 
-template <class Policy>
-constexpr int shared_bytes() {
-  return sizeof(GemmShared<Policy>) + 1024;
-}
+// Of one policy and finish.
+struct LayerKernels {
+  void (*gemm)(GemmArgs);
+  void (*quantize)(GemmArgs);
+  int shared_bytes;
+};
 
-using GemmKernel = void (*)(GemmArgs);
-GemmKernel packed_kernel(Finish finish);
-GemmKernel folded_kernel(Finish finish);
+LayerKernels packed_kernels(Finish finish);
+LayerKernels rows_kernels(Finish finish);
+LayerKernels blocks_kernels(Finish finish);
 
 template <class Policy>
-GemmKernel kernel_of(Finish finish) {
-  switch (finish) {
-    case Finish::kSwiglu:
-      return gemm_kernel<Policy, Finish::kSwiglu>;
-    case Finish::kLinear:
-      return gemm_kernel<Policy, Finish::kLinear>;
-    default:
-      return gemm_kernel<Policy, Finish::kOutput>;
-  }
+LayerKernels kernels_of(Finish finish) {
+  constexpr int kBytes = sizeof(GemmShared<Policy>) + 1024;
+  if (finish == Finish::kSwiglu) return {gemm_kernel<Policy, Finish::kSwiglu>, quantize_kernel<Policy, true>, kBytes};
+  return {gemm_kernel<Policy, Finish::kLinear>, quantize_kernel<Policy, false>, kBytes};
 }
 
 }  // namespace moeq::sm90::w4a8

@@ -1,4 +1,4 @@
-// The prepared layouts of NVFP4 weights that are multiplied with fp8 activations, and how weights become e4m3 bytes.
+// The prepared layouts of weights that are multiplied with fp8 activations, and how NVFP4 codes become e4m3 bytes.
 //
 // Tiles of 64 rows by 128 values of K. With g = lane / 4 of a warp, its rows g and g + 8 of 16 are rows 8 * q + g of
 // gate and of up where w13 is gated (q = 4 * tile + warp), else rows 2 * g and 2 * g + 1 of the 16. Rows and K are
@@ -8,17 +8,19 @@
 // K = 64 * (s / 2) + 16 * c + 8 * (s % 2) + 4 * u + b. In K-step s of 32 a thread (lane % 4 = c) holds the bytes of c,
 // so the 16 values that share a block scale are one thread's, and a table of eight bytes serves them all.
 //
-// Policy `packed`. Codes, 4096 bytes a tile: the 16 bytes at 2048 * (s / 2) + 16 * thread are words 2 * (s % 2) + h of
-// row g + 8 * h: the magnitude of code i (K as above, i = 4 * u + b) at bits 4 * i, its sign at bit kSignBits[i].
+// NVFP4 codes (policy `packed`). Codes, 4096 bytes a tile: the 16 bytes at 2048 * (s / 2) + 16 * thread are words
+// 2 * (s % 2) + h of row g + 8 * h: the magnitude of code i (K as above, i = 4 * u + b) at bits 4 * i, its sign at bit
+// kSignBits[i].
 // Scales, 512 bytes a tile: byte 4 * thread + 2 * (s / 2) + h. A row has an exponent x; the scale 2^r * (1 + m / 8) of
 // a block is (r - x + 5) << 3 | m where -5 <= r - x <= 10, and then no product of the block is subnormal in e4m3, or
 // 128 + ((r - x + 12) << 3 | m) where -12 <= r - x <= -6. Scales too large to meet a code that is not zero (11 <= r - x
 // <= 18) are 128 + ((r - x - 4) << 3 | m), a scale of zero is 248.
 //
-// Policy `folded`. The e4m3 bytes themselves, 8192 a tile: 128 of each row, the row's 16-byte pieces exchanged as the
-// 128-byte swizzle of wgmma has it. No scales.
+// After a row tile's scales follow its 64 exponents x + kExponentBias, row 16 * warp + g + 8 * h at that place.
 //
-// Both: after a row tile's scales follow its 64 exponents x + kExponentBias, row 16 * warp + g + 8 * h at that place.
+// e4m3 codes (policy `folded`, fp8, fp8_block). The bytes themselves, 8192 a tile: 128 of each row, the row's 16-byte
+// pieces exchanged as the 128-byte swizzle of wgmma has it. Scales are beside the tiles, in float32 and in the order of
+// the rows (w4a8.h).
 #pragma once
 #include <cstdint>
 
@@ -30,7 +32,7 @@ constexpr int kTileRows = 64;
 constexpr int kTileK = 128;
 constexpr int kPackedBytes = kTileRows * kTileK / 2;
 constexpr int kScaleBytes = kTileRows * kTileK / 16;
-constexpr int kFoldedBytes = kTileRows * kTileK;
+constexpr int kFp8Bytes = kTileRows * kTileK;
 constexpr int kExponentBias = 64;
 constexpr int kSlowScale = 128;   // bit of a block scale whose products may be subnormal
 constexpr int kZeroScale = 248;

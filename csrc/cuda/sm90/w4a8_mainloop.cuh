@@ -4,8 +4,7 @@
 // the sums in float32. A tile wider than one instruction is done in two halves that share the partial sums' registers.
 #pragma once
 #include "w4a8_decode.cuh"
-#include "w4a8_wgmma_folded.cuh"
-#include "w4a8_wgmma_packed.cuh"
+#include "w4a8_wgmma.cuh"
 
 namespace moeq::sm90::w4a8 {
 
@@ -55,6 +54,7 @@ __device__ __forceinline__ void keep(uint32_t (&a)[4][4]) {
 
 template <class Policy>
 __device__ __forceinline__ void release(GemmShared<Policy>& shared, int stage) {
+  __syncwarp();
   if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&shared.empty[stage]));
 }
 
@@ -65,9 +65,10 @@ __device__ __forceinline__ void pass_turn(int warpgroup) {
   asm volatile("bar.arrive %0, %1;" ::"r"(kTurnBarrier + (warpgroup ^ 1)), "n"(kConsumerThreads) : "memory");
 }
 
+// A step's partial sums of a part of the tile: started, waited for.
 template <int parts, bool turns, class Weights, int registers>
-__device__ __forceinline__ void multiply_part(float (&sums)[registers], float (&part)[registers], Weights a,
-                                              uint64_t tokens, const Span<parts>& span, int warpgroup) {
+__device__ __forceinline__ void multiply_part(float (&part)[registers], Weights a, uint64_t tokens,
+                                              const Span<parts>& span, int warpgroup) {
   if (turns) named_barrier(kTurnBarrier + warpgroup, kConsumerThreads);
   start<parts>(part, a, tokens, span.index);
   if (turns) {
@@ -75,14 +76,19 @@ __device__ __forceinline__ void multiply_part(float (&sums)[registers], float (&
     pass_turn(warpgroup);
   }
   wgmma_wait<0>();
-  add(sums, part, span.tokens);
+}
+
+template <int parts>
+__device__ __forceinline__ uint64_t tokens_of_part(uint64_t tokens, const Span<parts>& span, int i) {
+  return tokens + i * span.tokens * (kTileK / 16);
 }
 
 template <int parts>
 __device__ __forceinline__ void multiply(Sums<parts>& sums, GemmShared<Packed>& shared, Ring<Packed::kStages>& ring,
-                                         int warpgroup, const Span<parts>& span, int k_tiles) {
+                                         int warpgroup, const Span<parts>& span, const Gemm& gemm, const Work&,
+                                         bool) {
   float part[Sums<parts>::kRegisters] = {};
-  for (int k = 0; k < k_tiles; k++) {
+  for (int k = 0; k < gemm.k_tiles; k++) {
     barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
     uint32_t a[4][4];
     decode_tile(shared.weights[ring.slot] + warpgroup * kPackedBytes,
@@ -90,8 +96,8 @@ __device__ __forceinline__ void multiply(Sums<parts>& sums, GemmShared<Packed>& 
     const uint64_t tokens = swizzled_operand(shared_address(shared.tokens[ring.slot]));
 #pragma unroll
     for (int i = 0; i < parts; i++) {
-      multiply_part<parts, parts == 1>(sums.v[i], part, &a[0], tokens + i * span.tokens * (kTileK / 16), span,
-                                       warpgroup);
+      multiply_part<parts, parts == 1>(part, &a[0], tokens_of_part(tokens, span, i), span, warpgroup);
+      add(sums.v[i], part, span.tokens);
     }
     keep(a);
     release(shared, ring.slot);
@@ -99,19 +105,62 @@ __device__ __forceinline__ void multiply(Sums<parts>& sums, GemmShared<Packed>& 
   }
 }
 
-template <int parts>
-__device__ __forceinline__ void multiply(Sums<parts>& sums, GemmShared<Folded>& shared, Ring<Folded::kStages>& ring,
-                                         int warpgroup, const Span<parts>& span, int k_tiles) {
+// Scales of a thread's two rows, of one 128 of K after another.
+struct BlockScales {
+  const float* at[2];
+
+  __device__ __forceinline__ BlockScales(const Gemm& gemm, const Work& work, int warpgroup, bool gated) {
+    const WeightScales& s = gemm.weight_scales;
+    const int tile = min(work.row_block * kBlockTiles + warpgroup, gemm.row_tiles - 1);
+    const int block = tile * (gated ? kTileRows / 2 : kTileRows) / 128;
+#pragma unroll
+    for (int h = 0; h < 2; h++) at[h] = s.data + work.expert * s.expert + (gated ? h * s.half : 0) + block * s.row;
+  }
+  __device__ __forceinline__ float2 of(int k) const { return make_float2(__ldg(at[0] + k), __ldg(at[1] + k)); }
+};
+
+// groups: scales of the part's tokens.
+template <int registers>
+__device__ __forceinline__ void add_scaled(float (&sums)[registers], const float (&part)[registers], int tokens,
+                                           const float* groups, float2 weight) {
+  constexpr int kGroup = 16;   // registers: 32 tokens
+#pragma unroll
+  for (int first = 0; first < registers; first += kGroup) {
+    if (first * 2 >= tokens) break;
+#pragma unroll
+    for (int i = first; i < first + kGroup && i < registers; i += 4) {
+      const float2 token = *reinterpret_cast<const float2*>(groups + 2 * i + threadIdx.x % 4 * 2);
+      sums[i] = __fmaf_rn(part[i], __fmul_rn(weight.x, token.x), sums[i]);
+      sums[i + 1] = __fmaf_rn(part[i + 1], __fmul_rn(weight.x, token.y), sums[i + 1]);
+      sums[i + 2] = __fmaf_rn(part[i + 2], __fmul_rn(weight.y, token.x), sums[i + 2]);
+      sums[i + 3] = __fmaf_rn(part[i + 3], __fmul_rn(weight.y, token.y), sums[i + 3]);
+    }
+  }
+}
+
+// Rows and Blocks: the tensor cores read weights where they lie.
+template <int parts, class Policy>
+__device__ __forceinline__ void multiply(Sums<parts>& sums, GemmShared<Policy>& shared, Ring<Policy::kStages>& ring,
+                                         int warpgroup, const Span<parts>& span, const Gemm& gemm, const Work& work,
+                                         bool gated) {
   float part[Sums<parts>::kRegisters] = {};
-  for (int k = 0; k < k_tiles; k++) {
+  const BlockScales scales(gemm, work, warpgroup, gated);
+  float2 scale = Policy::kGroups ? scales.of(0) : make_float2(1.0f, 1.0f);
+  for (int k = 0; k < gemm.k_tiles; k++) {
+    const float2 next = Policy::kGroups && k + 1 < gemm.k_tiles ? scales.of(k + 1) : scale;
     barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
     const uint64_t tokens = swizzled_operand(shared_address(shared.tokens[ring.slot]));
-    const uint64_t weights = swizzled_operand(shared_address(shared.weights[ring.slot] + warpgroup * kFoldedBytes));
+    const uint64_t weights = swizzled_operand(shared_address(shared.weights[ring.slot] + warpgroup * kFp8Bytes));
 #pragma unroll
     for (int i = 0; i < parts; i++) {
-      multiply_part<parts, false>(sums.v[i], part, weights, tokens + i * span.tokens * (kTileK / 16), span,
-                                  warpgroup);
+      multiply_part<parts, false>(part, weights, tokens_of_part(tokens, span, i), span, warpgroup);
+      if constexpr (Policy::kGroups) {
+        add_scaled(sums.v[i], part, span.tokens, shared.groups[ring.slot] + i * span.tokens, scale);
+      } else {
+        add(sums.v[i], part, span.tokens);
+      }
     }
+    scale = next;
     release(shared, ring.slot);
     ring.advance();
   }

@@ -16,7 +16,11 @@ struct ScheduleArgs {
 __device__ void list_expert(const Schedule& schedule, int expert, int start, int count, int first, int tiles) {
   schedule.start[expert] = start;
   schedule.count[expert] = count;
-  for (int row = start + count; row < start + round_up(count, 8); row++) schedule.slot_of_row[row] = -1;
+  schedule.finished[expert] = schedule.quantized[expert] = 0;
+  for (int row = start + count; row < start + round_up(count, 8); row++) {
+    schedule.slot_of_row[row] = -1;
+    schedule.place_of_row[row].row = -1;
+  }
   for (int i = 0; i < tiles; i++) {
     schedule.tiles[first + i] = {expert, first, tiles, start, count, tile_width(count, tiles), {0, 0}};
   }
@@ -26,6 +30,7 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_kernel(const __grid_cons
   __shared__ int counts[kMaxExperts];
   __shared__ int warp_sums[kThreads / 32];
   wait_for_previous_kernel();
+  allow_next_kernel();
   const Problem& p = args.problem;
   const Schedule& schedule = args.schedule;
   const int slots = p.tokens * p.top_k, expert = threadIdx.x;
@@ -45,7 +50,7 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_kernel(const __grid_cons
   if (expert == 0) {
     *schedule.tiles_total = tiles_total;
     schedule.start[p.experts] = rows_total;
-    schedule.next_item[0] = schedule.next_item[1] = 0;
+    schedule.next_item[0] = schedule.next_item[1] = *schedule.next_row = 0;
   }
 }
 

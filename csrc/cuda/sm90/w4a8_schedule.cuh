@@ -22,13 +22,24 @@ struct TokenTile {
   int unused[2];
 };
 
+// Where a row lies: itself, and the rows of its expert, their number rounded up to 8.
+struct Place {
+  int row;      // -1: nobody's
+  int expert;
+  int start, rows;
+};
+
 struct Schedule {
   int* tiles_total;    // [1]
-  int* next_item;      // [2]: of the GEMMs
+  int* next_item;      // [2]: of the GEMMs, or of each
+  int* next_row;       // [1]: of the intermediate, to be quantized
   int* start;          // [experts + 1]: first row, a multiple of 8
   int* count;          // [experts]
+  int* finished;       // [experts]: GEMM1's items that are stored
+  int* quantized;      // [experts]: rows of the intermediate
   int* rank;           // [slots]: among those of its expert; -1: a foreign expert's
   int* slot_of_row;    // [rows]; -1: nobody's. Written when tokens are quantized, but for the -1
+  Place* place_of_row; // [rows], likewise
   TokenTile* tiles;    // [max_tiles]
 };
 

@@ -1,23 +1,34 @@
 // Shared memory of the persistent kernel: a ring of stages, each one step of 128 in K, and a ring of work.
 #pragma once
 #include "gemm_async.cuh"
-#include "w4a8_schedule.cuh"
 #include "ring.cuh"
+#include "w4a8_schedule.cuh"
 
 namespace moeq::sm90::w4a8 {
+
+// One of the two GEMMs.
+struct Gemm {
+  const uint8_t* operand;    // see w4a8_schedule.cuh
+  const float* factor;       // [rows] of the operand; kBlocks: [k tiles, rows], as the operand lies
+  const uint8_t* weights;    // [experts, row tiles, k tiles, bytes of a tile]
+  const uint8_t* scales;     // kPacked: [experts, row tiles, scales of the row tile, then its exponents]
+  WeightScales weight_scales;
+  int k_tiles, row_tiles;
+};
+
+// What a launch of the GEMM kernel does: all in one, or a GEMM.
+enum class Launches { kBoth, kFirst, kSecond };
 
 struct GemmArgs {
   W4a8Problem problem;
   Schedule schedule;
-  const uint8_t* operand;    // see w4a8_schedule.cuh
-  const float* factor;       // [rows] of the operand
-  const uint8_t* weights;    // [experts, row tiles, k tiles, bytes of a tile]
-  const uint8_t* scales;     // [experts, row tiles, scales of the row tile, then its exponents]
-  float* h;                  // GEMM1: [rows, columns of h]
-  void* y;                   // GEMM2: [slots, hidden], bfloat16 or float32 if y_wide
+  Gemm first, second;
+  float* h;                  // [rows, inter] activated, or [rows, halves * inter] not yet
+  uint8_t* h_operand;        // what `second` has: h quantized
+  float* h_factor;
+  void* y;                   // [slots, hidden], bfloat16 or float32 if y_wide
   bool y_wide;
-  int* next_item;
-  int k_tiles, row_tiles;
+  Launches launches;
 };
 
 constexpr int kBlockTiles = 2;                              // row tiles of a block, one a warpgroup
@@ -31,23 +42,31 @@ struct Packed {
   static constexpr int kStages = 5;
   static constexpr int kTileBytes = kPackedBytes;
   static constexpr int kTileScales = kScaleBytes;
+  static constexpr bool kGroups = false;                    // scales of tokens for each 128 of K
 };
 
-struct Folded {
+struct Rows {
   static constexpr int kStages = 4;
-  static constexpr int kTileBytes = kFoldedBytes;
+  static constexpr int kTileBytes = kFp8Bytes;
   static constexpr int kTileScales = 0;
+  static constexpr bool kGroups = false;
+};
+
+struct Blocks : Rows {
+  static constexpr bool kGroups = true;
 };
 
 // A tile of tokens times a block of weight rows.
 struct Work {
   int expert;      // -1: no more work
+  bool second;     // of GEMM2
   int row_block;
   int width;
   int rows;        // tokens that exist, of `width`
   int first_row;   // of the operand
   int start;       // of the expert's rows in the operand
   int padded;      // rows of the expert there
+  int count;       // of them that exist
 };
 
 template <class Policy>
@@ -55,11 +74,12 @@ struct __align__(1024) GemmShared {
   uint8_t tokens[Policy::kStages][kTokenBytes];
   uint8_t weights[Policy::kStages][kBlockTiles * Policy::kTileBytes];
   uint8_t scales[Policy::kStages][kBlockTiles * Policy::kTileScales + (Policy::kTileScales == 0 ? 16 : 0)];
+  alignas(16) float groups[Policy::kGroups ? Policy::kStages : 1][Policy::kGroups ? kMaxWidth : 4];
   Work work[kWorkSlots];
   alignas(16) float factor[kWorkSlots][kMaxWidth];   // of the work's tokens
   alignas(16) int slots[kWorkSlots][kMaxWidth];
   uint64_t full[Policy::kStages], empty[Policy::kStages];
-  uint64_t work_full[kWorkSlots], work_empty[kWorkSlots];
+  uint64_t work_full[kWorkSlots], work_stored[kWorkSlots], work_empty[kWorkSlots];
 };
 
 template <class Policy>
@@ -70,9 +90,12 @@ __device__ __forceinline__ void init_barriers(GemmShared<Policy>& shared) {
   }
   for (int i = 0; i < kWorkSlots; i++) {
     barrier_init(shared_address(&shared.work_full[i]), 1);
-    barrier_init(shared_address(&shared.work_empty[i]), kConsumerThreads / 32);
+    barrier_init(shared_address(&shared.work_stored[i]), kConsumerThreads / 32);
+    barrier_init(shared_address(&shared.work_empty[i]), 1);
   }
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
+
+__device__ __forceinline__ int row_blocks(const Gemm& gemm) { return (gemm.row_tiles + kBlockTiles - 1) / kBlockTiles; }
 
 }  // namespace moeq::sm90::w4a8

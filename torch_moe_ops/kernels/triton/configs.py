@@ -11,6 +11,9 @@ from typing import NamedTuple
 
 from torch_moe_ops import tuned
 
+# The scheme to `select` of the `triton_fp8` backend, which multiplies e4m3 codes as they are.
+FP8_PRODUCTS = "triton_fp8"
+
 
 class Tile(NamedTuple):
     """One GEMM's tile: BLOCK_N weight rows by tokens, BLOCK_K of K a step."""
@@ -33,25 +36,25 @@ class Config(NamedTuple):
 
 
 _DEEP = Tile(128, 256, 4, 3)
-_DEEP_CAPPED = Tile(128, 256, 4, 3, 168)  # three programs on an SM
+_NARROW = Tile(64, 256, 4, 3)
 _SHALLOW = Tile(128, 128, 4, 4)
 _WIDE = Tile(128, 64, 4, 4)
-_MASKED = Tile(128, 128, 8, 4)  # for K that no step divides: masked loads take registers
+_TALL = Tile(256, 64, 8, 4)  # of plain weights
 
 
 def _one_token(hidden: int, inter: int) -> Config:
     if inter >= 8192:
-        return Config(16, 16, Tile(256, 256, 8, 3), _DEEP_CAPPED._replace(split_k=4))
-    gemm2 = _DEEP_CAPPED._replace(split_k=2) if inter >= 2048 else Tile(64, 256, 4, 3)
-    return Config(16, 16, _MASKED if hidden % 128 else Tile(128, 256, 8, 3, 128), gemm2)
+        return Config(16, 16, _DEEP, _DEEP._replace(split_k=4))
+    gemm1 = _NARROW if hidden % 128 else _DEEP if hidden > 2048 else Tile(128, 256, 8, 3, 128)
+    return Config(16, 16, gemm1, _NARROW._replace(split_k=2) if inter >= 2048 else _NARROW)
 
 
 def _few_each(num_slots: int, hidden: int, inter: int) -> Config:
     """Up to about ten tokens an expert: weights are all that moves."""
     if hidden % 128:
-        return Config(16, 16, _MASKED, Tile(64, 256, 4, 3) if inter % 128 else _DEEP_CAPPED)
-    gemm1 = _DEEP_CAPPED if hidden > 2048 else Tile(128, 128, 8, 4) if num_slots <= 128 else _SHALLOW
-    gemm2 = _DEEP if inter >= 8192 else _DEEP_CAPPED if inter >= 2048 else _SHALLOW
+        return Config(16, 16, _NARROW, _NARROW if inter % 128 else _DEEP)
+    gemm1 = _DEEP if hidden > 2048 else Tile(128, 128, 8, 4) if num_slots <= 128 else _SHALLOW
+    gemm2 = _DEEP if inter >= 2048 else _SHALLOW
     return Config(16, 16, gemm1, gemm2)
 
 
@@ -75,29 +78,47 @@ def _select_4bit(tokens: int, num_slots: int, per_expert: float, hidden: int, in
     return _many_each(per_expert, hidden, inter)
 
 
-def _select_plain(per_expert: float, inter: int) -> Config:
+def _select_plain(per_expert: float, hidden: int, inter: int) -> Config:
     """16-bit weights."""
     if per_expert <= 10:
-        return Config(16, 16, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4))
+        few = Tile(128, 128, 4, 4) if min(hidden, inter) >= 2048 else Tile(64, 128, 4, 4)
+        return Config(16, 16, few, few)
     if per_expert <= 24:
         return Config(32, 16, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4))
     if per_expert <= 40:
         return Config(64, 32, Tile(128, 64, 8, 4), Tile(128, 64, 8, 4))
     if per_expert <= 100:
-        tall = Tile(256, 32, 8, 4)
-        return Config(128, 64, tall, tall if inter >= 4096 else Tile(128, 64, 8, 3))
-    return Config(128, 32, Tile(256, 64, 8, 4), Tile(128, 64, 4, 3))
+        return Config(128, 64, _TALL, _TALL)
+    return Config(128, 32, _TALL, _TALL)
 
 
-def _select_8bit(per_expert: float) -> Config:
-    """6-bit and 8-bit weights. Steps of 128 along K: no group or tile of scales is longer."""
+def _select_8bit(per_expert: float, tiled: bool) -> Config:
+    """6-bit and 8-bit weights. Steps of 128 along K: no group or tile of scales is longer.
+
+    tiled: scales multiply sums, and take the registers of a second accumulator.
+    """
     if per_expert <= 10:
         return Config(16, 16, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4))
     if per_expert <= 24:
         return Config(32, 16, Tile(128, 128, 4, 4), Tile(128, 128, 4, 4))
+    if tiled:
+        return Config(64, 16, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4))
     if per_expert <= 100:
         return Config(64, 32, Tile(128, 128, 8, 3), Tile(128, 128, 8, 3))
     return Config(128, 32, Tile(128, 128, 8, 3), Tile(128, 128, 8, 3))
+
+
+def _select_fp8_products(tokens: int, per_expert: float) -> Config:
+    """e4m3 codes as they are: nothing is decoded, but sums are added up in float32 every 128 of K."""
+    wide = Tile(128, 128, 4, 4)
+    if tokens == 1:
+        return Config(16, 16, Tile(128, 128, 8, 4), Tile(64, 128, 4, 4, split_k=2))
+    if per_expert <= 10:
+        return Config(16, 16, wide, wide)
+    if per_expert <= 40:
+        return Config(32, 16, wide, wide)
+    # Eight warps wait for each other at every step; twice as many programs of four do not.
+    return Config(64, 32, wide, wide)
 
 
 _BITS = {"nvfp4": 4, "mxfp4": 4, "mxint4": 4, "int4": 4, "none": 16}  # the others: 6 or 8
@@ -106,11 +127,13 @@ _BITS = {"nvfp4": 4, "mxfp4": 4, "mxint4": 4, "int4": 4, "none": 16}  # the othe
 def rules(scheme: str, tokens: int, top_k: int, num_experts: int, hidden: int, inter: int) -> Config:
     """The configuration where nothing was tuned. Shapes alone decide."""
     per_expert = tokens * top_k / num_experts
+    if scheme == FP8_PRODUCTS:
+        return _select_fp8_products(tokens, per_expert)
     bits = _BITS.get(scheme, 8)
     if bits == 16:
-        return _select_plain(per_expert, inter)
+        return _select_plain(per_expert, hidden, inter)
     if bits == 8:
-        return _select_8bit(per_expert)
+        return _select_8bit(per_expert, scheme == "fp8_block")
     return _select_4bit(tokens, tokens * top_k, per_expert, hidden, inter)
 
 

@@ -7,11 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from torch_moe_ops.kernels.triton.configs import FP8_PRODUCTS
 from torch_moe_ops.ops.call import ExpertsCall
 from torch_moe_ops.schemes import ACT_FORMATS, SCHEMES
-
-# The backend that multiplies e4m3 codes on fp8 tensor cores; all others multiply them exactly, in bfloat16.
-FP8_PRODUCTS = "triton_fp8"
 
 
 # No named tuples: Triton 3.9 takes a tuple that is a constant apart, and loses its properties.

@@ -71,7 +71,7 @@ def _gemm1_tile(
     operand_rows = (slot if SLOT_ROWS else slot // top_k).to(tl.int64)
     rows_of_w: tl.constexpr = 2 * INTER if IS_GATED else INTER
     acc = multiply(
-        operand_ptr, operand_rows, factor_ptr, w_ptr, scale_ptr, zero_ptr, expert, columns, 0, FORMAT, FACTOR,
+        operand_ptr, operand_rows, live, factor_ptr, w_ptr, scale_ptr, zero_ptr, expert, columns, 0, FORMAT, FACTOR,
         rows_of_w, INTER, H, H, H % BLOCK_K != 0, OPERAND_STRIDE, BLOCK_N, BLOCK_T, BLOCK_K, STAGES, AHEAD, USE_PTX,
     )  # fmt: skip
     acc = rescale(acc, alpha_ptr, factor_ptr, operand_rows, expert, columns, FORMAT, FACTOR, ALPHAS, rows_of_w)
@@ -193,11 +193,12 @@ def _gemm2_tile(
     n = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tl.minimum(n, H - 1)
     token = first_row + tl.arange(0, BLOCK_T)
+    live = token < num_rows
     rows = (start + tl.minimum(token, num_rows - 1)).to(tl.int64)
     acc = multiply(
-        operand_ptr, rows, factor_ptr, w_ptr, scale_ptr, zero_ptr, expert, columns, part, FORMAT, FACTOR, H, H, INTER,
-        k_part, SPLIT_K * k_part != INTER or k_part % BLOCK_K != 0, OPERAND_STRIDE, BLOCK_N, BLOCK_T, BLOCK_K, STAGES,
-        AHEAD, USE_PTX,
+        operand_ptr, rows, live, factor_ptr, w_ptr, scale_ptr, zero_ptr, expert, columns, part, FORMAT, FACTOR, H, H,
+        INTER, k_part, SPLIT_K * k_part != INTER or k_part % BLOCK_K != 0, OPERAND_STRIDE, BLOCK_N, BLOCK_T, BLOCK_K,
+        STAGES, AHEAD, USE_PTX,
     )  # fmt: skip
     y = rescale(acc, alpha_ptr, factor_ptr, rows, expert, columns, FORMAT, FACTOR, ALPHAS, H)
     if HAS_BIAS:
@@ -205,7 +206,7 @@ def _gemm2_tile(
         y += tl.load(bias_ptr + expert * H + n, mask=n < end, other=0.0)[:, None]
     slot = rows if DIRECT else tl.load(row_slot_ptr + rows).to(tl.int64)
     out = y_ptr + (part * num_slots + slot)[:, None] * H + n[None, :]
-    tl.store(out, y.trans(), mask=(token < num_rows)[:, None] & (n < H)[None, :])
+    tl.store(out, y.trans(), mask=live[:, None] & (n < H)[None, :])
 
 
 @triton.jit

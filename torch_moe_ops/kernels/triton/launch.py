@@ -16,7 +16,7 @@ from torch_moe_ops.kernels.triton.formats import OperandFormat, WeightFormat, ro
 from torch_moe_ops.kernels.triton.gemm import gemm1_kernel, gemm2_kernel
 from torch_moe_ops.kernels.triton.plan import Buffers, Plan, make_buffers, make_plan
 from torch_moe_ops.kernels.triton.prologue import prologue_kernel, requantize_kernel
-from torch_moe_ops.kernels.triton.schedule import FIELDS
+from torch_moe_ops.kernels.triton.schedule import FIELDS, many_slots
 from torch_moe_ops.ops.call import ExpertsCall
 
 _PIECES = (256, 1024)  # activation values that one program handles, of few rows and of many
@@ -95,6 +95,7 @@ def _run_prologue(call: ExpertsCall, plan: Plan, b: Buffers) -> None:
     experts = call.w13.shape[0]
     piece = _piece(b.operand.shape[0], plan.x_stride)
     scheduled = 0 if plan.direct else experts
+    many = many_slots(plan.num_slots, experts, plan.config.block_t)
     rows = b.operand.shape[0] * triton.cdiv(plan.x_stride, piece) if plan.copies else 0
     x = _bytes(call.hidden_states, call.hidden_states)
     _launch(
@@ -124,10 +125,11 @@ def _run_prologue(call: ExpertsCall, plan: Plan, b: Buffers) -> None:
         WEIGHTED=call.router_weight_on_input,
         PER_WORD=plan.weight1.per_word,
         BLOCK_TOKENS=plan.config.block_t,
-        CHUNK=min(2048, max(64, triton.next_power_of_2(plan.num_slots))),
+        CHUNK=min(4096 if many else 2048, max(64, triton.next_power_of_2(plan.num_slots))),
         BINS=max(32, triton.next_power_of_2(experts)),
+        MANY=many,
         # One warp reduces without waiting for others, which is most of what a small schedule does.
-        num_warps=4 if plan.num_slots > 256 else 1,
+        num_warps=8 if plan.num_slots >= 4096 else 4 if plan.num_slots > 256 else 1,
     )
 
 

@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from torch_moe_ops.activations import ACTIVATIONS
-from torch_moe_ops.kernels.triton.configs import Config, Tile, select
+from torch_moe_ops.kernels.triton.configs import FP8_PRODUCTS, Config, Tile, select
 from torch_moe_ops.kernels.triton.formats import (
     OperandFormat,
     WeightFormat,
@@ -108,7 +108,8 @@ def make_plan(call: ExpertsCall, config: Config | None = None) -> Plan:
     dtypes = operand_dtype(call, weights[0]), operand_dtype(call, weights[1])
     chosen = config
     if chosen is None:
-        chosen = select(call.scheme, tokens, top_k, experts, hidden_size, inter, call.act_format)
+        scheme = FP8_PRODUCTS if weights[0].native and weights[0].code == "e4m3" else call.scheme
+        chosen = select(scheme, tokens, top_k, experts, hidden_size, inter, call.act_format)
     tile1, tile2 = _fitting(chosen.gemm1, weights[0]), _fitting(chosen.gemm2, weights[1])
     chosen = chosen._replace(gemm1=tile1, gemm2=tile2)
     width = tile1.block_n // (2 if ACTIVATIONS[call.activation].is_gated else 1)

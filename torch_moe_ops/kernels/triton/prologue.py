@@ -122,6 +122,7 @@ def prologue_kernel(
     BLOCK_TOKENS: tl.constexpr,
     CHUNK: tl.constexpr,
     BINS: tl.constexpr,
+    MANY: tl.constexpr,
     USE_PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -139,7 +140,7 @@ def prologue_kernel(
     if program < num_scheduled:
         schedule_expert(
             ids_ptr, row_slot_ptr, table_ptr, program, num_slots, num_experts, expert_offset, num_tiles_max,
-            BLOCK_TOKENS, CHUNK, BINS,
+            BLOCK_TOKENS, CHUNK, BINS, MANY,
         )  # fmt: skip
     else:
         _write_hidden(

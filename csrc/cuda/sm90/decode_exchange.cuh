@@ -1,0 +1,46 @@
+// How thread blocks hand each other numbers without barriers: every value travels with the number of the launch, in one
+// access of 8 bytes, and whoever needs it reads until the number is right. Nothing is ever cleared, as numbers only grow.
+#pragma once
+#include "decode_few.h"
+
+namespace moeq::sm90::few {
+
+__device__ uint4 exchange[kExchangePairs];   // two values each: value, number, value, number
+__device__ uint32_t epochs[1024];            // each block counts the launches
+
+__device__ __forceinline__ void send_pair(int64_t at, float a, float b, uint32_t epoch) {
+  const uint64_t first = static_cast<uint64_t>(epoch) << 32 | __float_as_uint(a);
+  const uint64_t second = static_cast<uint64_t>(epoch) << 32 | __float_as_uint(b);
+  asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(exchange + at), "l"(first), "l"(second) : "memory");
+}
+
+// Two values as bfloat16 in the place of one.
+__device__ __forceinline__ void send_rounded(int64_t at, float a, float b, uint32_t epoch) {
+  const __nv_bfloat162 both = __floats2bfloat162_rn(a, b);
+  const uint64_t item = static_cast<uint64_t>(epoch) << 32 | *reinterpret_cast<const uint32_t*>(&both);
+  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(reinterpret_cast<uint64_t*>(exchange) + at), "l"(item) : "memory");
+}
+
+struct Pair {
+  uint64_t first, second;
+
+  __device__ __forceinline__ bool has(uint32_t epoch) const {
+    return static_cast<uint32_t>(first >> 32) == epoch && static_cast<uint32_t>(second >> 32) == epoch;
+  }
+  __device__ __forceinline__ float a() const { return __uint_as_float(static_cast<uint32_t>(first)); }
+  __device__ __forceinline__ float b() const { return __uint_as_float(static_cast<uint32_t>(second)); }
+};
+
+__device__ __forceinline__ Pair look(const Pair* at) {
+  Pair pair;
+  asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(pair.first), "=l"(pair.second) : "l"(at) : "memory");
+  return pair;
+}
+
+__device__ __forceinline__ void await(Pair& pair, const Pair* at, uint32_t epoch) {
+  while (!pair.has(epoch)) {
+    pair = look(at);
+  }
+}
+
+}  // namespace moeq::sm90::few

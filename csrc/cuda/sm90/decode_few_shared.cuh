@@ -1,0 +1,76 @@
+// Shared memory of the decode kernel for very few tokens, and what all its parts need.
+#pragma once
+#include "decode_few.h"
+#include "gemm_async.cuh"
+
+namespace moeq::sm90::few {
+
+// One expert's slots, up to `columns` of them.
+struct Entry {
+  int expert, first, count;
+};
+
+struct Share {
+  float alpha, weight;
+};
+
+// A thread block's share of one GEMM: `count` units from this one on. A unit is a part of K of a row tile; units lie in
+// the order entry, part, row tile.
+struct Work {
+  int entry, part, row_tile, count;
+  int parts, part_tiles, stage_tiles;
+};
+
+constexpr uint32_t kForeign = 0xffffffffu;
+
+struct Fixed {
+  uint64_t full[kMaxStages];     // a stage's weights have landed
+  uint64_t empty[kMaxStages];    // all warps have left it
+  uint64_t summed[2];            // all warps have left their sums of a unit in a buffer
+  uint64_t freed[2];             // the finishers have read them
+  uint64_t tokens;               // the tokens' rows have landed
+  uint64_t unused;
+  Work work[2];
+  int entry_count;
+  uint32_t epoch;
+  Entry entries[kMaxSlots];
+  Share shares[kMaxSlots];       // of slots
+  float2 alphas[kMaxSlots];      // GEMM1's, of entries
+  uint32_t place[kMaxSlots];     // entry of a slot, or kForeign
+  int slots[kMaxSlots];          // sorted by entry, ascending within one
+  int experts[kMaxSlots];        // of slots, where the routing takes more than a warp
+  int ids[kMaxSlots];            // of slots, and their weights, where they come from logits
+  float weights[kMaxSlots];
+  uint32_t openers[4];           // of four warps' slots: how many open an entry << 16 | slots of theirs
+  uint32_t amax[kMaxTokens];     // of rows that are being quantized
+  float x_factor[kMaxTokens], h_factor[kColumns];
+  float sums[2][kWorkers][kColumns][kTileRows];
+};
+
+__host__ __device__ constexpr int fixed_bytes() { return (static_cast<int>(sizeof(Fixed)) + 127) / 128 * 128; }
+
+__device__ __forceinline__ void sync_workers() { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); }
+
+struct Turn {
+  int stage;
+  uint32_t parity;
+};
+
+__device__ __forceinline__ void next_stage(Turn& turn, int stages) {
+  if (++turn.stage == stages) {
+    turn.stage = 0;
+    turn.parity ^= 1;
+  }
+}
+
+__device__ __forceinline__ void next_unit(Work& work, int row_tiles) {
+  if (++work.row_tile == row_tiles) {
+    work.row_tile = 0;
+    if (++work.part == work.parts) {
+      work.part = 0;
+      ++work.entry;
+    }
+  }
+}
+
+}  // namespace moeq::sm90::few

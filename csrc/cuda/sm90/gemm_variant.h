@@ -1,0 +1,29 @@
+// The persistent kernels of both GEMMs, each in a file of its own, and what a launch has to know of them.
+#pragma once
+#include "gemm_args.cuh"
+
+namespace moeq::sm90 {
+
+// The end of GEMM1: silu and swigluoai, the other gated activations, those without a gate.
+enum class Finish { kSwiglu, kGated, kPlain };
+
+struct GemmVariant {
+  void (*kernel)(GemmArgs);
+  int shared_bytes;
+  int threads;
+  int blocks;        // of a multiprocessor
+  int block_tiles;   // of 64 weight rows that a thread block multiplies at a time
+  int max_width;     // tokens of a tile
+};
+
+enum class Shape { kSlim, kNarrow, kWide };   // see gemm_config.cuh
+constexpr int kShapes = 3;
+
+struct GemmVariants {
+  GemmVariant of_shape[kShapes];
+};
+
+template <class Format, Finish finish>
+GemmVariants gemm_variants();
+
+}  // namespace moeq::sm90

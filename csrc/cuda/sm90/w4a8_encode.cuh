@@ -1,0 +1,98 @@
+// Rows of numbers -> e4m3 codes in the order and with the swizzle of the token operand (w4a8_layout.h).
+#pragma once
+#include "../rounding.cuh"
+#include "w4a8_schedule.cuh"
+
+namespace moeq::sm90::w4a8 {
+
+constexpr float kMaxCode = 448.0f;
+constexpr int kPieces = kTileK / 16;   // of 16 bytes, of a row's K tile
+
+// Nearest e4m3 codes of four numbers, saturating; a NaN stays one.
+__device__ __forceinline__ uint32_t encode4(float a, float b, float c, float d) {
+  uint32_t word;
+  asm("{ .reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high}; }"
+      : "=r"(word)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return word;
+}
+
+__device__ __forceinline__ float scale_of(float amax) {
+  const float scale = __fdiv_rn(amax, kMaxCode);
+  return scale == 0.0f ? 1.0f : scale;
+}
+
+// Piece q of a row holds the values at K = 128 * (q / 8) + 64 * (q / 4 % 2) + 16 * c + 4 * (q % 4) + b.
+__device__ __forceinline__ int first_k(int q, int c) { return q / 8 * 128 + q / 4 % 2 * 64 + c * 16 + q % 4 * 4; }
+
+// fl(x / by) from the rounded reciprocal: the first correction comes within one unit of the last place, the second one
+// is exact (Markstein, 1990) where nothing underflows; where it does, the code is zero either way.
+__device__ __forceinline__ float quotient(float x, float by, float inverse) {
+  float near = __fmul_rn(x, inverse);
+  near = __fmaf_rn(__fmaf_rn(-near, by, x), inverse, near);
+  return __fmaf_rn(__fmaf_rn(-near, by, x), inverse, near);
+}
+
+// 16 values of a piece, [c][b].
+struct Piece {
+  float values[4][4];
+
+  __device__ __forceinline__ float largest(float amax = 0.0f) const {
+#pragma unroll
+    for (int i = 0; i < 16; i++) amax = max_magnitude(amax, values[i / 4][i % 4]);
+    return amax;
+  }
+
+  template <class Scale>
+  __device__ __forceinline__ uint4 encode_each(Scale scale) const {
+    uint32_t words[4];
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+      words[c] = encode4(scale(values[c][0]), scale(values[c][1]), scale(values[c][2]), scale(values[c][3]));
+    }
+    return make_uint4(words[0], words[1], words[2], words[3]);
+  }
+
+  // Divided by `by` or, if it is not `divide`, multiplied.
+  __device__ __forceinline__ uint4 encode(float by, bool divide) const {
+    if (!divide) return encode_each([=](float x) { return __fmul_rn(x, by); });
+    if (!(by > 0x1p-100f && by < 0x1p100f)) return encode_each([=](float x) { return __fdiv_rn(x, by); });
+    const float inverse = __frcp_rn(by);
+    return encode_each([=](float x) { return quotient(x, by, inverse); });
+  }
+};
+
+// The largest of the eight neighbouring lanes that hold the pieces of a K tile.
+__device__ __forceinline__ float group_max(float value) {
+  for (int step = 1; step < kPieces; step *= 2) {
+    value = max_magnitude(value, __shfl_xor_sync(0xffffffffu, value, step));
+  }
+  return value;
+}
+
+// A row of the operand, [k tiles, rows of its expert, 128 bytes] of an expert.
+struct OperandRow {
+  uint4* at;
+  int stride;    // pieces from a K tile to the next
+  int turn;      // of the swizzle
+
+  __device__ OperandRow(uint8_t* operand, const Place& place, int k_tiles) {
+    const int local = place.row - place.start;
+    at = reinterpret_cast<uint4*>(operand) + (int64_t{place.start} * k_tiles + local) * kPieces;
+    stride = place.rows * kPieces;
+    turn = local % 8;
+  }
+  __device__ __forceinline__ void store(int q, uint4 codes) const {
+    at[int64_t{q / kPieces} * stride + (q % kPieces ^ turn)] = codes;
+  }
+};
+
+// Where the scale of a row's K tile is, as the operand lies.
+__device__ __forceinline__ int64_t group_at(const Place& place, int k_tiles, int k_tile) {
+  return int64_t{place.start} * k_tiles + int64_t{k_tile} * place.rows + (place.row - place.start);
+}
+
+}  // namespace moeq::sm90::w4a8

@@ -1,0 +1,79 @@
+"""The shapes of the Hopper prefill kernel: which one runs depends on the tokens that an expert has in the mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from sm90_cases import in_tiles, make_call, relative_error, run_on, why_not_here
+from tolerances import ROUNDED_INT4
+
+REASON = why_not_here()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(REASON), reason=REASON or "it is there")]
+
+LIMIT = 2e-3
+FORMATS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("nvfp4", {}),
+    ("mxfp4", {}),
+    ("mxint4", {}),
+    ("int4", {"group": 64}),
+)
+formats = pytest.mark.parametrize(("scheme", "weights"), FORMATS, ids=str)
+MANY_EXPERTS: dict[str, Any] = {"experts": 128, "top_k": 8, "hidden": 2048, "inter": 64}
+FEW_EXPERTS: dict[str, Any] = {"experts": 4, "top_k": 2, "hidden": 320, "inter": 192}
+
+
+def check(scheme: str, **fields: Any) -> None:
+    call = make_call(scheme, out_dtype=torch.float32, **fields)
+    out = run_on("prefill", in_tiles(call))
+    assert torch.isfinite(out).all()
+    assert relative_error(out, call) < (ROUNDED_INT4 if "int4" in scheme else LIMIT)
+
+
+@formats
+@pytest.mark.parametrize("tokens", (7, 96, 256))
+def test_two_blocks_a_multiprocessor(scheme: str, weights: dict[str, Any], tokens: int) -> None:
+    check(scheme, weights=weights, tokens=tokens, **MANY_EXPERTS)
+
+
+@formats
+@pytest.mark.parametrize("tokens", (30, 101, 160))
+def test_four_warpgroups(scheme: str, weights: dict[str, Any], tokens: int) -> None:
+    check(scheme, weights=weights, tokens=tokens, **FEW_EXPERTS)
+
+
+@formats
+@pytest.mark.parametrize("tokens", (161, 320, 333, 1000))
+def test_wide_tiles(scheme: str, weights: dict[str, Any], tokens: int) -> None:
+    check(scheme, weights=weights, tokens=tokens, **FEW_EXPERTS)
+
+
+@formats
+@pytest.mark.parametrize("hidden", (64, 192, 320))
+@pytest.mark.parametrize("inter", (32, 64, 96, 160))
+def test_stages_of_one_step(scheme: str, weights: dict[str, Any], hidden: int, inter: int) -> None:
+    """Odd numbers of steps in K, and tiles of rows that no block of four fills."""
+    if scheme == "int4":
+        weights = {"group": -1}  # a row: 64 divides not all of these
+    check(scheme, weights=weights, tokens=50, experts=4, top_k=2, hidden=hidden, inter=inter)
+
+
+@pytest.mark.parametrize("a2", (None, 300.0, "expert"), ids=str)
+@pytest.mark.parametrize("sizes", (MANY_EXPERTS, FEW_EXPERTS), ids=("many", "few"))
+@pytest.mark.parametrize("tokens", (40, 200))
+@pytest.mark.parametrize("activation", ("silu", "relu2_no_mul"))
+def test_quantized_activations(a2: float | str | None, sizes: dict[str, Any], tokens: int, activation: str) -> None:
+    call = make_call("nvfp4", "nvfp4", tokens=tokens, a1=a2, a2=a2, activation=activation, **sizes)
+    out = run_on("prefill", in_tiles(call))
+    assert relative_error(out, call) < 2 * LIMIT
+
+
+@pytest.mark.parametrize("tokens", (100, 300))
+def test_all_tokens_at_few_experts(tokens: int) -> None:
+    """Tiles of the narrow and of the slim shape where experts have many times the mean."""
+    call = make_call("nvfp4", tokens=tokens, out_dtype=torch.float32, **MANY_EXPERTS)
+    ids = torch.arange(8, dtype=torch.int32, device=call.topk_ids.device).expand_as(call.topk_ids).contiguous()
+    call = call._replace(topk_ids=ids)
+    out = run_on("prefill", in_tiles(call))
+    assert relative_error(out, call) < LIMIT
