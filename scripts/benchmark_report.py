@@ -20,7 +20,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 README, PAGE = ROOT / "README.md", RESULTS / "h200.md"
 BEGIN, END = "<!-- speed table: made by scripts/benchmark_report.py -->", "<!-- end of the speed table -->"
 
-FILES = ("h200_triton.jsonl", "h200_moe.jsonl")  # in the order of their runs
+FILES = ("h200_moe.jsonl",)  # in the order of their runs
 MODELS = {
     "qwen3_30b": "Qwen3-30B-A3B",
     "dsv3": "DeepSeek-V3",

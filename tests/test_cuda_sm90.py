@@ -174,7 +174,7 @@ def backend_call(**fields: Any) -> tuple[ExpertsCall, ExpertsCall]:
 
 @pytest.mark.parametrize("act_format", ("none", "nvfp4"))
 def test_every_number_of_tokens_around_the_switch(act_format: str) -> None:
-    switch = cuda_sm90.decode_max_tokens(8, 2)
+    switch = cuda_sm90.decode_max_tokens(8, 2, 256 * 128)
     for tokens in (0, 1, 2, 3, 5, 8, 9, switch - 1, switch, switch + 1, switch + 2, 2 * switch + 1):
         call, tiled = backend_call(act_format=act_format, tokens=tokens)
         out = torch.full((tokens, 256), float("nan"), dtype=torch.bfloat16, device="cuda")

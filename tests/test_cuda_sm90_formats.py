@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_moe_ops as moe
 from torch_moe_ops.backends import BACKENDS, cuda_sm90
@@ -88,6 +89,25 @@ def test_restore_is_the_inverse(
     for name, tensor in restored.items():
         assert tensor.dtype == given[name].dtype and tensor.shape == given[name].shape, name
         assert torch.equal(tensor.view(torch.uint8), given[name].view(torch.uint8)), name
+
+
+@pytest.mark.parametrize(("scheme", "group", "dtype", "zero"), FORMATS)
+def test_the_op_takes_what_prepare_makes(scheme: str, group: int, dtype: torch.dtype, zero: bool) -> None:
+    raw = make_layer(scheme, group, dtype, zero, 256, 128)
+    name = "cuda_sm90" if scheme in cuda_sm90.FORMATS else "cuda_sm90_int4"
+    alphas = {"g1_alphas": torch.ones(2), "g2_alphas": torch.ones(2)} if scheme == "nvfp4" else {}
+    prepared = cuda_sm90.prepare(raw) | alphas
+    with FakeTensorMode() as mode:
+        weights = {key: mode.from_tensor(tensor) for key, tensor in prepared.items()}
+        x, ids, factors = torch.empty(5, 256, dtype=BF16), torch.empty(5, 2, dtype=torch.int32), torch.empty(5, 2)
+        fields: dict[str, Any] = {"hidden_states_scale": None, "w13_bias": None, "w2_bias": None}
+        if SCHEMES[scheme].static_acts:
+            fields |= {"a1_gscale": None, "a2_gscale": None}
+        if SCHEMES[scheme].has_zero_point:
+            fields |= {"w13_zero_point": None, "w2_zero_point": None}
+        given = {"hidden_states": x, "topk_ids": ids, "topk_weights": factors, "backend": name, "act_format": "none"}
+        out = getattr(torch.ops.moeq, f"{scheme}_moe_routed")(**given, **weights, **fields)
+    assert out.shape == (5, 256) and out.dtype == BF16
 
 
 @pytest.fixture(scope="module")

@@ -244,5 +244,26 @@ def test_integer_weights_have_to_be_asked_for() -> None:
 
 
 def test_explain_tells_which_kernel_runs() -> None:
-    notes = BACKENDS["cuda_sm90"].notes(dataclasses.replace(HOPPER, num_experts=128, num_local_experts=128, top_k=8))
-    assert f"up to {cuda_sm90.decode_max_tokens(128, 8)} tokens" in notes
+    backend = BACKENDS["cuda_sm90"]
+    sizes = {"num_experts": 256, "num_local_experts": 256, "hidden_size": 7168, "intermediate_size": 2048}
+    deepseek = dataclasses.replace(HOPPER, **sizes, top_k=8)
+    assert backend.notes(deepseek) == (
+        "decode kernel up to 56 tokens (without grid barriers up to 8), "
+        "prefill kernels: slim tiles up to 768, narrow tiles up to 2560, wide beyond"
+    )
+    assert backend.notes(dataclasses.replace(deepseek, top_k=None)).startswith("decode kernel up to 14 to 448")
+    mixtral = {"num_experts": 8, "num_local_experts": 8, "hidden_size": 4096, "intermediate_size": 14336}
+    assert "prefill kernels: narrow tiles up to 320, wide" in backend.notes(
+        dataclasses.replace(HOPPER, **mixtral, top_k=2)
+    )
+
+
+def test_limits_are_those_of_the_kernels() -> None:
+    folder = Path(__file__).parent.parent / "csrc" / "cuda" / "sm90"
+    few, plan = (folder / "decode_few.h").read_text(), (folder / "decode_plan.h").read_text()
+    prefill = (folder / "prefill.cu").read_text()
+    assert f"kMaxSlots = {cuda_sm90.FEW_SLOTS};" in few
+    assert f"kMaxTokens = {cuda_sm90.FEW_TOKENS};" in few
+    assert f"kMaxSlots = {cuda_sm90.DECODE_MAX_SLOTS};" in plan
+    assert f"kSlimTokens = {cuda_sm90.SLIM}, kNarrowTokens = {cuda_sm90.NARROW}, " in prefill
+    assert f"kManyBlocks = {cuda_sm90.SLIM_BLOCKS};" in prefill

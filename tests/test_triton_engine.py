@@ -169,17 +169,21 @@ def test_many_tokens_a_tile_of_plain_weights(tile: Tile, activation: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("scheme", "hidden", "tile", "ahead"),
+    ("scheme", "hidden", "tile", "how"),
     [
-        ("mxfp4", 288, Tile(64, 256, 4, 3), True),  # 9 bytes of scales a row
-        ("nvfp4", 576, Tile(64, 128, 8, 3), True),  # 2 bytes of scales a thread and step
-        ("nvfp4", 576, Tile(64, 128, 4, 3), False),
-        ("mxfp4", 64, Tile(64, 128, 4, 3), True),  # no step at all before the rest
+        ("mxfp4", 288, Tile(64, 256, 4, 3, 128), "shifted"),  # 9 bytes of scales a row
+        ("mxfp4", 576, Tile(64, 128, 4, 3), "shifted"),  # 18
+        ("nvfp4", 336, Tile(64, 256, 4, 3), "shifted"),  # 21
+        ("nvfp4", 576, Tile(64, 128, 8, 3), "ahead"),  # 2 bytes of scales a thread and step
+        ("nvfp4", 576, Tile(64, 128, 4, 3), "copied"),
+        ("mxfp4", 160, Tile(64, 64, 4, 3), "ahead"),  # 2 scales a row and step
+        ("mxfp4", 64, Tile(64, 128, 4, 3), "shifted"),  # no step at all before the rest
     ],
 )
-def test_scales_a_step_ahead(scheme: str, hidden: int, tile: Tile, ahead: bool) -> None:
+def test_how_scales_are_read(scheme: str, hidden: int, tile: Tile, how: str) -> None:
     call = make_call(scheme, hidden=hidden, inter=hidden)
-    assert launch._ahead(tile, make_plan(call).weight1, hidden, call.w13_scale) == ahead
+    assert call.w13_scale is not None
+    assert launch._scales(tile, make_plan(call).weight1, 2 * hidden, hidden, call.w13_scale) == how
     check(call, Config(16, 16, tile, tile._replace(split_k=2)))
 
 

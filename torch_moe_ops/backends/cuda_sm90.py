@@ -21,18 +21,28 @@ from torch_moe_ops.quant import nvfp4
 FORMATS: dict[str, tuple[str, ...]] = {"nvfp4": ("nvfp4", "none"), "mxfp4": ("none",)}
 # Their weights are rounded to bfloat16, which is more than docs/numerics.md allows a backend that nobody asked for.
 ROUNDED_FORMATS: dict[str, tuple[str, ...]] = {"mxint4": ("none",), "int4": ("none",)}
+DECODE_TOKENS = 14
+LARGE_MATRIX = 12_000_000
 DECODE_MAX_SLOTS = 2048  # tokens * top_k that the decode kernel takes (csrc/cuda/sm90/decode_plan.h)
+FEW_TOKENS, FEW_SLOTS = 8, 128  # that it takes without grid barriers (decode_few.h)
+# Shapes of the prefill kernel: up to so many tokens an expert, the first one if there is so much work (prefill.cu).
+SLIM, NARROW, SLIM_BLOCKS = 24, 80, 800
 
 
-def decode_max_tokens(num_experts: int, top_k: int) -> int:
-    """Up to this many tokens the decode kernel runs, beyond it the prefill kernels; num_experts are the local ones."""
-    return min(max(8, 8 * num_experts // top_k), DECODE_MAX_SLOTS // top_k)
+def decode_max_tokens(num_experts: int, top_k: int, matrix: int) -> int:
+    """Up to this many tokens the decode kernel runs, beyond it the prefill kernels (docs/hopper.md, section 5).
+
+    num_experts: local ones. matrix: values of an expert's w2.
+    """
+    most = DECODE_TOKENS
+    if matrix >= LARGE_MATRIX:
+        most = max(most, 7 * num_experts // (4 * top_k))
+    return min(most, DECODE_MAX_SLOTS // top_k)
 
 
 def run(call: ExpertsCall, out: Tensor) -> None:
     """Fill `out` [num_tokens, hidden_size] (bfloat16, float16 or float32, contiguous) from a checked call."""
-    tokens, top_k = call.topk_ids.shape
-    run_kernel(call, out, decode=tokens <= decode_max_tokens(call.w13.shape[0], top_k))
+    run_kernel(call, out, _decodes(call, out, call.topk_ids.shape[1]))
 
 
 def run_monolithic(call: ExpertsCall, routing: tuple[Any, ...], out: Tensor) -> bool:
@@ -40,9 +50,14 @@ def run_monolithic(call: ExpertsCall, routing: tuple[Any, ...], out: Tensor) -> 
     router = router_of(routing)
     if router is None:
         return False
-    decode = out.shape[0] <= decode_max_tokens(call.w13.shape[0], router.top_k)
-    run_kernel(call._replace(topk_ids=None, topk_weights=None), out, decode, router)  # type: ignore[arg-type]
+    without_ids = call._replace(topk_ids=None, topk_weights=None)  # type: ignore[arg-type]
+    run_kernel(without_ids, out, _decodes(call, out, router.top_k), router)
     return True
+
+
+def _decodes(call: ExpertsCall, out: Tensor, top_k: int) -> bool:
+    tokens, hidden = out.shape
+    return tokens <= decode_max_tokens(call.w13.shape[0], top_k, hidden * call.w2.shape[2] * TILE)
 
 
 def run_kernel(call: ExpertsCall, out: Tensor, decode: bool, router: Router = NO_ROUTER) -> None:
@@ -71,20 +86,36 @@ def _hidden_size_reason(problem: Problem) -> str | None:
 
 
 def _notes(problem: Problem) -> str:
-    """Which kernel a number of tokens would get, and where another backend may be faster."""
-    slower = "triton may be faster at 6 to 24 tokens an expert (docs/hopper.md)"
+    """Which kernel, and which of its shapes, a number of tokens would get (docs/hopper.md, sections 3 to 5)."""
+    experts, matrix = problem.num_local_experts, problem.hidden_size * problem.intermediate_size
     if problem.top_k is None:
-        most = decode_max_tokens(problem.num_local_experts, 1)
-        return f"decode kernel up to about {most} / top_k tokens, prefill kernels beyond; {slower}"
-    most = decode_max_tokens(problem.num_local_experts, problem.top_k)
-    return f"decode kernel up to {most} tokens, prefill kernels beyond; {slower}"
+        least, most = (decode_max_tokens(experts, k, matrix) for k in (32, 1))
+        switch = f"{least}" if least == most else f"{least} to {most} (by top_k)"
+        return f"decode kernel up to {switch} tokens, prefill kernels beyond"
+    top_k = problem.top_k
+    most = decode_max_tokens(experts, top_k, matrix)
+    few = min(FEW_TOKENS, FEW_SLOTS // top_k, most)
+    shapes = {"slim": SLIM * experts // top_k, "narrow": NARROW * experts // top_k}
+    if experts * -(-problem.hidden_size // 256) < SLIM_BLOCKS:
+        del shapes["slim"]
+    tiles = "".join(f"{shape} tiles up to {tokens}, " for shape, tokens in shapes.items() if tokens > most)
+    return f"decode kernel up to {most} tokens (without grid barriers up to {few}), prefill kernels: {tiles}wide beyond"
+
+
+def _notes_of_rounded(problem: Problem) -> str:
+    return f"weights are rounded to bfloat16; {_notes(problem)}"
 
 
 def _register(name: str, schemes: dict[str, tuple[str, ...]], auto: bool) -> Backend:
     return register(
         Backend(
             name=name,
-            layout=Layout("cuda_sm90_tiles_v1", specs, lambda scheme, w2_shape: w2_shape[2] * TILE),
+            layout=Layout(
+                "cuda_sm90_tiles_v1",
+                specs,
+                lambda scheme, w2_shape: w2_shape[2] * TILE,
+                stored=dict.fromkeys(ROUNDED_FORMATS, torch.uint8),
+            ),
             requires=(
                 *NEEDS,
                 formats(schemes),
@@ -97,7 +128,7 @@ def _register(name: str, schemes: dict[str, tuple[str, ...]], auto: bool) -> Bac
             run=run,
             run_monolithic=run_monolithic,
             hidden_dtypes=(torch.bfloat16,),
-            notes=_notes,
+            notes=_notes if auto else _notes_of_rounded,
             auto=auto,
         )
     )

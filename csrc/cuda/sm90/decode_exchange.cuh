@@ -1,5 +1,6 @@
 // How thread blocks hand each other numbers without barriers: every value travels with the number of the launch, in one
-// access of 8 bytes, and whoever needs it reads until the number is right. Nothing is ever cleared, as numbers only grow.
+// access of 8 bytes, and whoever needs it reads until the number is right. Nothing is ever cleared: numbers only grow.
+// Launches must not overlap; each takes all shared memory of all multiprocessors, and all at once (it is cooperative).
 #pragma once
 #include "decode_few.h"
 
@@ -18,7 +19,8 @@ __device__ __forceinline__ void send_pair(int64_t at, float a, float b, uint32_t
 __device__ __forceinline__ void send_rounded(int64_t at, float a, float b, uint32_t epoch) {
   const __nv_bfloat162 both = __floats2bfloat162_rn(a, b);
   const uint64_t item = static_cast<uint64_t>(epoch) << 32 | *reinterpret_cast<const uint32_t*>(&both);
-  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(reinterpret_cast<uint64_t*>(exchange) + at), "l"(item) : "memory");
+  uint64_t* to = reinterpret_cast<uint64_t*>(exchange) + at;
+  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(to), "l"(item) : "memory");
 }
 
 struct Pair {
@@ -31,9 +33,14 @@ struct Pair {
   __device__ __forceinline__ float b() const { return __uint_as_float(static_cast<uint32_t>(second)); }
 };
 
+__device__ __forceinline__ const Pair* sent_pairs() { return reinterpret_cast<const Pair*>(exchange); }
+
 __device__ __forceinline__ Pair look(const Pair* at) {
   Pair pair;
-  asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(pair.first), "=l"(pair.second) : "l"(at) : "memory");
+  asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];"
+               : "=l"(pair.first), "=l"(pair.second)
+               : "l"(at)
+               : "memory");
   return pair;
 }
 

@@ -39,28 +39,6 @@ __device__ __forceinline__ void start_block(const Args& args, Fixed& fixed, uint
   }
 }
 
-// Asks for a word of every page that the first copies read, all at once: the copies alone would wait for the translation
-// of one after another.
-template <class Format>
-__device__ __forceinline__ void touch_weights(const Args& args, const Fixed& fixed) {
-  const Problem& p = args.p;
-  const int lane = threadIdx.x % 32, gemm = lane / 4 % 2;
-  const Work& work = fixed.work[gemm];
-  if (lane < 8 && work.count > 0) {
-    const int row_tiles = args.row_tiles[gemm], k_tiles = args.k_tiles[gemm];
-    int entry = work.entry, row_tile = work.row_tile;
-    if (lane % 2 == 1) {   // the next expert, if there is one
-      row_tile += (work.part * row_tiles + row_tile + work.count > row_tiles * work.parts) ? row_tiles : 0;
-      entry += row_tile >= row_tiles;
-      row_tile = row_tile >= row_tiles ? 0 : row_tile;
-    }
-    const int64_t tile = (static_cast<int64_t>(fixed.entries[entry].expert) * row_tiles + row_tile) * k_tiles;
-    const uint8_t* at = lane % 4 < 2 ? (gemm == 0 ? p.w13 : p.w2) + tile * kTileCodeBytes
-                                     : (gemm == 0 ? p.w13_scale : p.w2_scale) + tile * Format::kTileScaleBytes;
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
-  }
-}
-
 // One thread.
 template <class Format>
 __device__ __forceinline__ void copy_weights(const Args& args, const Fixed& fixed, uint8_t* base) {
@@ -79,7 +57,8 @@ __device__ __forceinline__ void copy_weights(const Args& args, const Fixed& fixe
 #pragma unroll 1
     for (; work.count > 0; --work.count) {
       const int begin = work.part * work.part_tiles, end = min(begin + work.part_tiles, k_tiles);
-      int64_t tile = (static_cast<int64_t>(fixed.entries[work.entry].expert) * row_tiles + work.row_tile) * k_tiles + begin;
+      const int64_t row = static_cast<int64_t>(fixed.entries[work.entry].expert) * row_tiles + work.row_tile;
+      int64_t tile = row * k_tiles + begin;
 #pragma unroll 1
       for (int k = begin; k < end; k += work.stage_tiles) {
         const int tiles = min(work.stage_tiles, end - k);
@@ -87,7 +66,8 @@ __device__ __forceinline__ void copy_weights(const Args& args, const Fixed& fixe
         barrier_wait(empty + 8 * turn.stage, turn.parity);
         barrier_expect(bar, tiles * (kTileCodeBytes + Format::kTileScaleBytes));
         copy_bulk(to, all_codes + tile * kTileCodeBytes, tiles * kTileCodeBytes, bar);
-        copy_bulk(to + args.stage_tiles * kTileCodeBytes, all_scales + tile * Format::kTileScaleBytes, tiles * Format::kTileScaleBytes, bar);
+        copy_bulk(to + args.stage_tiles * kTileCodeBytes, all_scales + tile * Format::kTileScaleBytes,
+                  tiles * Format::kTileScaleBytes, bar);
         tile += tiles;
         next_stage(turn, args.stages);
       }

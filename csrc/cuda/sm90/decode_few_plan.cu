@@ -6,8 +6,8 @@ namespace moeq::sm90::few {
 
 namespace {
 
-// All units should keep all blocks busy to the end; each costs about as much as three tiles more. `longest`: a long operand
-// of many tokens would leave little room for the ring.
+// All units should keep all blocks busy to the end; each costs about as much as three tiles more. `longest`: a long
+// operand of many tokens would leave little room for the ring.
 int parts_for(int units, int k_tiles, int grid, int most, int longest) {
   constexpr int kOfUnit = 3;
   int best = 1;
@@ -38,14 +38,23 @@ float accumulator_scale(Format format) {
                                     : kInt4AccumulatorScale;
 }
 
-bool plain(const Problem& p) {
+Kind kind_of(const Problem& p) {
+  const bool usual = p.gated && p.activation <= Activation::kSwigluoai && p.w13_bias == nullptr && p.w2_bias == nullptr;
+  const bool given2 = p.a2 == ActScale::kTensor || p.a2 == ActScale::kExpert;
+  if (usual && p.a1 == ActScale::kNone && p.a2 == ActScale::kNone) {
+    return Kind::kPlain;
+  }
+  return usual && p.a1 == ActScale::kTensor && given2 && p.format == Format::kNvfp4 ? Kind::kQuantized : Kind::kGeneral;
+}
+
+bool fits_kernel(const Problem& p) {
   return p.tokens <= kMaxTokens && p.tokens * p.top_k <= kMaxSlots && !p.weight_on_input && p.a1 != ActScale::kExpert;
 }
 
 }  // namespace
 
 cudaError_t make_plan(const Problem& p, Plan& plan, bool& fits) {
-  fits = plain(p);
+  fits = fits_kernel(p);
   if (!fits) {
     return cudaSuccess;
   }
@@ -66,6 +75,7 @@ cudaError_t make_plan(const Problem& p, Plan& plan, bool& fits) {
   for (args.columns = 1; args.columns < p.tokens && args.columns < kColumns; args.columns *= 2) {
   }
   args.scale = accumulator_scale(p.format);
+  plan.kind = kind_of(p);
   args.row_tiles[0] = row_tiles13(p.inter, p.gated);
   args.k_tiles[0] = k_tiles(p.hidden);
   args.row_tiles[1] = ceil_div(p.hidden, kTileRows);
@@ -77,7 +87,8 @@ cudaError_t make_plan(const Problem& p, Plan& plan, bool& fits) {
       const int limit = gemm == 0 ? (most < 2 ? most : 2) : p.a2 == ActScale::kToken ? 1 : most;
       int used = 1;
       for (int entries = 1; entries <= args.slots; ++entries) {
-        const int parts = parts_for(entries * args.row_tiles[gemm], args.k_tiles[gemm], plan.grid, limit, gemm == 0 ? 1 << 20 : 64);
+        const int units = entries * args.row_tiles[gemm];
+        const int parts = parts_for(units, args.k_tiles[gemm], plan.grid, limit, gemm == 0 ? 1 << 20 : 64);
         args.parts[gemm][entries] = static_cast<uint8_t>(parts);
         used = parts > used ? parts : used;
       }
@@ -90,12 +101,15 @@ cudaError_t make_plan(const Problem& p, Plan& plan, bool& fits) {
   args.outputs = static_cast<int>(pairs[0]);
   args.x_stride = args.k_tiles[0] * kTileK * 2 + 16;   // the odd 16 bytes spread eight tokens' reads over all banks
   args.h_stride = longest_part(args, 1) * kTileK * 2 + 16;
-  args.x_offset = fixed_bytes();
+  args.sums_offset = fixed_bytes();
+  args.x_offset = args.sums_offset + 2 * kWorkers * args.columns * kTileRows * static_cast<int>(sizeof(float));
   args.h_offset = args.x_offset + p.tokens * args.x_stride;
   args.ring_offset = (args.h_offset + args.columns * args.h_stride + 127) / 128 * 128;
   const int room = shared - args.ring_offset;
-  const int per_block = args.slots * (args.row_tiles[0] * args.k_tiles[0] + args.row_tiles[1] * args.k_tiles[1]) / plan.grid;
-  args.stage_tiles = per_block > 200 ? 16 : 8;
+  // Long stages cost less; short ones are there sooner, where a block has few of them.
+  constexpr int kMany = 200;
+  const int tiles = args.row_tiles[0] * args.k_tiles[0] + args.row_tiles[1] * args.k_tiles[1];
+  args.stage_tiles = args.slots * tiles / plan.grid > kMany ? 16 : 8;
   args.stages = room / (args.stage_tiles * kTileBytes);
   args.stages = args.stages < kMaxStages ? args.stages : kMaxStages;
   plan.shared_bytes = shared;

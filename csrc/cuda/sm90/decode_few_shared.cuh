@@ -44,7 +44,33 @@ struct Fixed {
   uint32_t openers[4];           // of four warps' slots: how many open an entry << 16 | slots of theirs
   uint32_t amax[kMaxTokens];     // of rows that are being quantized
   float x_factor[kMaxTokens], h_factor[kColumns];
-  float sums[2][kWorkers][kColumns][kTileRows];
+};
+
+// [2, workers, columns, rows of a tile]: what is left of a unit for the finishers.
+__device__ __forceinline__ float* sums_of(const Args& args, uint8_t* base, int buffer, int worker, int column) {
+  const int place = (buffer * kWorkers + worker) * args.columns + column;
+  return reinterpret_cast<float*>(base + args.sums_offset) + place * kTileRows;
+}
+
+// Questions about a problem that the kind of kernel may have answered.
+template <Kind kKind>
+struct Case {
+  static constexpr bool kGeneral = kKind == Kind::kGeneral;
+  static __device__ __forceinline__ bool gated(const Problem& p) { return !kGeneral || p.gated; }
+  static __device__ __forceinline__ bool bias13(const Problem& p) { return kGeneral && p.w13_bias != nullptr; }
+  static __device__ __forceinline__ bool bias2(const Problem& p) { return kGeneral && p.w2_bias != nullptr; }
+  static __device__ __forceinline__ bool quantizes_tokens(const Problem& p) {
+    return kGeneral ? p.a1 != ActScale::kNone : kKind == Kind::kQuantized;
+  }
+  static __device__ __forceinline__ bool quantizes_hidden(const Problem& p) {
+    return kGeneral ? p.a2 != ActScale::kNone : kKind == Kind::kQuantized;
+  }
+  static __device__ __forceinline__ bool dynamic_tokens(const Problem& p) {
+    return kGeneral && p.a1 == ActScale::kToken;
+  }
+  static __device__ __forceinline__ bool dynamic_hidden(const Problem& p) {
+    return kGeneral && p.a2 == ActScale::kToken;
+  }
 };
 
 __host__ __device__ constexpr int fixed_bytes() { return (static_cast<int>(sizeof(Fixed)) + 127) / 128 * 128; }

@@ -1,5 +1,5 @@
-// The routing, which every thread block works out for itself: slots sorted by expert, the entries that they make, and the
-// block's share of their weights.
+// The routing, which every thread block works out for itself: slots sorted by expert, the entries that they make, and
+// the block's share of their weights.
 #pragma once
 #include "decode_few_shared.cuh"
 #include "route.cuh"
@@ -66,7 +66,7 @@ __device__ __forceinline__ void sort_few(const Args& args, Fixed& fixed, int exp
 }
 
 // Any number of slots, one of each of the first four warps' threads.
-__device__ __forceinline__ void sort_many(const Args& args, Fixed& fixed) {
+__device__ __noinline__ inline void sort_many(const Args& args, Fixed& fixed) {
   const int slot = threadIdx.x, lane = slot % 32, warp = slot / 32, last = args.columns - 1;
   int expert = -1;
   if (slot < args.slots) {
@@ -121,7 +121,7 @@ __device__ __forceinline__ void sort_many(const Args& args, Fixed& fixed) {
 }
 
 // Warps 0 to 15, a token each.
-__device__ __noinline__ void route_tokens(const Args& args, Fixed& fixed) {
+__device__ __noinline__ inline void route_tokens(const Args& args, Fixed& fixed) {
   const Problem& p = args.p;
   const int token = threadIdx.x / 32;
   if (token < p.tokens) {

@@ -22,7 +22,7 @@ struct Schedule {
   int* tiles_total;    // [1]
   int* rows_total;     // [1]
   int* next_item;      // [1]: of the persistent kernel
-  int* finished;       // [experts]: arrivals of GEMM1's warpgroups
+  int* finished;       // [experts]: pieces of GEMM1's work that are in memory
   int* first_row;      // [experts]
   int* rank;           // [slots]: among those of the expert; -1 where it is foreign
   int* slot_of_row;    // [max_rows]; undefined in gaps

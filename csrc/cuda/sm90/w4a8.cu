@@ -1,4 +1,4 @@
-// A layer: sort, quantize the tokens, both GEMMs with what lies between them in one launch or three, combine.
+// A layer: sort, quantize the tokens, GEMM1, quantize the intermediate, GEMM2, combine.
 #include "prefill_kernels.cuh"
 #include "w4a8_gemm.cuh"
 #include "w4a8_quantize.cuh"
@@ -8,12 +8,9 @@ namespace moeq::sm90 {
 namespace w4a8 {
 namespace {
 
-// Up to so many rows of the operand both GEMMs and what lies between them are one launch: latency decides.
-constexpr int kRowsOfOneLaunch = 4096;
-
 struct Plan {
-  QuantizeArgs tokens;
-  GemmArgs gemms;
+  QuantizeArgs tokens, intermediate;
+  GemmArgs first, second;
   CombineArgs combine;
   int rows;
   size_t bytes;
@@ -23,11 +20,8 @@ Schedule take_schedule(Arena& arena, int slots, int experts) {
   Schedule schedule;
   schedule.tiles_total = arena.take<int>(1);
   schedule.next_item = arena.take<int>(2);
-  schedule.next_row = arena.take<int>(1);
   schedule.start = arena.take<int>(experts + 1);
   schedule.count = arena.take<int>(experts);
-  schedule.finished = arena.take<int>(experts);
-  schedule.quantized = arena.take<int>(experts);
   schedule.rank = arena.take<int>(slots);
   schedule.slot_of_row = arena.take<int>(max_rows(slots, experts));
   schedule.place_of_row = arena.take<Place>(max_rows(slots, experts));
@@ -55,58 +49,49 @@ Plan make_plan(const W4a8Problem& p) {
   float* factor2 = arena.take<float>(int64_t{rows} * (groups ? k_tiles2 : 1));
   float* h = arena.take<float>(rows * h_columns(p));
   void* y = arena.take<uint8_t>(int64_t{slots} * p.hidden * (wide ? 4 : 2));
-  const Gemm first{operand13, factor13, p.w13, p.w13_scale, p.scales13, k_tiles13,
-                   tiles(p.gated ? 2 * p.inter : p.inter, kTileRows)};
-  const Gemm second{operand2, factor2, p.w2, p.w2_scale, p.scales2, k_tiles2, tiles(p.hidden, kTileRows)};
-  plan.tokens = {p, schedule, operand13, factor13, k_tiles13};
-  plan.gemms = {p, schedule, first, second, h, operand2, factor2, y, wide, Launches::kBoth};
+  plan.tokens = {p, schedule, nullptr, false, operand13, factor13, k_tiles13};
+  plan.intermediate = {p, schedule, h, is_in_place(p), operand2, factor2, k_tiles2};
+  plan.first = {p, schedule, operand13, factor13, p.w13, p.w13_scale, p.scales13, h, nullptr, false, p.gated,
+                schedule.next_item, k_tiles13, tiles(p.gated ? 2 * p.inter : p.inter, kTileRows)};
+  plan.second = {p, schedule, operand2, factor2, p.w2, p.w2_scale, p.scales2, nullptr, y, wide, false,
+                 schedule.next_item + 1, k_tiles2, tiles(p.hidden, kTileRows)};
   plan.combine = {p, y, wide};
   plan.rows = rows;
   plan.bytes = arena.used();
   return plan;
 }
 
-LayerKernels kernels_of(const W4a8Problem& p) {
-  const Finish finish = is_in_place(p) ? Finish::kSwiglu : Finish::kLinear;
-  switch (p.weights) {
+GemmKernel kernel_of(Weights weights, Finish finish) {
+  switch (weights) {
     case Weights::kPacked:
-      return packed_kernels(finish);
+      return packed_kernel(finish);
     case Weights::kRows:
-      return rows_kernels(finish);
+      return rows_kernel(finish);
     default:
-      return blocks_kernels(finish);
+      return blocks_kernel(finish);
   }
 }
 
-cudaError_t launch_gemm(const LayerKernels& kernels, GemmArgs args, Launches launches, int blocks) {
-  args.launches = launches;
-  return launch_after(kernels.gemm, args, blocks, kGemmThreads, kernels.shared_bytes, args.problem.stream);
-}
-
-// In one launch, or in three.
-cudaError_t launch_gemms(const GemmArgs& args, int rows) {
+cudaError_t launch_gemm(const GemmArgs& args, Finish finish) {
   const W4a8Problem& p = args.problem;
-  int device = 0, blocks = 0;
+  int device = 0, multiprocessors = 0;
   cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&blocks, cudaDevAttrMultiProcessorCount, device);
-  const LayerKernels kernels = kernels_of(p);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  const GemmKernel gemm = kernel_of(p.weights, finish);
   if (error == cudaSuccess) {
-    error = cudaFuncSetAttribute(kernels.gemm, cudaFuncAttributeMaxDynamicSharedMemorySize, kernels.shared_bytes);
+    error = cudaFuncSetAttribute(gemm.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, gemm.shared_bytes);
   }
   if (error != cudaSuccess) return error;
-  if (rows <= kRowsOfOneLaunch) return launch_gemm(kernels, args, Launches::kBoth, blocks);
-  error = launch_gemm(kernels, args, Launches::kFirst, blocks);
-  const int threads = least_of(32 * args.second.k_tiles, kQuantizeThreads);
-  if (error == cudaSuccess) error = launch_after(kernels.quantize, args, rows, threads, 0, p.stream);
-  if (error == cudaSuccess) error = launch_gemm(kernels, args, Launches::kSecond, blocks);
-  return error;
+  return launch_after(gemm.kernel, args, multiprocessors, kGemmThreads, gemm.shared_bytes, p.stream);
 }
 
 cudaError_t run_piece(const W4a8Problem& p) {
   const Plan plan = make_plan(p);
   cudaError_t error = launch_schedule(p, plan.tokens.schedule);
   if (error == cudaSuccess) error = launch_quantize_tokens(plan.tokens);
-  if (error == cudaSuccess) error = launch_gemms(plan.gemms, plan.rows);
+  if (error == cudaSuccess) error = launch_gemm(plan.first, is_in_place(p) ? Finish::kSwiglu : Finish::kLinear);
+  if (error == cudaSuccess) error = launch_quantize_intermediate(plan.intermediate, plan.rows);
+  if (error == cudaSuccess) error = launch_gemm(plan.second, Finish::kOutput);
   if (error == cudaSuccess) error = launch_combine(plan.combine);
   return error;
 }

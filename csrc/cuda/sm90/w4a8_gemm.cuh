@@ -1,8 +1,6 @@
-// The persistent kernel of a layer. Two warpgroups multiply; of a third one a warp loads, one counts what is stored,
-// and two quantize the intermediate of experts that GEMM1 is done with.
+// The persistent kernel of one GEMM. Two warpgroups multiply, a warp of a third one loads.
 #pragma once
 #include "w4a8_epilogue.cuh"
-#include "w4a8_intermediate.cuh"
 #include "w4a8_producer.cuh"
 
 namespace moeq::sm90::w4a8 {
@@ -12,8 +10,7 @@ __device__ __forceinline__ void make_tile(const GemmArgs& args, GemmShared<Polic
                                           const Work& work, int warpgroup, int slot) {
   const Span<parts> span(work.width);
   Sums<parts> sums = {};
-  multiply(sums, shared, ring, warpgroup, span, work.second ? args.second : args.first, work,
-           !work.second && args.problem.gated);
+  multiply(sums, shared, ring, warpgroup, span, args, work);
   store<Policy, finish, parts>(args, shared, work, sums, span.tokens, warpgroup, slot);
 }
 
@@ -34,7 +31,7 @@ __device__ __forceinline__ void consume(const GemmArgs& args, GemmShared<Policy>
       make_tile<Policy, finish, 2>(args, shared, ring, work, warpgroup, work_ring.slot);
     }
     __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&shared.work_stored[work_ring.slot]));
+    if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&shared.work_empty[work_ring.slot]));
     work_ring.advance();
   }
 }
@@ -49,37 +46,33 @@ __global__ void __launch_bounds__(kGemmThreads, 1) gemm_kernel(const __grid_cons
   wait_for_previous_kernel();
   if (threadIdx.x >= kConsumerThreads) {
     registers_shrink<40>();
-    const int warp = threadIdx.x / 32 - kConsumerThreads / 32;
-    if (warp == 0) {
-      produce(args, shared);
-    } else if (warp == 1) {
-      report_stored(args, shared);
-    } else {
-      if (args.launches == Launches::kBoth) quantize_beside<Policy, finish == Finish::kSwiglu>(args);
-    }
-    allow_next_kernel();
+    if (threadIdx.x < kConsumerThreads + 32) produce(args, shared);
   } else {
     registers_grow<232>();
     consume<Policy, finish>(args, shared);
   }
 }
 
-// Of one policy and finish.
-struct LayerKernels {
-  void (*gemm)(GemmArgs);
-  void (*quantize)(GemmArgs);
+struct GemmKernel {
+  void (*kernel)(GemmArgs);
   int shared_bytes;
 };
 
-LayerKernels packed_kernels(Finish finish);
-LayerKernels rows_kernels(Finish finish);
-LayerKernels blocks_kernels(Finish finish);
+GemmKernel packed_kernel(Finish finish);
+GemmKernel rows_kernel(Finish finish);
+GemmKernel blocks_kernel(Finish finish);
 
 template <class Policy>
-LayerKernels kernels_of(Finish finish) {
+GemmKernel kernel_of(Finish finish) {
   constexpr int kBytes = sizeof(GemmShared<Policy>) + 1024;
-  if (finish == Finish::kSwiglu) return {gemm_kernel<Policy, Finish::kSwiglu>, quantize_kernel<Policy, true>, kBytes};
-  return {gemm_kernel<Policy, Finish::kLinear>, quantize_kernel<Policy, false>, kBytes};
+  switch (finish) {
+    case Finish::kSwiglu:
+      return {gemm_kernel<Policy, Finish::kSwiglu>, kBytes};
+    case Finish::kLinear:
+      return {gemm_kernel<Policy, Finish::kLinear>, kBytes};
+    default:
+      return {gemm_kernel<Policy, Finish::kOutput>, kBytes};
+  }
 }
 
 }  // namespace moeq::sm90::w4a8

@@ -1,5 +1,5 @@
 #include "w4a8_gemm.cuh"
 
 namespace moeq::sm90::w4a8 {
-LayerKernels blocks_kernels(Finish finish) { return kernels_of<Blocks>(finish); }
+GemmKernel blocks_kernel(Finish finish) { return kernel_of<Blocks>(finish); }
 }  // namespace moeq::sm90::w4a8

@@ -54,7 +54,7 @@ __device__ __forceinline__ void keep(uint32_t (&a)[4][4]) {
 
 template <class Policy>
 __device__ __forceinline__ void release(GemmShared<Policy>& shared, int stage) {
-  __syncwarp();
+  if (Policy::kGroups) __syncwarp();   // all lanes have read their tokens' scales
   if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&shared.empty[stage]));
 }
 
@@ -85,10 +85,9 @@ __device__ __forceinline__ uint64_t tokens_of_part(uint64_t tokens, const Span<p
 
 template <int parts>
 __device__ __forceinline__ void multiply(Sums<parts>& sums, GemmShared<Packed>& shared, Ring<Packed::kStages>& ring,
-                                         int warpgroup, const Span<parts>& span, const Gemm& gemm, const Work&,
-                                         bool) {
+                                         int warpgroup, const Span<parts>& span, const GemmArgs& args, const Work&) {
   float part[Sums<parts>::kRegisters] = {};
-  for (int k = 0; k < gemm.k_tiles; k++) {
+  for (int k = 0; k < args.k_tiles; k++) {
     barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
     uint32_t a[4][4];
     decode_tile(shared.weights[ring.slot] + warpgroup * kPackedBytes,
@@ -109,12 +108,12 @@ __device__ __forceinline__ void multiply(Sums<parts>& sums, GemmShared<Packed>& 
 struct BlockScales {
   const float* at[2];
 
-  __device__ __forceinline__ BlockScales(const Gemm& gemm, const Work& work, int warpgroup, bool gated) {
-    const WeightScales& s = gemm.weight_scales;
-    const int tile = min(work.row_block * kBlockTiles + warpgroup, gemm.row_tiles - 1);
-    const int block = tile * (gated ? kTileRows / 2 : kTileRows) / 128;
+  __device__ __forceinline__ BlockScales(const GemmArgs& args, const Work& work, int warpgroup) {
+    const WeightScales& s = args.weight_scales;
+    const int tile = min(work.row_block * kBlockTiles + warpgroup, args.row_tiles - 1);
+    const int block = tile * (args.gated ? kTileRows / 2 : kTileRows) / 128;
 #pragma unroll
-    for (int h = 0; h < 2; h++) at[h] = s.data + work.expert * s.expert + (gated ? h * s.half : 0) + block * s.row;
+    for (int h = 0; h < 2; h++) at[h] = s.data + work.expert * s.expert + (args.gated ? h * s.half : 0) + block * s.row;
   }
   __device__ __forceinline__ float2 of(int k) const { return make_float2(__ldg(at[0] + k), __ldg(at[1] + k)); }
 };
@@ -141,13 +140,13 @@ __device__ __forceinline__ void add_scaled(float (&sums)[registers], const float
 // Rows and Blocks: the tensor cores read weights where they lie.
 template <int parts, class Policy>
 __device__ __forceinline__ void multiply(Sums<parts>& sums, GemmShared<Policy>& shared, Ring<Policy::kStages>& ring,
-                                         int warpgroup, const Span<parts>& span, const Gemm& gemm, const Work& work,
-                                         bool gated) {
+                                         int warpgroup, const Span<parts>& span, const GemmArgs& args,
+                                         const Work& work) {
   float part[Sums<parts>::kRegisters] = {};
-  const BlockScales scales(gemm, work, warpgroup, gated);
+  const BlockScales scales(args, work, warpgroup);
   float2 scale = Policy::kGroups ? scales.of(0) : make_float2(1.0f, 1.0f);
-  for (int k = 0; k < gemm.k_tiles; k++) {
-    const float2 next = Policy::kGroups && k + 1 < gemm.k_tiles ? scales.of(k + 1) : scale;
+  for (int k = 0; k < args.k_tiles; k++) {
+    const float2 next = Policy::kGroups && k + 1 < args.k_tiles ? scales.of(k + 1) : scale;
     barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
     const uint64_t tokens = swizzled_operand(shared_address(shared.tokens[ring.slot]));
     const uint64_t weights = swizzled_operand(shared_address(shared.weights[ring.slot] + warpgroup * kFp8Bytes));

@@ -1,20 +1,14 @@
-// The warp that loads: everything is contiguous, so a stage is a handful of bulk copies. And the one that tells the
-// others when a piece of work is stored.
+// The warp that loads: everything is contiguous, so a stage is a handful of bulk copies.
 #pragma once
 #include "w4a8_shared.cuh"
 
 namespace moeq::sm90::w4a8 {
 
-// All items of GEMM1, then all of GEMM2. Items of an expert: for each block of weight rows one after another all its
-// tiles, so that weights come from the cache from the second tile on.
+// Items of an expert: for each block of weight rows one after another all its tiles, so that weights come from the
+// cache from the second tile on.
 __device__ __forceinline__ Work find_work(const GemmArgs& args, int tiles_total, int item) {
-  Work work{};
-  work.expert = -1;
-  const int firsts = args.launches == Launches::kSecond ? 0 : tiles_total * row_blocks(args.first);
-  work.second = item >= firsts;
-  if (work.second && args.launches == Launches::kFirst) return work;
-  if (work.second) item -= firsts;
-  const int blocks = row_blocks(work.second ? args.second : args.first);
+  Work work{-1, 0, 0, 0, 0, 0, 0};
+  const int blocks = (args.row_tiles + kBlockTiles - 1) / kBlockTiles;
   if (item >= tiles_total * blocks) return work;
   const TokenTile tile = args.schedule.tiles[item / blocks];
   const int within = item - tile.first * blocks;
@@ -26,7 +20,6 @@ __device__ __forceinline__ Work find_work(const GemmArgs& args, int tiles_total,
   work.first_row = tile.start + first_token;
   work.start = tile.start;
   work.padded = round_up(tile.count, 8);
-  work.count = tile.count;
   return work;
 }
 
@@ -42,27 +35,28 @@ template <class Policy>
 constexpr int kStreams = 1 + kBlockTiles + (Policy::kTileScales > 0 ? kBlockTiles : Policy::kGroups ? 1 : 0);
 
 template <class Policy>
-__device__ __forceinline__ Stream stream_of_tokens(const Gemm& gemm, GemmShared<Policy>& shared, const Work& work,
+__device__ __forceinline__ Stream stream_of_tokens(const GemmArgs& args, GemmShared<Policy>& shared, const Work& work,
                                                    bool groups) {
   const int local = work.first_row - work.start, many = min(work.width, work.padded - local);
-  const int64_t at = int64_t{work.start} * gemm.k_tiles + local;
+  const int64_t at = int64_t{work.start} * args.k_tiles + local;
   if (Policy::kGroups && groups) {
-    return {gemm.factor + at, work.padded * 4, many * 4, shared_address(shared.groups), kMaxWidth * 4};
+    return {args.factor + at, work.padded * 4, many * 4, shared_address(shared.groups), kMaxWidth * 4};
   }
-  return {gemm.operand + at * kTileK, work.padded * kTileK, many * kTileK, shared_address(shared.tokens), kTokenBytes};
+  return {args.operand + at * kTileK, work.padded * kTileK, many * kTileK, shared_address(shared.tokens), kTokenBytes};
 }
 
 template <class Policy>
-__device__ __forceinline__ Stream stream_of(const Gemm& gemm, GemmShared<Policy>& shared, const Work& work, int lane) {
-  if (lane == 0 || (Policy::kGroups && lane > kBlockTiles)) return stream_of_tokens(gemm, shared, work, lane > 0);
+__device__ __forceinline__ Stream stream_of(const GemmArgs& args, GemmShared<Policy>& shared, const Work& work,
+                                            int lane) {
+  if (lane == 0 || (Policy::kGroups && lane > kBlockTiles)) return stream_of_tokens(args, shared, work, lane > 0);
   const int tile = (lane - 1) % kBlockTiles;
-  const int64_t row_tile = int64_t{work.expert} * gemm.row_tiles +
-                           min(work.row_block * kBlockTiles + tile, gemm.row_tiles - 1);
+  const int64_t row_tile = int64_t{work.expert} * args.row_tiles +
+                           min(work.row_block * kBlockTiles + tile, args.row_tiles - 1);
   if (lane <= kBlockTiles) {
-    return {gemm.weights + row_tile * gemm.k_tiles * Policy::kTileBytes, Policy::kTileBytes, Policy::kTileBytes,
+    return {args.weights + row_tile * args.k_tiles * Policy::kTileBytes, Policy::kTileBytes, Policy::kTileBytes,
             shared_address(shared.weights) + tile * Policy::kTileBytes, kBlockTiles * Policy::kTileBytes};
   }
-  return {gemm.scales + row_tile * (gemm.k_tiles * Policy::kTileScales + kTileRows), Policy::kTileScales,
+  return {args.scales + row_tile * (args.k_tiles * Policy::kTileScales + kTileRows), Policy::kTileScales,
           Policy::kTileScales, shared_address(shared.scales) + tile * Policy::kTileScales,
           kBlockTiles * Policy::kTileScales};
 }
@@ -80,27 +74,18 @@ __device__ __forceinline__ void publish(const GemmArgs& args, GemmShared<Policy>
   barrier_expect(full, (Policy::kGroups ? 1 : 2) * bytes);
   copy_bulk(shared_address(shared.slots[slot]), args.schedule.slot_of_row + work.first_row, bytes, full);
   if (Policy::kGroups) return;
-  const float* factor = work.second ? args.second.factor : args.first.factor;
-  copy_bulk(shared_address(shared.factor[slot]), factor + work.first_row, bytes, full);
-}
-
-// Of a whole warp: until as many have arrived as there are.
-__device__ __forceinline__ void wait_for_count(const int* count, int all) {
-  if (threadIdx.x % 32 == 0) {
-    while (load_acquire(count) < all) __nanosleep(100);
-  }
-  __syncwarp();
+  copy_bulk(shared_address(shared.factor[slot]), args.factor + work.first_row, bytes, full);
 }
 
 template <class Policy>
-__device__ __forceinline__ void copy_stages(const Gemm& gemm, GemmShared<Policy>& shared, const Work& work,
+__device__ __forceinline__ void copy_stages(const GemmArgs& args, GemmShared<Policy>& shared, const Work& work,
                                             Ring<Policy::kStages>& ring) {
   const int lane = threadIdx.x % 32;
-  Stream stream = stream_of(gemm, shared, work, lane < kStreams<Policy> ? lane : 0);
+  Stream stream = stream_of(args, shared, work, lane < kStreams<Policy> ? lane : 0);
   const int token_bytes = __shfl_sync(0xffffffffu, stream.bytes, 0);
   const int bytes = token_bytes + kBlockTiles * (Policy::kTileBytes + Policy::kTileScales) +
                     (Policy::kGroups ? token_bytes / kTileK * 4 : 0);
-  for (int k = 0; k < gemm.k_tiles; k++) {
+  for (int k = 0; k < args.k_tiles; k++) {
     barrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
     const uint32_t full = shared_address(&shared.full[ring.slot]);
     if (lane == 0) barrier_expect(full, bytes);
@@ -116,41 +101,16 @@ __device__ __forceinline__ void produce(const GemmArgs& args, GemmShared<Policy>
   const int tiles_total = *args.schedule.tiles_total, lane = threadIdx.x % 32;
   Ring<kWorkSlots> work_ring;
   Ring<Policy::kStages> ring;
-  int* next_item = args.schedule.next_item + (args.launches == Launches::kSecond ? 1 : 0);
-  int item = lane == 0 ? atomicAdd(next_item, 1) : 0;
+  int item = blockIdx.x;
   while (true) {
-    const Work work = find_work(args, tiles_total, __shfl_sync(0xffffffffu, item, 0));
-    if (work.second && work.expert >= 0 && args.launches == Launches::kBoth) {
-      wait_for_count(args.schedule.quantized + work.expert, work.count);
-      fence_async_proxy();   // bulk copies read what other threads have stored
-    }
+    const Work work = find_work(args, tiles_total, item);
     barrier_wait(shared_address(&shared.work_empty[work_ring.slot]), work_ring.parity ^ 1);
     if (lane == 0) publish(args, shared, work, work_ring.slot);
     work_ring.advance();
     if (work.expert < 0) break;
-    if (lane == 0) item = atomicAdd(next_item, 1);   // its latency passes while the tile is loaded
-    copy_stages(work.second ? args.second : args.first, shared, work, ring);
-  }
-}
-
-// One warp: frees the slots of work, and counts GEMM1's items of each expert. The consumers need not wait until what
-// they stored has arrived.
-template <class Policy>
-__device__ __forceinline__ void report_stored(const GemmArgs& args, GemmShared<Policy>& shared) {
-  Ring<kWorkSlots> ring;
-  while (true) {
-    barrier_wait_idle(shared_address(&shared.work_full[ring.slot]), ring.parity);
-    const Work& work = shared.work[ring.slot];
-    const int expert = work.expert;
-    const bool second = work.second;
-    if (expert < 0) break;
-    barrier_wait_idle(shared_address(&shared.work_stored[ring.slot]), ring.parity);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) {
-      barrier_arrive(shared_address(&shared.work_empty[ring.slot]));
-      if (!second && args.launches == Launches::kBoth) add_release(args.schedule.finished + expert, 1);
-    }
-    ring.advance();
+    if (lane == 0) item = gridDim.x + atomicAdd(args.next_item, 1);   // its latency passes while the tile is loaded
+    copy_stages(args, shared, work, ring);
+    item = __shfl_sync(0xffffffffu, item, 0);
   }
 }
 

@@ -1,6 +1,7 @@
-// Quantization of the tokens to e4m3, one block a token, whose values lie in registers between maximum and codes.
+// Quantization to e4m3, one block a row: a row lies in registers between its maximum and its codes.
 #include <cuda_bf16.h>
 
+#include "gemm_activation.cuh"
 #include "gemm_async.cuh"
 #include "w4a8_encode.cuh"
 #include "w4a8_quantize.cuh"
@@ -51,29 +52,6 @@ template <int pieces>
 struct Row {
   Piece piece[pieces];
 
-  __device__ __forceinline__ explicit Row(const Problem& p) {
-    const uint16_t* x = static_cast<const uint16_t*>(p.x) + int64_t{blockIdx.x} * p.hidden;
-#pragma unroll
-    for (int i = 0; i < pieces * 4; i++) {
-      const int k = first_k(threadIdx.x + i / 4 * blockDim.x, i % 4);
-      const uint2 v = k < p.hidden ? *reinterpret_cast<const uint2*>(x + k) : make_uint2(0, 0);
-      float(&values)[4] = piece[i / 4].values[i % 4];
-      values[0] = __uint_as_float(v.x << 16);
-      values[1] = __uint_as_float(v.x & 0xffff0000u);
-      values[2] = __uint_as_float(v.y << 16);
-      values[3] = __uint_as_float(v.y & 0xffff0000u);
-    }
-    if (p.weight_on_input) multiply_by(p.topk_weights[blockIdx.x]);
-  }
-
-  __device__ __forceinline__ void multiply_by(float weight) {
-#pragma unroll
-    for (int i = 0; i < pieces * 16; i++) {
-      float& value = piece[i / 16].values[i / 4 % 4][i % 4];
-      value = __bfloat162float(__float2bfloat16_rn(__fmul_rn(value, weight)));
-    }
-  }
-
   __device__ __forceinline__ float largest() const {
     float amax = 0.0f;
 #pragma unroll
@@ -81,6 +59,54 @@ struct Row {
     return amax;
   }
 };
+
+template <int pieces>
+__device__ __forceinline__ Row<pieces> load_token(const Problem& p, int token) {
+  const uint16_t* x = static_cast<const uint16_t*>(p.x) + int64_t{token} * p.hidden;
+  Row<pieces> row;
+#pragma unroll
+  for (int i = 0; i < pieces * 4; i++) {
+    const int k = first_k(threadIdx.x + i / 4 * blockDim.x, i % 4);
+    const uint2 v = k < p.hidden ? *reinterpret_cast<const uint2*>(x + k) : make_uint2(0, 0);
+    float(&values)[4] = row.piece[i / 4].values[i % 4];
+    values[0] = __uint_as_float(v.x << 16);
+    values[1] = __uint_as_float(v.x & 0xffff0000u);
+    values[2] = __uint_as_float(v.y << 16);
+    values[3] = __uint_as_float(v.y & 0xffff0000u);
+  }
+  if (!p.weight_on_input) return row;
+  const float weight = p.topk_weights[token];
+#pragma unroll
+  for (int i = 0; i < pieces * 16; i++) {
+    float& value = row.piece[i / 16].values[i / 4 % 4][i % 4];
+    value = __bfloat162float(__float2bfloat16_rn(__fmul_rn(value, weight)));
+  }
+  return row;
+}
+
+template <int pieces>
+__device__ __forceinline__ Row<pieces> load_intermediate(const QuantizeArgs& args, int from) {
+  const Problem& p = args.problem;
+  const bool two = p.gated && !args.activated;
+  const float* h = args.h + int64_t{from} * p.inter * (two ? 2 : 1);
+  const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  Row<pieces> row;
+#pragma unroll
+  for (int i = 0; i < pieces * 4; i++) {
+    const int k = first_k(threadIdx.x + i / 4 * blockDim.x, i % 4);
+    const float4 v = k < p.inter ? __ldcs(reinterpret_cast<const float4*>(h + k)) : zero;
+    float(&values)[4] = row.piece[i / 4].values[i % 4];
+    values[0] = v.x;
+    values[1] = v.y;
+    values[2] = v.z;
+    values[3] = v.w;
+    if (args.activated || k >= p.inter) continue;
+    const float4 u = two ? __ldcs(reinterpret_cast<const float4*>(h + p.inter + k)) : v;
+    const float up[4] = {u.x, u.y, u.z, u.w};
+    for (int b = 0; b < 4; b++) values[b] = activate(p, values[b], up[b]);
+  }
+  return row;
+}
 
 template <int pieces>
 __device__ __forceinline__ void store(const OperandRow& to, const uint4 (&codes)[pieces], int count) {
@@ -94,50 +120,21 @@ __device__ __forceinline__ void store(const OperandRow& to, const uint4 (&codes)
 template <int pieces>
 constexpr int kMostThreads = pieces == 4 ? 1024 : 512;
 
-// A scale for each token, or calibrated ones.
+// A row's codes with a scale for each 128 of K, and their scales.
 template <int pieces>
-__global__ void __launch_bounds__(kMostThreads<pieces>, pieces == 4 ? 1 : 2) quantize_rows_kernel(
-    const __grid_constant__ QuantizeArgs args) {
-  __shared__ float shared[32];
-  __shared__ Place places[kPlaces];
-  wait_for_previous_kernel();
-  allow_next_kernel();
-  const Problem& p = args.problem;
-  const Row<pieces> row(p);
-  const bool dynamic = p.a1 == ActScale::kToken;
-  float by = dynamic ? scale_of(block_max(row.largest(), shared)) : p.a1_gscale[0];
+struct Groups {
   uint4 codes[pieces];
-  const auto encode = [&] {
-#pragma unroll
-    for (int i = 0; i < pieces; i++) codes[i] = row.piece[i].encode(by, dynamic);
-  };
-  encode();
-  for_each_place(args, places, [&](const Place& place) {
-    if (p.a1 == ActScale::kExpert) {
-      by = p.a1_gscale[place.expert];
-      encode();
-    }
-    store(OperandRow(args.operand, place, args.k_tiles), codes, args.k_tiles * kPieces);
-    if (threadIdx.x == 0) args.factor[place.row] = dynamic ? by : __frcp_rn(by);
-  });
-}
-
-// A scale for each 128 of K.
-template <int pieces>
-__global__ void __launch_bounds__(kMostThreads<pieces>, pieces == 4 ? 1 : 2) quantize_groups_kernel(
-    const __grid_constant__ QuantizeArgs args) {
-  __shared__ Place places[kPlaces];
-  wait_for_previous_kernel();
-  allow_next_kernel();
-  const Row<pieces> row(args.problem);
   float by[pieces];
-  uint4 codes[pieces];
+
+  __device__ __forceinline__ explicit Groups(const Row<pieces>& row) {
 #pragma unroll
-  for (int i = 0; i < pieces; i++) {
-    by[i] = scale_of(group_max(row.piece[i].largest()));
-    codes[i] = row.piece[i].encode(by[i], true);
+    for (int i = 0; i < pieces; i++) {
+      by[i] = scale_of(group_max(row.piece[i].largest()));
+      codes[i] = row.piece[i].encode(by[i], true);
+    }
   }
-  for_each_place(args, places, [&](const Place& place) {
+
+  __device__ __forceinline__ void write(const QuantizeArgs& args, const Place& place) const {
     store(OperandRow(args.operand, place, args.k_tiles), codes, args.k_tiles * kPieces);
 #pragma unroll
     for (int i = 0; i < pieces; i++) {
@@ -146,14 +143,71 @@ __global__ void __launch_bounds__(kMostThreads<pieces>, pieces == 4 ? 1 : 2) qua
         args.factor[group_at(place, args.k_tiles, k_tile)] = by[i];
       }
     }
+  }
+};
+
+template <int pieces>
+__device__ __forceinline__ void encode_row(const Row<pieces>& row, float by, bool divide, uint4 (&codes)[pieces]) {
+#pragma unroll
+  for (int i = 0; i < pieces; i++) codes[i] = row.piece[i].encode(by, divide);
+}
+
+// A token's codes go to the rows of all its slots.
+template <int pieces, bool groups>
+__global__ void __launch_bounds__(kMostThreads<pieces>, pieces == 4 ? 1 : 2) quantize_tokens_kernel(
+    const __grid_constant__ QuantizeArgs args) {
+  __shared__ float shared[32];
+  __shared__ Place places[kPlaces];
+  wait_for_previous_kernel();
+  const Problem& p = args.problem;
+  const Row<pieces> row = load_token<pieces>(p, blockIdx.x);
+  if constexpr (groups) {
+    const Groups<pieces> quantized(row);
+    for_each_place(args, places, [&](const Place& place) { quantized.write(args, place); });
+    return;
+  }
+  const bool dynamic = p.a1 == ActScale::kToken;
+  float by = dynamic ? scale_of(block_max(row.largest(), shared)) : p.a1_gscale[0];
+  uint4 codes[pieces];
+  encode_row(row, by, dynamic, codes);
+  for_each_place(args, places, [&](const Place& place) {
+    if (p.a1 == ActScale::kExpert) {
+      by = p.a1_gscale[place.expert];
+      encode_row(row, by, false, codes);
+    }
+    store(OperandRow(args.operand, place, args.k_tiles), codes, args.k_tiles * kPieces);
+    if (threadIdx.x == 0) args.factor[place.row] = dynamic ? by : __frcp_rn(by);
   });
+}
+
+// Rows that no slot has are loaded too: memory is there, and nothing waits to know.
+template <int pieces, bool groups>
+__global__ void __launch_bounds__(kMostThreads<pieces>, pieces == 4 ? 1 : 2) quantize_intermediate_kernel(
+    const __grid_constant__ QuantizeArgs args) {
+  __shared__ float shared[32];
+  wait_for_previous_kernel();
+  const Problem& p = args.problem;
+  const Row<pieces> row = load_intermediate<pieces>(args, blockIdx.x);
+  if (blockIdx.x >= args.schedule.start[p.experts]) return;
+  const Place place = args.schedule.place_of_row[blockIdx.x];
+  if (place.row < 0) return;
+  if constexpr (groups) {
+    Groups<pieces>(row).write(args, place);
+    return;
+  }
+  const bool dynamic = p.a2 == ActScale::kToken;
+  const float by = dynamic ? scale_of(block_max(row.largest(), shared))
+                           : p.a2_gscale[p.a2 == ActScale::kExpert ? place.expert : 0];
+  uint4 codes[pieces];
+  encode_row(row, by, dynamic, codes);
+  store(OperandRow(args.operand, place, args.k_tiles), codes, args.k_tiles * kPieces);
+  if (threadIdx.x == 0) args.factor[place.row] = dynamic ? by : __frcp_rn(by);
 }
 
 // Tokens that are e4m3 codes already.
 __global__ void __launch_bounds__(512) place_codes_kernel(const __grid_constant__ QuantizeArgs args) {
   __shared__ Place places[kPlaces];
   wait_for_previous_kernel();
-  allow_next_kernel();
   const W4a8Problem& p = args.problem;
   const uint8_t* x = static_cast<const uint8_t*>(p.x) + int64_t{blockIdx.x} * p.hidden;
   const bool groups = p.weights == Weights::kBlocks;
@@ -174,23 +228,40 @@ __global__ void __launch_bounds__(512) place_codes_kernel(const __grid_constant_
   });
 }
 
-template <int pieces>
-auto kernel_of(const W4a8Problem& p) {
-  return p.weights == Weights::kBlocks ? quantize_groups_kernel<pieces> : quantize_rows_kernel<pieces>;
+template <int pieces, bool groups>
+struct Tokens {
+  static auto get() { return quantize_tokens_kernel<pieces, groups>; }
+};
+template <int pieces, bool groups>
+struct Intermediate {
+  static auto get() { return quantize_intermediate_kernel<pieces, groups>; }
+};
+
+// One block a row; few pieces a thread, so that many rows are under way.
+template <template <int, bool> class Kernel, bool groups>
+cudaError_t launch(const QuantizeArgs& args, int rows) {
+  const int count = args.k_tiles * kPieces;
+  const cudaStream_t stream = args.problem.stream;
+  const auto threads = [=](int pieces) { return round_up((count + pieces - 1) / pieces, 32); };
+  if (count <= 256) return launch_after(Kernel<1, groups>::get(), args, rows, threads(1), 0, stream);
+  if (count <= 1024) return launch_after(Kernel<2, groups>::get(), args, rows, threads(2), 0, stream);
+  return launch_after(Kernel<4, groups>::get(), args, rows, threads(4), 0, stream);
 }
 
 }  // namespace
 
-// One block a token; few pieces a thread, so that many tokens are under way.
 cudaError_t launch_quantize_tokens(const QuantizeArgs& args) {
   const W4a8Problem& p = args.problem;
-  const int count = args.k_tiles * kPieces;
-  const auto threads = [=](int pieces) { return round_up((count + pieces - 1) / pieces, 32); };
-  const auto launch = [&](auto kernel, int size) { return launch_after(kernel, args, p.tokens, size, 0, p.stream); };
-  if (p.x_scale != nullptr) return launch(place_codes_kernel, least_of(threads(1), 512));
-  if (count <= 256) return launch(kernel_of<1>(p), threads(1));
-  if (count <= 1024) return launch(kernel_of<2>(p), threads(2));
-  return launch(kernel_of<4>(p), threads(4));
+  if (p.x_scale != nullptr) {
+    const int threads = least_of(round_up(args.k_tiles * kPieces, 32), 512);
+    return launch_after(place_codes_kernel, args, p.tokens, threads, 0, p.stream);
+  }
+  return p.weights == Weights::kBlocks ? launch<Tokens, true>(args, p.tokens) : launch<Tokens, false>(args, p.tokens);
+}
+
+cudaError_t launch_quantize_intermediate(const QuantizeArgs& args, int rows) {
+  const bool groups = args.problem.weights == Weights::kBlocks;
+  return groups ? launch<Intermediate, true>(args, rows) : launch<Intermediate, false>(args, rows);
 }
 
 }  // namespace moeq::sm90::w4a8

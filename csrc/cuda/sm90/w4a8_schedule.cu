@@ -16,7 +16,6 @@ struct ScheduleArgs {
 __device__ void list_expert(const Schedule& schedule, int expert, int start, int count, int first, int tiles) {
   schedule.start[expert] = start;
   schedule.count[expert] = count;
-  schedule.finished[expert] = schedule.quantized[expert] = 0;
   for (int row = start + count; row < start + round_up(count, 8); row++) {
     schedule.slot_of_row[row] = -1;
     schedule.place_of_row[row].row = -1;
@@ -50,7 +49,7 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_kernel(const __grid_cons
   if (expert == 0) {
     *schedule.tiles_total = tiles_total;
     schedule.start[p.experts] = rows_total;
-    schedule.next_item[0] = schedule.next_item[1] = *schedule.next_row = 0;
+    schedule.next_item[0] = schedule.next_item[1] = 0;
   }
 }
 

@@ -31,12 +31,9 @@ struct Place {
 
 struct Schedule {
   int* tiles_total;    // [1]
-  int* next_item;      // [2]: of the GEMMs, or of each
-  int* next_row;       // [1]: of the intermediate, to be quantized
+  int* next_item;      // [2]: of the GEMMs
   int* start;          // [experts + 1]: first row, a multiple of 8
   int* count;          // [experts]
-  int* finished;       // [experts]: GEMM1's items that are stored
-  int* quantized;      // [experts]: rows of the intermediate
   int* rank;           // [slots]: among those of its expert; -1: a foreign expert's
   int* slot_of_row;    // [rows]; -1: nobody's. Written when tokens are quantized, but for the -1
   Place* place_of_row; // [rows], likewise

@@ -6,29 +6,20 @@
 
 namespace moeq::sm90::w4a8 {
 
-// One of the two GEMMs.
-struct Gemm {
+struct GemmArgs {
+  W4a8Problem problem;
+  Schedule schedule;
   const uint8_t* operand;    // see w4a8_schedule.cuh
   const float* factor;       // [rows] of the operand; kBlocks: [k tiles, rows], as the operand lies
   const uint8_t* weights;    // [experts, row tiles, k tiles, bytes of a tile]
   const uint8_t* scales;     // kPacked: [experts, row tiles, scales of the row tile, then its exponents]
   WeightScales weight_scales;
-  int k_tiles, row_tiles;
-};
-
-// What a launch of the GEMM kernel does: all in one, or a GEMM.
-enum class Launches { kBoth, kFirst, kSecond };
-
-struct GemmArgs {
-  W4a8Problem problem;
-  Schedule schedule;
-  Gemm first, second;
-  float* h;                  // [rows, inter] activated, or [rows, halves * inter] not yet
-  uint8_t* h_operand;        // what `second` has: h quantized
-  float* h_factor;
-  void* y;                   // [slots, hidden], bfloat16 or float32 if y_wide
+  float* h;                  // GEMM1: [rows, inter] activated, or [rows, halves * inter] not yet
+  void* y;                   // GEMM2: [slots, hidden], bfloat16 or float32 if y_wide
   bool y_wide;
-  Launches launches;
+  bool gated;                // gate and up rows alternate
+  int* next_item;
+  int k_tiles, row_tiles;
 };
 
 constexpr int kBlockTiles = 2;                              // row tiles of a block, one a warpgroup
@@ -59,14 +50,12 @@ struct Blocks : Rows {
 // A tile of tokens times a block of weight rows.
 struct Work {
   int expert;      // -1: no more work
-  bool second;     // of GEMM2
   int row_block;
   int width;
   int rows;        // tokens that exist, of `width`
   int first_row;   // of the operand
   int start;       // of the expert's rows in the operand
   int padded;      // rows of the expert there
-  int count;       // of them that exist
 };
 
 template <class Policy>
@@ -79,7 +68,7 @@ struct __align__(1024) GemmShared {
   alignas(16) float factor[kWorkSlots][kMaxWidth];   // of the work's tokens
   alignas(16) int slots[kWorkSlots][kMaxWidth];
   uint64_t full[Policy::kStages], empty[Policy::kStages];
-  uint64_t work_full[kWorkSlots], work_stored[kWorkSlots], work_empty[kWorkSlots];
+  uint64_t work_full[kWorkSlots], work_empty[kWorkSlots];
 };
 
 template <class Policy>
@@ -90,12 +79,9 @@ __device__ __forceinline__ void init_barriers(GemmShared<Policy>& shared) {
   }
   for (int i = 0; i < kWorkSlots; i++) {
     barrier_init(shared_address(&shared.work_full[i]), 1);
-    barrier_init(shared_address(&shared.work_stored[i]), kConsumerThreads / 32);
-    barrier_init(shared_address(&shared.work_empty[i]), 1);
+    barrier_init(shared_address(&shared.work_empty[i]), kConsumerThreads / 32);
   }
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-
-__device__ __forceinline__ int row_blocks(const Gemm& gemm) { return (gemm.row_tiles + kBlockTiles - 1) / kBlockTiles; }
 
 }  // namespace moeq::sm90::w4a8

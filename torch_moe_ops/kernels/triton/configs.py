@@ -1,7 +1,7 @@
 """Tile sizes by problem: what was tuned on such a device, else plain rules over shapes. No call measures anything.
 
 `python -m torch_moe_ops tune` times the candidates and keeps the best (tuned.py). The rules hold what was found
-on an H200 for Qwen3-30B-A3B, DeepSeek-V3 and Mixtral-8x7B (benchmarks/results/h200_triton_tune.jsonl).
+on an H200 for Qwen3-30B-A3B, DeepSeek-V3, Mixtral-8x7B and gpt-oss (benchmarks/results/h200_triton_tiles.jsonl).
 """
 
 from __future__ import annotations
@@ -49,10 +49,12 @@ def _one_token(hidden: int, inter: int) -> Config:
     return Config(16, 16, gemm1, _NARROW._replace(split_k=2) if inter >= 2048 else _NARROW)
 
 
-def _few_each(num_slots: int, hidden: int, inter: int) -> Config:
+def _few_each(scheme: str, num_slots: int, hidden: int, inter: int) -> Config:
     """Up to about ten tokens an expert: weights are all that moves."""
     if hidden % 128:
-        return Config(16, 16, _NARROW, _NARROW if inter % 128 else _DEEP)
+        # Scales of 32 have to be shifted into place then, which takes registers that long steps have not left.
+        first = _NARROW if scheme == "nvfp4" else _SHALLOW
+        return Config(16, 16, first, first if inter % 128 else _DEEP)
     gemm1 = _DEEP if hidden > 2048 else Tile(128, 128, 8, 4) if num_slots <= 128 else _SHALLOW
     gemm2 = _DEEP if inter >= 2048 else _SHALLOW
     return Config(16, 16, gemm1, gemm2)
@@ -68,11 +70,11 @@ def _many_each(per_expert: float, hidden: int, inter: int) -> Config:
     return Config(128, 32, _WIDE, gemm2)
 
 
-def _select_4bit(tokens: int, num_slots: int, per_expert: float, hidden: int, inter: int) -> Config:
+def _select_4bit(scheme: str, tokens: int, num_slots: int, per_expert: float, hidden: int, inter: int) -> Config:
     if tokens == 1:
         return _one_token(hidden, inter)
     if per_expert <= 10:
-        return _few_each(num_slots, hidden, inter)
+        return _few_each(scheme, num_slots, hidden, inter)
     if per_expert <= 24:
         return Config(32, 16, _DEEP, _DEEP if inter >= 2048 else _SHALLOW)
     return _many_each(per_expert, hidden, inter)
@@ -134,7 +136,7 @@ def rules(scheme: str, tokens: int, top_k: int, num_experts: int, hidden: int, i
         return _select_plain(per_expert, hidden, inter)
     if bits == 8:
         return _select_8bit(per_expert, scheme == "fp8_block")
-    return _select_4bit(tokens, tokens * top_k, per_expert, hidden, inter)
+    return _select_4bit(scheme, tokens, tokens * top_k, per_expert, hidden, inter)
 
 
 @lru_cache(maxsize=4096)

@@ -32,6 +32,28 @@ def load_groups_before(rows, k, end, GROUP: tl.constexpr, BLOCK_K: tl.constexpr)
 
 
 @triton.jit
+def load_groups_as_words(words_ptr, row, k, GROUP: tl.constexpr, BLOCK_K: tl.constexpr):
+    """As load_groups, of single bytes, for steps that lie inside K and hold a multiple of 4 groups: by 32-bit words.
+
+    words_ptr: int32, where row 0 begins. row: [BLOCK_N], bytes from there to each row, any number of them.
+    """
+    count: tl.constexpr = BLOCK_K // GROUP // 4
+    at = (row >> 2)[:, None] + (k // GROUP // 4 + tl.arange(0, count))[None, :]
+    odd = (row & 3).to(tl.uint32)
+    low = tl.load(words_ptr + at).to(tl.uint32, bitcast=True)
+    # A row that begins with a word needs no second one; there may be none.
+    high = tl.load(words_ptr + at + (odd != 0).to(tl.int32)[:, None]).to(tl.uint32, bitcast=True)
+    shift = (odd * 8)[:, None]
+    word = (low >> shift) | ((high << (31 - shift)) << 1)
+    # Shifts by numbers from outside of the loop would keep the compiler from decoding to where the tensor core reads.
+    b0 = (word & 255).to(tl.uint8)
+    b1 = ((word >> 8) & 255).to(tl.uint8)
+    b2 = ((word >> 16) & 255).to(tl.uint8)
+    b3 = (word >> 24).to(tl.uint8)
+    return tl.join(tl.join(b0, b2), tl.join(b1, b3)).reshape(row.shape[0], 4 * count)
+
+
+@triton.jit
 def spread(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """[ROWS, groups] -> [ROWS, COLUMNS], each value repeated."""
     groups: tl.constexpr = values.shape[1]

@@ -59,7 +59,7 @@ def _gemm1_tile(
     INTER: tl.constexpr, I_PADDED: tl.constexpr, OPERAND_STRIDE: tl.constexpr, ACTIVATION: tl.constexpr,
     IS_GATED: tl.constexpr, HAS_LIMIT: tl.constexpr, ALPHAS: tl.constexpr, HAS_BIAS: tl.constexpr,
     SLOT_ROWS: tl.constexpr, PER_WORD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, DIRECT: tl.constexpr, USE_PTX: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SCALES: tl.constexpr, DIRECT: tl.constexpr, USE_PTX: tl.constexpr,
 ):  # fmt: skip
     """One tile of gemm1_kernel: BLOCK_T rows of the expert from `first_row` on."""
     width: tl.constexpr = BLOCK_N // 2 if IS_GATED else BLOCK_N
@@ -72,7 +72,7 @@ def _gemm1_tile(
     rows_of_w: tl.constexpr = 2 * INTER if IS_GATED else INTER
     acc = multiply(
         operand_ptr, operand_rows, live, factor_ptr, w_ptr, scale_ptr, zero_ptr, expert, columns, 0, FORMAT, FACTOR,
-        rows_of_w, INTER, H, H, H % BLOCK_K != 0, OPERAND_STRIDE, BLOCK_N, BLOCK_T, BLOCK_K, STAGES, AHEAD, USE_PTX,
+        rows_of_w, INTER, H, H, H % BLOCK_K != 0, OPERAND_STRIDE, BLOCK_N, BLOCK_T, BLOCK_K, STAGES, SCALES, USE_PTX,
     )  # fmt: skip
     acc = rescale(acc, alpha_ptr, factor_ptr, operand_rows, expert, columns, FORMAT, FACTOR, ALPHAS, rows_of_w)
     i = column_tile * width + tl.arange(0, width)
@@ -136,7 +136,7 @@ def gemm1_kernel(
     DIRECT: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
+    SCALES: tl.constexpr,
     USE_PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -167,14 +167,14 @@ def gemm1_kernel(
                 operand_ptr, factor_ptr, row_slot_ptr, w_ptr, scale_ptr, zero_ptr, alpha_ptr, bias_ptr, gscale_ptr,
                 h_ptr, h_factor_ptr, expert, column_tile, start, num_rows, first_row, top_k, alpha, beta, limit,
                 FORMAT, ACT, H_HOW, FACTOR, H, INTER, I_PADDED, OPERAND_STRIDE, ACTIVATION, IS_GATED, HAS_LIMIT,
-                ALPHAS, HAS_BIAS, SLOT_ROWS, PER_WORD, BLOCK_N, TAIL_T, BLOCK_K, STAGES, AHEAD, DIRECT, USE_PTX,
+                ALPHAS, HAS_BIAS, SLOT_ROWS, PER_WORD, BLOCK_N, TAIL_T, BLOCK_K, STAGES, SCALES, DIRECT, USE_PTX,
             )  # fmt: skip
         else:
             _gemm1_tile(
                 operand_ptr, factor_ptr, row_slot_ptr, w_ptr, scale_ptr, zero_ptr, alpha_ptr, bias_ptr, gscale_ptr,
                 h_ptr, h_factor_ptr, expert, column_tile, start, num_rows, first_row, top_k, alpha, beta, limit,
                 FORMAT, ACT, H_HOW, FACTOR, H, INTER, I_PADDED, OPERAND_STRIDE, ACTIVATION, IS_GATED, HAS_LIMIT,
-                ALPHAS, HAS_BIAS, SLOT_ROWS, PER_WORD, BLOCK_N, BLOCK_T, BLOCK_K, STAGES, AHEAD, DIRECT, USE_PTX,
+                ALPHAS, HAS_BIAS, SLOT_ROWS, PER_WORD, BLOCK_N, BLOCK_T, BLOCK_K, STAGES, SCALES, DIRECT, USE_PTX,
             )  # fmt: skip
 
 
@@ -184,7 +184,7 @@ def _gemm2_tile(
     expert, column_tile, start, num_rows, first_row, num_slots, FORMAT: tl.constexpr, FACTOR: tl.constexpr,
     H: tl.constexpr, INTER: tl.constexpr, OPERAND_STRIDE: tl.constexpr, ALPHAS: tl.constexpr,
     HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLIT_K: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, DIRECT: tl.constexpr, USE_PTX: tl.constexpr,
+    SPLIT_K: tl.constexpr, STAGES: tl.constexpr, SCALES: tl.constexpr, DIRECT: tl.constexpr, USE_PTX: tl.constexpr,
 ):  # fmt: skip
     """One tile of gemm2_kernel: BLOCK_T rows of the expert from `first_row` on."""
     steps: tl.constexpr = (INTER + BLOCK_K - 1) // BLOCK_K
@@ -198,7 +198,7 @@ def _gemm2_tile(
     acc = multiply(
         operand_ptr, rows, live, factor_ptr, w_ptr, scale_ptr, zero_ptr, expert, columns, part, FORMAT, FACTOR, H, H,
         INTER, k_part, SPLIT_K * k_part != INTER or k_part % BLOCK_K != 0, OPERAND_STRIDE, BLOCK_N, BLOCK_T, BLOCK_K,
-        STAGES, AHEAD, USE_PTX,
+        STAGES, SCALES, USE_PTX,
     )  # fmt: skip
     y = rescale(acc, alpha_ptr, factor_ptr, rows, expert, columns, FORMAT, FACTOR, ALPHAS, H)
     if HAS_BIAS:
@@ -239,7 +239,7 @@ def gemm2_kernel(
     BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
+    SCALES: tl.constexpr,
     PREFETCH: tl.constexpr,
     USE_PTX: tl.constexpr,
     PDL: tl.constexpr,
@@ -266,11 +266,11 @@ def gemm2_kernel(
             _gemm2_tile(
                 operand_ptr, factor_ptr, row_slot_ptr, w_ptr, scale_ptr, zero_ptr, alpha_ptr, bias_ptr, y_ptr, expert,
                 column_tile, start, num_rows, first_row, num_slots, FORMAT, FACTOR, H, INTER, OPERAND_STRIDE, ALPHAS,
-                HAS_BIAS, BLOCK_N, TAIL_T, BLOCK_K, SPLIT_K, STAGES, AHEAD, DIRECT, USE_PTX,
+                HAS_BIAS, BLOCK_N, TAIL_T, BLOCK_K, SPLIT_K, STAGES, SCALES, DIRECT, USE_PTX,
             )  # fmt: skip
         else:
             _gemm2_tile(
                 operand_ptr, factor_ptr, row_slot_ptr, w_ptr, scale_ptr, zero_ptr, alpha_ptr, bias_ptr, y_ptr, expert,
                 column_tile, start, num_rows, first_row, num_slots, FORMAT, FACTOR, H, INTER, OPERAND_STRIDE, ALPHAS,
-                HAS_BIAS, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, STAGES, AHEAD, DIRECT, USE_PTX,
+                HAS_BIAS, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, STAGES, SCALES, DIRECT, USE_PTX,
             )  # fmt: skip

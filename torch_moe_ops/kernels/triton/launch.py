@@ -65,15 +65,19 @@ def _factor(operand: OperandFormat, made: Tensor, gscale: Tensor | None, given: 
     return gscale if operand.factor in ("tensor", "expert") and gscale is not None else made
 
 
-def _ahead(tile: Tile, form: WeightFormat, k: int, scale: Tensor | None) -> bool:
-    """Whether the pipeline cannot take the scales of a step: it copies aligned pieces of 4 bytes at least.
+def _scales(tile: Tile, form: WeightFormat, rows: int, k: int, scale: Tensor | None) -> str:
+    """How block scales reach a GEMM's loop (words.multiply_words), for weights [E, rows, k].
 
-    A step would begin with a wait for its scales then.
+    The pipeline copies aligned pieces of 4 bytes at least; with others a step would begin with a wait for its scales.
     """
     if scale is None or not form.group or form.scale == "tile":
-        return False
-    size = max(1, tile.block_k // form.group) * scale.element_size()
-    return k // form.group * scale.element_size() % 4 != 0 or tile.block_n * size < 4 * 32 * tile.num_warps
+        return "copied"
+    groups, size = max(1, tile.block_k // form.group), scale.element_size()
+    aligned = k // form.group * size % 4 == 0
+    if aligned and tile.block_n * groups * size >= 4 * 32 * tile.num_warps:
+        return "copied"
+    in_words = size == 1 and groups % 4 == 0 and rows * (k // form.group) % 4 == 0 and scale.data_ptr() % 4 == 0
+    return "shifted" if in_words and not aligned else "ahead"
 
 
 def _tile_constants(tile: Tile, plan: Plan) -> dict[str, Any]:
@@ -176,7 +180,7 @@ def _run_gemm1(call: ExpertsCall, plan: Plan, b: Buffers, h: Tensor) -> None:
         ALPHAS=0 if alphas is None else alphas.numel() // alphas.shape[0],
         HAS_BIAS=call.w13_bias is not None,
         SLOT_ROWS=plan.operand1.how == "expert",
-        AHEAD=_ahead(tile, plan.weight1, plan.hidden_size, call.w13_scale),
+        SCALES=_scales(tile, plan.weight1, call.w13.shape[1], plan.hidden_size, call.w13_scale),
         PER_WORD=plan.weight2.per_word if plan.fused else 1,
         **_tile_constants(tile, plan),
     )
@@ -212,7 +216,7 @@ def _run_gemm2(call: ExpertsCall, plan: Plan, b: Buffers) -> None:
         HAS_BIAS=call.w2_bias is not None,
         PREFETCH=_prefetch(plan),
         SPLIT_K=tile.split_k,
-        AHEAD=_ahead(tile, plan.weight2, plan.intermediate_size, call.w2_scale),
+        SCALES=_scales(tile, plan.weight2, plan.hidden_size, plan.intermediate_size, call.w2_scale),
         **_tile_constants(tile, plan),
     )
 

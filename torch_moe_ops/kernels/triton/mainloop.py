@@ -137,7 +137,7 @@ def multiply(
     operand_ptr, operand_rows, live, operand_scale_ptr, w_ptr, scale_ptr, zero_ptr, expert, columns, part,
     FORMAT: tl.constexpr, FACTOR: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, K: tl.constexpr,
     K_PART: tl.constexpr, MASKED: tl.constexpr, OPERAND_STRIDE: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, USE_PTX: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SCALES: tl.constexpr, USE_PTX: tl.constexpr,
 ):  # fmt: skip
     """float32 [BLOCK_N, BLOCK_T]: weight rows `columns` of `expert` times operand rows `operand_rows` (int64).
 
@@ -147,7 +147,7 @@ def multiply(
     [E, tiles of rows, tiles of K], each HALF of the rows tiled by itself. What FORMAT says is along K is applied, but
     for FORMAT.unit; so are the operand's scales where FACTOR is "group".
     Sums over the part-th K_PART values of K: all of K, or a part that is a multiple of BLOCK_K. MASKED: any
-    step goes beyond K. AHEAD: see words.multiply_words.
+    step goes beyond K. SCALES: see words.multiply_words.
     """
     if N * K >= 2**31:
         columns = columns.to(tl.int64)
@@ -175,7 +175,7 @@ def multiply(
         acc = multiply_words(
             acc, operand_ptr, operand_rows, live, w, scale_ptr + expert * (N * groups),
             zero_ptr + expert * (N * groups), columns, part, FORMAT, OPERAND_STRIDE, K, K_PART, BLOCK_N, BLOCK_K,
-            STAGES, AHEAD, USE_PTX,
+            STAGES, SCALES, USE_PTX,
         )  # fmt: skip
     return acc.to(tl.float32)
 

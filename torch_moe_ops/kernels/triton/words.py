@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_moe_ops.kernels.triton.decode_scales import load_groups, load_groups_before
+from torch_moe_ops.kernels.triton.decode_scales import load_groups, load_groups_as_words, load_groups_before
 from torch_moe_ops.kernels.triton.decode_words import decode_two_terms, decode_words
 from torch_moe_ops.kernels.triton.products import dot, load_operand, settle
 
@@ -60,12 +60,13 @@ def _rest(
 def multiply_words(
     acc, operand_ptr, operand_rows, live, w_ptr, scale_ptr, zero_ptr, columns, part, FORMAT: tl.constexpr,
     OPERAND_STRIDE: tl.constexpr, K: tl.constexpr, K_PART: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, AHEAD: tl.constexpr, USE_PTX: tl.constexpr,
+    STAGES: tl.constexpr, SCALES: tl.constexpr, USE_PTX: tl.constexpr,
 ):  # fmt: skip
     """Words of codes, K in the order of `permute`.
 
     Steps of BLOCK_K need no masks; what they leave of K is read before them and multiplied after them.
-    AHEAD: read scales a step ahead into registers, where the pipeline through shared memory cannot take them.
+    SCALES: how they reach the loop: "copied" to shared memory with the words; so, but as words that are "shifted", as
+    rows do not begin with one; or "ahead", a step, into registers.
     """
     dtype: tl.constexpr = tl.float32 if FORMAT.wide else operand_ptr.dtype.element_ty
     per: tl.constexpr = FORMAT.per_word
@@ -85,15 +86,19 @@ def multiply_words(
     first = part * K_PART
     operand = operand_row + (first + tl.arange(0, BLOCK_K))[None, :]
     w = w_row + (first // per + tl.arange(0, words))[None, :]
-    if AHEAD:
+    if SCALES == "ahead":
         next_scale = load_groups_before(scale_rows, first, full, FORMAT.group, BLOCK_K)
     for begin in tl.range(0, full if K_PART == K else tl.minimum(K_PART, full - first), BLOCK_K, num_stages=STAGES):
         packed = tl.load(w)
         x = load_operand(operand, live, begin, K, False)
         at = first + begin
-        if AHEAD:
+        if SCALES == "ahead":
             scale = next_scale
             next_scale = load_groups_before(scale_rows, at + BLOCK_K, full, FORMAT.group, BLOCK_K)
+        elif SCALES == "shifted":
+            row = columns * (K // FORMAT.group)
+            words_ptr = scale_ptr.to(tl.pointer_type(tl.int32))
+            scale = load_groups_as_words(words_ptr, row, at, FORMAT.group, BLOCK_K)
         else:
             scale = load_groups(scale_rows, at, FORMAT.group, K, BLOCK_K, False) if FORMAT.group else row_zero
         zero = load_groups(zero_rows, at, FORMAT.group, K, BLOCK_K, False) if FORMAT.zero == "group" else row_zero
