@@ -12,6 +12,7 @@ Exit status 1 where there is a cliff or a loss.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Callable
@@ -24,7 +25,7 @@ _HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE.parent), str(_HERE), str(_HERE / "peers")]
 
 import moe_layers  # noqa: E402
-from moe_peers import common, runner  # noqa: E402
+from moe_peers import common, runner, timing  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import torch_moe_ops as moe  # noqa: E402
@@ -117,6 +118,7 @@ def main() -> int:
     parser.add_argument("--logits", action="store_true", help="from router logits, which route in the same call")
     parser.add_argument("--reps", type=int, default=15)
     parser.add_argument("--sets", type=int, default=0, help="routings that take turns; 0: the protocol's own number")
+    parser.add_argument("--warm", type=float, default=0.3, help="seconds of replays before those that count")
     parser.add_argument("--check", action="store_true", help="check results on a tiny layer first")
     parser.add_argument("--budget", type=float, default=0, help="seconds after which nothing new is begun")
     parser.add_argument("--out", help="JSON lines are appended to this file")
@@ -134,6 +136,7 @@ def main() -> int:
     shapes, ms = common.parse_shapes(args.shapes), [int(m) for m in args.ms.split(",")]
     layers = entries(args.fmts.split(","), args.kernels, args.logits)
     context = runner.Context(Path("."))
+    timing.measure = functools.partial(timing.measure, warm_s=args.warm)
     with torch.inference_mode():
         options: dict[str, Any] = {"reps": args.reps, "sets": args.sets, "checks": args.check, "budget": args.budget}
         alive = runner.run(shapes, ms, layers, context, sink, **options)

@@ -26,28 +26,40 @@ moe() { # seconds, output file, options
 }
 
 backends=cuda_sm90,cuda_sm90_fp8,triton,triton_fp8
-shapes=qwen3_30b,dsv3,mixtral,gptoss120b
+shapes=dsv3,qwen3_30b,mixtral,gptoss120b
+first=qwen3_30b,mixtral,gptoss120b
 
-# Everything that compiles at run time, in as many processes as there are cores: into caches, nothing is timed.
-warm_all() {
-  local ours="$python benchmarks/bench_moe.py --warm-only --shapes $shapes --ms $ms"
-  local peer="$python benchmarks/bench_moe.py --backends '' --warm 0 --reps 1 --sets 1"
+# Lines of commands on as many processes as there are cores, nothing of which is timed: they fill caches.
+at_once() { xargs -d '\n' -P "$(nproc)" -I{} timeout "${WARM:-75}" bash -c '{} >/dev/null 2>&1 || true'; }
+peer="$python benchmarks/bench_moe.py --backends '' --warm 0 --reps 1 --sets 1"
+
+warm_first() { # what the first runs of `all` compile
   {
-    echo "$ours --warm 60 --fmts nvfp4,nvfp4-a4,mxfp4,bf16,fp8"
-    for shape in qwen3_30b mixtral dsv3; do # no scheme of its own, so not in what is compiled ahead above
+    echo "$python benchmarks/bench_moe.py --warm-only --warm 30 --shapes $shapes --ms $ms --fmts nvfp4,nvfp4-a4,mxfp4,bf16"
+    if [ -f .peers/MANIFEST ]; then
+      for shape in gptoss120b qwen3_30b mixtral; do
+        echo "$peer --shapes $shape --ms $ms --peers triton_kernels"
+        echo "$peer --shapes $shape --ms $ms --peers vllm_triton"
+      done
+    fi
+  } | at_once
+}
+
+warm_rest() {
+  {
+    for shape in qwen3_30b dsv3; do
       echo "$python benchmarks/bench_moe.py --backends triton_fp8 --warm 0 --reps 1 --sets 1 --fmts fp8 --shapes $shape --ms $ms"
     done
+    echo "$python benchmarks/bench_moe.py --warm-only --shapes dsv3 --ms $ms --fmts bf16,fp8"
     if [ -f .peers/MANIFEST ]; then
       # humming takes some seconds a kernel and number of tokens; six times DeepSeek-V3 would not fit.
       for m in 1,8,64 256,1024,4096; do echo "$peer --shapes dsv3 --ms $m --peers humming"; done
-      for shape in dsv3 mixtral qwen3_30b; do echo "$peer --shapes $shape --ms $ms --peers vllm_triton:fp8+bf16"; done
       for m in ${ms//,/ }; do
         for shape in mixtral qwen3_30b; do echo "$peer --shapes $shape --ms $m --peers humming"; done
       done
-      for shape in gptoss120b qwen3_30b; do echo "$peer --shapes $shape --ms $ms --peers triton_kernels"; done
-      echo "$peer --shapes gptoss120b --ms $ms --peers vllm_triton"
+      for shape in dsv3 qwen3_30b; do echo "$peer --shapes $shape --ms $ms --peers vllm_triton:fp8+bf16"; done
     fi
-  } | xargs -d '\n' -P "$(nproc)" -I{} timeout "${WARM:-75}" bash -c '{} >/dev/null 2>&1 || true'
+  } | at_once
 }
 
 # Ends what runs beyond the time that is left of SECONDS_IN_ALL.
@@ -55,7 +67,7 @@ left() { echo $((${SECONDS_IN_ALL:-280} - SECONDS)); }
 timed() { # seconds at most, options
   local seconds=$(($(left) < $1 ? $(left) : $1))
   shift
-  [ "$seconds" -lt 10 ] || moe "$((seconds - 5))" h200_moe.jsonl --warm 0 --backends "$backends" --ms "$ms" "$@"
+  [ "$seconds" -lt 15 ] || moe "$((seconds - 10))" h200_moe.jsonl --warm 0 --backends "$backends" --ms "$ms" "$@"
 }
 
 # humming compiles some seconds a kernel and number of tokens: all of them at once, into its cache.
@@ -70,14 +82,17 @@ warm_humming() {
 
 shape=${part#*-}
 case $part in
-  warm) warm_all ;;
+  warm) warm_first && warm_rest ;;
   all)
-    warm_all
-    timed 80 --fmts nvfp4,nvfp4-a4 --shapes qwen3_30b,dsv3,mixtral --peers "$(with_peers marlin,humming)"
-    timed 25 --fmts nvfp4,nvfp4-a4 --shapes gptoss120b --peers "$(with_peers marlin)"
-    timed 40 --fmts mxfp4 --shapes gptoss120b,qwen3_30b --peers "$(with_peers marlin:mxfp4,triton_kernels)"
-    timed 70 --fmts bf16,fp8 --shapes qwen3_30b,mixtral,dsv3 --peers "$(with_peers vllm_triton:fp8+bf16)"
-    timed 20 --fmts bf16 --shapes gptoss120b --peers "$(with_peers vllm_triton)"
+    warm_first
+    timed 35 --fmts nvfp4,nvfp4-a4 --shapes dsv3 --peers "$(with_peers marlin)"
+    timed 75 --fmts nvfp4,nvfp4-a4,mxfp4,bf16 --shapes "$first" \
+      --peers "$(with_peers marlin:nvfp4+mxfp4,triton_kernels,vllm_triton)"
+    if [ "$(left)" -gt 110 ]; then # a part of it would replace whole columns of what is there
+      warm_rest
+      timed 80 --fmts nvfp4,nvfp4-a4 --shapes qwen3_30b,dsv3,mixtral --peers "$(with_peers marlin,humming)"
+      timed 60 --fmts bf16,fp8 --shapes dsv3,qwen3_30b --peers "$(with_peers vllm_triton:fp8+bf16)"
+    fi
     [ "$(left)" -lt 15 ] || bash "$0" emulation "$to"
     [ "$(left)" -lt 12 ] || bash "$0" route "$to" ;;
   smoke)

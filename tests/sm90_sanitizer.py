@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--kernels", default=",".join((*KERNELS, "layers")))
     args = parser.parse_args()
     kernels = args.kernels.split(",")
-    run_kernels([kernel for kernel in kernels if kernel in KERNELS], CASES[:2] if args.few else CASES)
+    run_kernels([kernel for kernel in kernels if kernel in KERNELS], CASES[:3] if args.few else CASES)
     if "layers" in kernels:
         for layer in LAYERS[:3] if args.few else LAYERS:
             run_layer(*layer)

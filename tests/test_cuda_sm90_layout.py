@@ -243,19 +243,25 @@ def test_integer_weights_have_to_be_asked_for() -> None:
     assert not BACKENDS["cuda_sm90_int4"].fits_anywhere(HOPPER)
 
 
+def hopper_layer(experts: int, hidden: int, inter: int, top_k: int | None) -> moe.Problem:
+    return dataclasses.replace(
+        HOPPER,
+        num_experts=experts,
+        num_local_experts=experts,
+        hidden_size=hidden,
+        intermediate_size=inter,
+        top_k=top_k,
+    )
+
+
 def test_explain_tells_which_kernel_runs() -> None:
-    backend = BACKENDS["cuda_sm90"]
-    sizes = {"num_experts": 256, "num_local_experts": 256, "hidden_size": 7168, "intermediate_size": 2048}
-    deepseek = dataclasses.replace(HOPPER, **sizes, top_k=8)
-    assert backend.notes(deepseek) == (
+    notes = BACKENDS["cuda_sm90"].notes
+    assert notes(hopper_layer(256, 7168, 2048, 8)) == (
         "decode kernel up to 56 tokens (without grid barriers up to 8), "
         "prefill kernels: slim tiles up to 768, narrow tiles up to 2560, wide beyond"
     )
-    assert backend.notes(dataclasses.replace(deepseek, top_k=None)).startswith("decode kernel up to 14 to 448")
-    mixtral = {"num_experts": 8, "num_local_experts": 8, "hidden_size": 4096, "intermediate_size": 14336}
-    assert "prefill kernels: narrow tiles up to 320, wide" in backend.notes(
-        dataclasses.replace(HOPPER, **mixtral, top_k=2)
-    )
+    assert notes(hopper_layer(256, 7168, 2048, None)).startswith("decode kernel up to 14 to 448")
+    assert "prefill kernels: narrow tiles up to 320, wide" in notes(hopper_layer(8, 4096, 14336, 2))
 
 
 def test_limits_are_those_of_the_kernels() -> None:

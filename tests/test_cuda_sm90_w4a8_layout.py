@@ -6,9 +6,12 @@ import dataclasses
 
 import pytest
 import torch
+from samples import overload
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_moe_ops as moe
+from torch_moe_ops._schemas import arguments as schema_arguments
 from torch_moe_ops.backends import BACKENDS
 from torch_moe_ops.backends import _sm90_w4a8_layout as layout
 from torch_moe_ops.backends.registry import Sizes
@@ -175,3 +178,30 @@ def test_fp8_weights_and_scales_of_every_kind_come_back(scheme: str, kind: str, 
     for name, tensor in restored.items():
         given = getattr(raw, name).contiguous()
         assert tensor.shape == given.shape and torch.equal(tensor.view(torch.uint8), given.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "name", "policy"),
+    (
+        ("fp8", "cuda_sm90_fp8", "exact"),
+        ("fp8_block", "cuda_sm90_fp8", "exact"),
+        ("nvfp4", "cuda_sm90_packed", "packed"),
+        ("nvfp4", "cuda_sm90_folded", "folded"),
+    ),
+)
+@pytest.mark.parametrize("inter", (80, 128))
+def test_the_op_takes_what_prepare_makes(scheme: str, name: str, policy: str, inter: int) -> None:
+    """Its checks, which run without a GPU where tensors are fake."""
+    g = torch.Generator().manual_seed(5)
+    raw = moe.quantize_experts(torch.randn(3, 2 * inter, 144, generator=g), torch.randn(3, 144, inter), scheme)
+    given = BACKENDS[name].prepare(raw)
+    if scheme == "nvfp4":
+        given |= {"g1_alphas": torch.ones(3, 2), "g2_alphas": torch.ones(3)}
+    given |= {"hidden_states": torch.zeros(5, 144, dtype=torch.bfloat16), "topk_weights": torch.zeros(5, 2)}
+    given["topk_ids"] = torch.zeros(5, 2, dtype=torch.int32)
+    arguments, _ = schema_arguments(f"{scheme}_moe_routed")
+    with FakeTensorMode() as mode:
+        tensors = {key: mode.from_tensor(tensor) for key, tensor in given.items()}
+        positional = [tensors.get(key) for key in arguments[: arguments.index("backend")]]
+        out = overload(f"{scheme}_moe_routed")(*positional, backend=name, act_format="fp8", weight_policy=policy)
+    assert out.shape == (5, 144) and out.dtype == torch.bfloat16

@@ -73,12 +73,18 @@ def run(call: ExpertsCall, out: Tensor) -> None:
 register(
     Backend(
         name="cuda_sm90_fp8",
-        layout=Layout("cuda_sm90_fp8_tiles_v1", specs, lambda scheme, w2_shape: w2_shape[2] * tiled.TILE_K),
+        layout=Layout(
+            "cuda_sm90_fp8_tiles_v1",
+            specs,
+            lambda scheme, w2_shape: w2_shape[2] * tiled.TILE_K,
+            stored={"fp8": torch.uint8, "fp8_block": torch.uint8},
+        ),
         requires=(*NEEDS, formats({"fp8": ("fp8",), "fp8_block": ("fp8",)}), Requirement(sizes_reason)),
         prepare=prepare,
         restore=restore,
         run=run,
         hidden_dtypes=(torch.bfloat16,),
         notes=lambda problem: "prefill kernels on fp8 tensor cores, whose sums have 14 bits",
+        auto=False,
     )
 )

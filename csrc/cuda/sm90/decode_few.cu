@@ -35,7 +35,7 @@ __device__ __forceinline__ void work(const Args& args, Fixed& fixed, uint8_t* ba
   load_shares(args, fixed);
   barrier_wait(shared_address(&fixed.tokens), 0);
   if (Case<kKind>::quantizes_tokens(args.p)) {
-    quantize_tokens(args, fixed, base + args.x_offset);
+    quantize_tokens<kKind>(args, fixed, base + args.x_offset);
   }
   Turn turn = {0, 0};
   int number = 0;

@@ -10,11 +10,6 @@ namespace moeq::sm90::few {
 
 using decode::activate_once;
 
-// Two neighbouring values of the intermediate.
-struct Two {
-  float a, b;
-};
-
 template <Kind kKind>
 __device__ __forceinline__ float activate_few(const Problem& p, float gate, float up) {
   const bool usual = kKind != Kind::kGeneral || p.activation <= Activation::kSwigluoai;
@@ -64,19 +59,6 @@ __device__ __forceinline__ Two hidden_pair(const Args& args, const Fixed& fixed,
     u[i] = Case<kKind>::gated(p) ? u[i] * alpha2 + bias[2 + i] : g[i];
   }
   return {activate_few<kKind>(p, g[0], u[0]), activate_few<kKind>(p, g[1], u[1])};
-}
-
-// A block of 16 columns lies on eight neighbouring lanes, or, `apart`, on lanes n to n + 3 and n + 8 to n + 11.
-__device__ __forceinline__ Two quantize_pair(Two v, float gscale, bool apart) {
-  float amax = max_magnitude(v.a, v.b);
-#pragma unroll
-  for (int step = 1; step < 4; step *= 2) {
-    amax = max_magnitude(amax, __shfl_xor_sync(0xffffffffu, amax, step));
-  }
-  amax = max_magnitude(amax, __shfl_xor_sync(0xffffffffu, amax, apart ? 8 : 4));
-  const BlockScale block = nvfp4_block_scale(amax, gscale);
-  const float scale = decode::e4m3_value(block.code);
-  return {decode::quantize_value(v.a, block.quantize_by, scale), decode::quantize_value(v.b, block.quantize_by, scale)};
 }
 
 // The rows of an entry's slots from GEMM1's sums, K from `begin` tiles on. Every warp has one slot's columns at a time.

@@ -5,46 +5,64 @@
 
 namespace moeq::sm90::few {
 
-__device__ __noinline__ inline void quantize_tokens(const Args& args, Fixed& fixed, uint8_t* x) {
+// Two neighbouring values of an operand.
+struct Two {
+  float a, b;
+};
+
+// The largest magnitude of a block of 16 values, on eight neighbouring lanes, or, `apart`, on lanes n to n + 3
+// and n + 8 to n + 11. All lanes.
+__device__ __forceinline__ float amax_of_block(Two v, bool apart) {
+  float amax = max_magnitude(v.a, v.b);
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) {
+    amax = max_magnitude(amax, __shfl_xor_sync(0xffffffffu, amax, step));
+  }
+  return max_magnitude(amax, __shfl_xor_sync(0xffffffffu, amax, apart ? 8 : 4));
+}
+
+// Not inlined: fetched once for the tokens and for the intermediate.
+__device__ __noinline__ inline Two quantize_pair(Two v, float gscale, bool apart) {
+  const BlockScale block = nvfp4_block_scale(amax_of_block(v, apart), gscale);
+  const float scale = decode::e4m3_value(block.code);
+  return {decode::quantize_value(v.a, block.quantize_by, scale), decode::quantize_value(v.b, block.quantize_by, scale)};
+}
+
+// All workers. Eight neighbouring threads have a block of 16 values.
+template <Kind kKind>
+__device__ __forceinline__ void quantize_tokens(const Args& args, Fixed& fixed, uint8_t* x) {
   const Problem& p = args.p;
-  const int blocks = p.hidden / 16, all = p.tokens * blocks;
-  const auto load = [&](int at, float (&values)[16]) {
-    const uint4* from = reinterpret_cast<const uint4*>(x + at / blocks * args.x_stride + at % blocks * 32);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint4 raw = from[i];
-      const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        values[8 * i + 2 * j] = __uint_as_float(words[j] << 16);
-        values[8 * i + 2 * j + 1] = __uint_as_float(words[j] & 0xffff0000u);
+  const int per_token = p.hidden / 2, all = p.tokens * per_token;
+  const bool dynamic = Case<kKind>::dynamic_tokens(p);
+#pragma unroll 1
+  for (int pass = dynamic ? 0 : 1; pass < 2; ++pass) {
+#pragma unroll 1
+    for (int first = threadIdx.x / 32 * 32; first < all; first += kThreads) {   // whole warps
+      const int at = min(first + static_cast<int>(threadIdx.x) % 32, all - 1), token = at / per_token;
+      uint32_t* pair = reinterpret_cast<uint32_t*>(x + token * args.x_stride) + (at - token * per_token);
+      const uint32_t word = *pair;
+      const Two v = {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
+      if (pass == 0) {
+        atomicMax(&fixed.amax[token], __float_as_uint(amax_of_block(v, false)));
+        continue;
       }
-    }
-  };
-  float values[16];
-  if (p.a1 == ActScale::kToken) {
-    for (int at = threadIdx.x; at < all; at += kThreads) {
-      load(at, values);
-      atomicMax(&fixed.amax[at / blocks], __float_as_uint(decode::block_amax(values)));
+      float gscale;
+      if (dynamic) {
+        const uint32_t amax = fixed.amax[token];
+        gscale = amax == 0 ? 1.0f : divide(kNvfp4Range, __uint_as_float(amax));
+        fixed.x_factor[token] = reciprocal(gscale);
+      } else {
+        gscale = p.a1_gscale[0];
+      }
+      const Two q = quantize_pair(v, gscale, false);
+      if (first + static_cast<int>(threadIdx.x) % 32 < all) {
+        const __nv_bfloat162 both = __floats2bfloat162_rn(q.a, q.b);
+        *pair = *reinterpret_cast<const uint32_t*>(&both);
+      }
     }
     sync_workers();
   }
-  for (int at = threadIdx.x; at < all; at += kThreads) {
-    const int token = at / blocks;
-    float gscale;
-    if (p.a1 == ActScale::kToken) {
-      const uint32_t amax = fixed.amax[token];
-      gscale = amax == 0 ? 1.0f : divide(kNvfp4Range, __uint_as_float(amax));
-      fixed.x_factor[token] = reciprocal(gscale);
-    } else {
-      gscale = p.a1_gscale[0];
-    }
-    load(at, values);
-    decode::quantize_block(values, gscale);
-    decode::store_block(reinterpret_cast<__nv_bfloat16*>(x + token * args.x_stride + at % blocks * 32), values);
-  }
-  sync_workers();
-  if (threadIdx.x < kMaxTokens) {
+  if (threadIdx.x < kColumns) {
     fixed.amax[threadIdx.x] = 0;
   }
 }
