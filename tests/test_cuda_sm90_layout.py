@@ -257,7 +257,7 @@ def hopper_layer(experts: int, hidden: int, inter: int, top_k: int | None) -> mo
 def test_explain_tells_which_kernel_runs() -> None:
     notes = BACKENDS["cuda_sm90"].notes
     assert notes(hopper_layer(256, 7168, 2048, 8)) == (
-        "decode kernel up to 56 tokens (without grid barriers up to 8), "
+        "decode kernel up to 56 tokens (without grid barriers up to 8, while its buffers fit an SM), "
         "prefill kernels: slim tiles up to 768, narrow tiles up to 2560, wide beyond"
     )
     assert notes(hopper_layer(256, 7168, 2048, None)).startswith("decode kernel up to 14 to 448")

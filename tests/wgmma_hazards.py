@@ -17,6 +17,7 @@ _LABEL = re.compile(r"\s*(\.L_\S+):")
 _PRODUCT = re.compile(r"\b[HQI]GMMA\S*\s+R(\d+), (?:R(\d+)|gdesc)")
 _WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x([0-9a-f]+)")
 _BRANCH = re.compile(r"\bBRA\b.*`\((\.L_\S+)\)")
+_TABLE = re.compile(r"\bBRXU?\b.*BRANCH_TARGETS ([^\"]+)\"")
 _FIRST_OPERAND = re.compile(r"^(?:@!?U?P\w+\s+)?(\S+)\s+(?:!?U?P\w+,\s*)*R(\d+)\b")
 _NO_DESTINATION = ("ST", "RED", "BAR", "LDGSTS", "CCTL", "HGMMA", "QGMMA", "IGMMA", "R2UR", "UTMA", "ATOMS")
 _OPERAND_REGISTERS = 4  # of a thread, for one instruction
@@ -64,6 +65,13 @@ def _after_wait(flying: tuple[Product, ...], groups: int) -> tuple[Product, ...]
     return flying if len(ends) <= groups else flying[ends[len(ends) - groups - 1] + 1 :]
 
 
+def _where_to(instruction: str) -> tuple[bool, list[str]]:
+    """Whether what follows is not reached from here, and the labels that may be."""
+    branch, table = _BRANCH.search(instruction), _TABLE.search(instruction)
+    ends = bool(branch or table or instruction.startswith("EXIT")) and not instruction.startswith("@")
+    return ends, table[1].split(",") if table else [branch[1]] if branch else []
+
+
 def count_products(sass: str) -> int:
     """Products whose first operand is in registers."""
     return sum(1 for _, text in parse(sass)[0] if (found := _PRODUCT.search(text)) and found[2])
@@ -92,20 +100,35 @@ def find_hazards(sass: str) -> list[Hazard]:
                     first = product.first
                     if first is not None and any(first <= r < first + _OPERAND_REGISTERS for r in touched):
                         hazards.add(Hazard(address, text, product))
-            branch = _BRANCH.search(text)
-            if branch and branch[1] in labels:
-                todo.append((labels[branch[1]], flying))
-            if (branch or text.startswith("EXIT")) and not text.startswith("@"):
+            ends, next_labels = _where_to(text)
+            todo += [(labels[label], flying) for label in next_labels if label in labels]
+            if ends:
                 break
             at += 1
     return sorted(hazards)
 
 
-def disassemble(cubin: bytes, folder: Path) -> str:
-    """SASS of a kernel, by the disassembler that comes with Triton."""
+def tool(name: str) -> Path:
+    """A binary utility of CUDA that comes with Triton: nvdisasm, cuobjdump."""
     import triton
 
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    return Path(triton.__file__).parent / "backends/nvidia/bin" / name
+
+
+def disassemble(cubin: bytes, folder: Path) -> str:
+    """SASS of a kernel."""
     file = folder / "kernel.cubin"
     file.write_bytes(cubin)
-    return subprocess.run([tool, "-c", file], capture_output=True, text=True, check=True).stdout
+    return subprocess.run([tool("nvdisasm"), "-c", file], capture_output=True, text=True, check=True).stdout
+
+
+def kernels(library: Path, folder: Path) -> list[tuple[str, str]]:
+    """(name, SASS) of the kernels in a shared library that multiply by wgmma."""
+    subprocess.run([tool("cuobjdump"), "-xelf", "all", library], cwd=folder, capture_output=True, check=True)
+    found = []
+    for cubin in sorted(folder.glob("*.cubin")):
+        sass = subprocess.run([tool("nvdisasm"), "-c", cubin], capture_output=True, text=True, check=True).stdout
+        for section in re.split(r"(?m)^\s*\.section\s+\.text\.", sass)[1:]:
+            if _PRODUCT.search(section):
+                found.append((section.split(",")[0], section))
+    return found

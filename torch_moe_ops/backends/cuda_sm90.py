@@ -99,7 +99,8 @@ def _notes(problem: Problem) -> str:
     if experts * -(-problem.hidden_size // 256) < SLIM_BLOCKS:
         del shapes["slim"]
     tiles = "".join(f"{shape} tiles up to {tokens}, " for shape, tokens in shapes.items() if tokens > most)
-    return f"decode kernel up to {most} tokens (without grid barriers up to {few}), prefill kernels: {tiles}wide beyond"
+    decode = f"decode kernel up to {most} tokens (without grid barriers up to {few}, while its buffers fit an SM)"
+    return f"{decode}, prefill kernels: {tiles}wide beyond"
 
 
 def _notes_of_rounded(problem: Problem) -> str:

@@ -1,5 +1,7 @@
 // Shared memory of the decode kernel for very few tokens, and what all its parts need.
 #pragma once
+#include <cstddef>
+
 #include "decode_few.h"
 #include "gemm_async.cuh"
 
@@ -45,6 +47,7 @@ struct Fixed {
   uint32_t amax[kMaxTokens];     // of rows that are being quantized
   float x_factor[kMaxTokens], h_factor[kColumns];
 };
+static_assert(offsetof(Fixed, experts) % 16 == 0, "read 16 bytes at a time");
 
 // [2, workers, columns, rows of a tile]: what is left of a unit for the finishers.
 __device__ __forceinline__ float* sums_of(const Args& args, uint8_t* base, int buffer, int worker, int column) {
