@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import datetime
 import sys
 from pathlib import Path
 
@@ -78,6 +79,7 @@ def environment(context: runner.Context, machine: common.Machine) -> dict[str, o
     name = torch.cuda.get_device_name()
     return {
         "event": "env",
+        "date": datetime.date.today().isoformat(),
         "library": moe.__version__,
         "torch": torch.__version__,
         "triton": triton.__version__,

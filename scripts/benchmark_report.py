@@ -10,6 +10,7 @@ weight format, so that what is compared was interleaved.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,7 +21,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 README, PAGE = ROOT / "README.md", RESULTS / "h200.md"
 BEGIN, END = "<!-- speed table: made by scripts/benchmark_report.py -->", "<!-- end of the speed table -->"
 
-FILES = ("h200_moe.jsonl",)  # in the order of their runs
+EARLIER = "h200_moe_before.jsonl"  # runs of kernels that have changed since
+FILES = (EARLIER, "h200_moe.jsonl")  # in the order of their runs
+MARK = "†"
+MARKED = f"{MARK} from an earlier run, of kernels that have changed since."
 MODELS = {
     "qwen3_30b": "Qwen3-30B-A3B",
     "dsv3": "DeepSeek-V3",
@@ -47,6 +51,11 @@ class Cell(NamedTuple):
 
     run: int
     layers: dict[str, dict[str, Any]]
+    earlier: bool = False  # of kernels that have changed since
+
+    @property
+    def mark(self) -> str:
+        return MARK if self.earlier else ""
 
 
 Key = tuple[str, str, int]  # model, weight format, tokens
@@ -68,7 +77,7 @@ def read(files: Iterable[Path]) -> dict[Key, Cell]:
                 continue
             key = (record["shape"], weight_format(record["layer"]), record["M"])
             if key not in cells or cells[key].run != run:
-                cells[key] = Cell(run, {})
+                cells[key] = Cell(run, {}, path.name == EARLIER)
             cells[key].layers[record["layer"]] = record
     return cells
 
@@ -102,8 +111,9 @@ def rows_of(cells: dict[Key, Cell], shape: str, fmt: str) -> tuple[list[int], li
     return sorted(found), sorted(layers, key=lambda x: (not is_ours(x), _order(x)))
 
 
-def _header(first: str, ms: list[int]) -> list[str]:
-    return [f"| {first} | " + " | ".join(f"M={m}" for m in ms) + " |", "|---|" + "---:|" * len(ms)]
+def _header(first: str, ms: list[int], marks: Iterable[str] = ()) -> list[str]:
+    shown = [f"M={m}{mark}" for m, mark in itertools.zip_longest(ms, marks, fillvalue="")]
+    return [f"| {first} | " + " | ".join(shown) + " |", "|---|" + "---:|" * len(ms)]
 
 
 def floor(cell: Cell) -> float:
@@ -114,7 +124,7 @@ def floor(cell: Cell) -> float:
 def full_table(cells: dict[Key, Cell], shape: str, fmt: str) -> list[str]:
     """Every layer of a model and weight format, and the least time that memory or products allow."""
     ms, layers = rows_of(cells, shape, fmt)
-    lines = _header(f"{MODELS[shape]}, {FORMATS[fmt]}", ms)
+    lines = _header(f"{MODELS[shape]}, {FORMATS[fmt]}", ms, [cells[shape, fmt, m].mark for m in ms])
     for layer in layers:
         times = [cells[shape, fmt, m].layers.get(layer) for m in ms]
         lines.append(f"| {title(layer)} | " + " | ".join(_us(t["us"]) if t else "" for t in times) + " |")
@@ -143,7 +153,8 @@ def readme_table(cells: dict[Key, Cell]) -> str:
             if mine is None or other is None:
                 row.append(_us(mine[1]) if mine else "")
                 continue
-            row.append(f"{_us(mine[1])} / {_us(other[1])} ({other[1] / mine[1]:.2f})")
+            assert cell is not None
+            row.append(f"{_us(mine[1])} / {_us(other[1])} ({other[1] / mine[1]:.2f}){cell.mark}")
         if any(row):
             lines.append(f"| {name} | " + " | ".join(row) + " |")
     timed: dict[str, list[str]] = {}  # the other libraries of a row -> models
@@ -153,6 +164,8 @@ def readme_table(cells: dict[Key, Cell]) -> str:
             timed.setdefault(", ".join(peers), []).append(name)
     backends = {title(b[0]) for (_, f, _), c in cells.items() if f == "nvfp4" and (b := best(c, True))}
     others = "; ".join(f"{peers} ({', '.join(names)})" for peers, names in timed.items())
+    if any(cell.earlier for (_, fmt, _), cell in cells.items() if fmt == "nvfp4"):
+        lines += ["", MARKED]
     return "\n".join([*lines, "", f"Ours: {', '.join(sorted(backends))}. Others that were timed: {others}."])
 
 
@@ -195,7 +208,33 @@ def example_text(path: Path) -> list[str]:
     return lines + [f"| {r['tokens']} | {r['eager_ms']:.2f} | {r['compiled_ms']:.2f} |" for r in data["records"]]
 
 
-_EXTRAS = {"h200_emulation.jsonl": emulation_text, "h200_route.jsonl": route_text, "h200_example.json": example_text}
+def windows_text(path: Path) -> list[str]:
+    """Layers of ours that were timed by themselves."""
+    records = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    times = {(r["shape"], r["layer"], r["M"]): r["us"] for r in records}
+    ms = sorted({m for _, _, m in times})
+    lines = ["## The Triton engine by itself", ""]
+    lines += ["The present kernels and tiles, each layer timed without others beside it (medians of CUDA graphs over"]
+    lines += [
+        "rotating routings, `torch_moe_ops.tune.measure`; gpt-oss with biases and its activation). The Hopper kernels"
+    ]
+    lines += ["by themselves:"]
+    lines += ["[docs/hopper.md](../../docs/hopper.md), section 7.", "", *_header("us a layer", ms)]
+    for layer in sorted({layer for _, layer, _ in times}, key=lambda x: (list(FORMATS).index(weight_format(x)), x)):
+        for shape, name in MODELS.items():
+            row = [times.get((shape, layer, m)) for m in ms]
+            if any(row):
+                what = f"{title(layer)}, {FORMATS[weight_format(layer)]}: {name}"
+                lines.append(f"| {what} | " + " | ".join(_us(us) if us else "" for us in row) + " |")
+    return lines
+
+
+_EXTRAS = {
+    "h200_windows.jsonl": windows_text,
+    "h200_emulation.jsonl": emulation_text,
+    "h200_route.jsonl": route_text,
+    "h200_example.json": example_text,
+}
 
 
 def page(cells: dict[Key, Cell], folder: Path = RESULTS) -> str:
@@ -209,6 +248,8 @@ def page(cells: dict[Key, Cell], folder: Path = RESULTS) -> str:
         "gpt-oss has biases and its own activation in our rows; other libraries run silu without biases there, and so"
     ]
     lines += ["do the rows that say it."]
+    if any(cell.earlier for cell in cells.values()):
+        lines += ["", MARKED]
     for shape in MODELS:
         formats = [f for f in FORMATS if any((s, g) == (shape, f) for s, g, _ in cells)]
         if not formats:
@@ -252,7 +293,7 @@ def plot(cells: dict[Key, Cell], shape: str, to: Path) -> None:
         floors = [floor(cells[shape, fmt, m]) for m in ms]
         ax.plot(ms, floors, color="black", linestyle=":", label="physical floor")
         ax.set(xscale="log", yscale="log", title=f"{MODELS[shape]}, {FORMATS[fmt]}", xlabel="tokens")
-        ax.set_xticks(ms, [str(m) for m in ms], minor=False)
+        ax.set_xticks(ms, [f"{m}{cells[shape, fmt, m].mark}" for m in ms], minor=False)
         ax.minorticks_off()
         ax.grid(True, alpha=0.3)
         ax.legend(fontsize=7, frameon=False)

@@ -74,6 +74,24 @@ def test_the_full_table(report: ModuleType, tmp_path: Path) -> None:
     ]
 
 
+def test_what_earlier_kernels_took_is_marked(report: ModuleType, tmp_path: Path) -> None:
+    earlier = _write(tmp_path / report.EARLIER, FIRST)
+    cells = report.read([earlier, _write(tmp_path / "b", SECOND)])
+    assert report.full_table(cells, "mixtral", "nvfp4")[0] == "| Mixtral-8x7B, NVFP4 | M=1 | M=64† |"
+    table = report.readme_table(cells).splitlines()
+    assert table[2] == "| Mixtral-8x7B | 50.0 / 75.0 (1.50) | 300 / 900 (3.00)† |"
+    assert report.MARKED in table
+    assert report.MARKED not in report.readme_table(report.read([_write(tmp_path / "b", SECOND)]))
+
+
+def test_layers_timed_by_themselves(report: ModuleType, tmp_path: Path) -> None:
+    records = [_bench("triton/nvfp4", 8, 50.0), _bench("triton/nvfp4", 64, 130.2), _bench("triton_fp8/fp8", 8, 60.0)]
+    _write(tmp_path / "h200_windows.jsonl", records)
+    lines = report.page({}, tmp_path).splitlines()
+    assert "| `triton`, NVFP4: Mixtral-8x7B | 50.0 | 130 |" in lines
+    assert "| `triton_fp8`, FP8, 128x128 blocks: Mixtral-8x7B | 60.0 |  |" in lines
+
+
 def test_other_results_are_added_where_they_are(report: ModuleType, tmp_path: Path) -> None:
     emulated = _bench("emulation/nvfp4", 1, 14000.0, shape="qwen3_30b")
     _write(tmp_path / "h200_emulation.jsonl", [ENV, _bench("triton/nvfp4", 1, 20.0, shape="qwen3_30b"), emulated])
