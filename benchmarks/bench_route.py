@@ -19,6 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch_moe_ops as moe
+from torch_moe_ops.tune.measure import graph_times
 
 CALLS = 20
 EXPERTS, TOP_K = 256, 8
@@ -36,22 +37,13 @@ def measure(method: str, tokens: int, rounds: int) -> tuple[float, float]:
     """Median and least microseconds of a call."""
     routing = routing_of(method)
     logits = [torch.randn(tokens, EXPERTS, device="cuda") for _ in range(CALLS)]
-    for x in logits:
-        moe.route(x, routing)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def route_all() -> None:
         for x in logits:
             moe.route(x, routing)
-    graph.replay()
-    times = []
-    for _ in range(rounds):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / CALLS)
+
+    route_all()
+    times = [us / CALLS for us in graph_times(route_all, rounds)]
     return statistics.median(times), min(times)
 
 

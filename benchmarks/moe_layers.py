@@ -79,7 +79,7 @@ class OurLayer(runner.UnderTest):
         act = FORMATS[fmt][1]
         against = moe.explain(raw, act_format=act, device=device).against[backend]
         if against:
-            raise NotImplementedError("; ".join(against))
+            raise common.Unsupported("; ".join(against))
         self.prepared = w = moe.prepare(raw, act_format=act, backend=backend)
 
         def forward(x: Tensor, ids: Tensor, topk_weights: Tensor) -> Tensor:

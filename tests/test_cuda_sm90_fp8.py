@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from samples import overload
 from sm90_cases import make_call, relative_error, why_not_here
 from test_triton_schemes import packed_input
 from tolerances import FP8_SUMS
@@ -125,63 +124,3 @@ def test_a_nan_row_disturbs_no_other(scheme: str) -> None:
     clean = run(tiled)
     tiled.hidden_states[3] = float("nan")
     assert torch.equal(run(tiled)[[0, 1, 2, 4, 5]], clean[[0, 1, 2, 4, 5]])
-
-
-def layer(scheme: str, seed: int = 0) -> tuple[moe.RawWeights, moe.PreparedWeights]:
-    g = torch.Generator().manual_seed(seed)
-    w13, w2 = torch.randn(8, 256, 256, generator=g) / 16, torch.randn(8, 256, 128, generator=g) / 11
-    raw = moe.quantize_experts(w13.bfloat16(), w2.bfloat16(), scheme).to("cuda")
-    return raw, moe.prepare(raw, act_format="fp8", backend=NAME)
-
-
-def batch(tokens: int, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    g = torch.Generator().manual_seed(seed)
-    x = torch.randn(tokens, 256, generator=g).bfloat16().cuda()
-    ids, weights = moe.route(torch.randn(tokens, 8, generator=g).cuda(), moe.Routing("renormalize", 2))
-    return x, ids, weights
-
-
-@schemes
-@pytest.mark.parametrize("tokens", (0, 1, 500))
-def test_the_op_against_the_reference_backend(scheme: str, tokens: int) -> None:
-    raw, w = layer(scheme)
-    x, ids, weights = batch(tokens)
-    out = moe.fused_moe_routed(x, ids, weights, w)
-    reference = moe.prepare(raw, act_format="fp8", backend="reference")
-    expected = moe.fused_moe_routed(x, ids, weights, reference).double()
-    assert out.shape == (tokens, 256)
-    assert (out.double() - expected).norm() <= FP8_SUMS * expected.norm()
-
-
-@schemes
-def test_a_captured_graph_replays_other_routings_and_weights(scheme: str) -> None:
-    _, w = layer(scheme)
-    x, ids, weights = batch(400)
-    moe.fused_moe_routed(x, ids, weights, w)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = moe.fused_moe_routed(x, ids, weights, w)
-    for seed in range(2, 5):
-        for mine, other in zip((x, ids, weights), batch(400, seed), strict=True):
-            mine.copy_(other)
-        if seed == 4:
-            w.update_(layer(scheme, seed)[0])
-        graph.replay()
-        assert torch.equal(out, moe.fused_moe_routed(x, ids, weights, w))
-
-
-@schemes
-def test_opcheck(scheme: str) -> None:
-    _, w = layer(scheme)
-    x, ids, weights = batch(5)
-    keywords = {"act_format": "fp8", "backend": NAME}
-    torch.library.opcheck(overload(f"{scheme}_moe_routed"), (x, None, ids, weights, *w.op_weights()), keywords)
-
-
-@schemes
-def test_prepare_is_the_same_on_both_devices_and_comes_back(scheme: str) -> None:
-    raw, w = layer(scheme)
-    for name, tensor in cuda_sm90_fp8.prepare(raw.to("cpu")).items():
-        assert torch.equal(tensor, getattr(w, name).cpu()), name
-    for name, tensor in moe.restore(w).tensors().items():
-        assert torch.equal(tensor.view(torch.uint8), getattr(raw, name).contiguous().view(torch.uint8)), name

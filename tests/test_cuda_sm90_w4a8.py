@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from samples import overload
 from sm90_cases import ACTIVATIONS, SHAPES_OF_ALL, make_call, relative_error, why_not_here
 from tolerances import FP8_SUMS, FP8_SUMS_EXACT
 from torch import Tensor
 
-import torch_moe_ops as moe
 from torch_moe_ops.backends import _sm90_w4a8_layout as layout
 from torch_moe_ops.backends import cuda_sm90_w4a8
 from torch_moe_ops.ops.call import ExpertsCall
@@ -156,62 +154,3 @@ def test_block_scales_of_every_size(policy: str) -> None:
         bits = torch.randint(0, 127, scale.shape, generator=g, dtype=torch.uint8)
         scale.view(torch.uint8).copy_(bits)
     assert relative_error(run(in_tiles(call)), call) < FP8_SUMS
-
-
-def layer(policy: str, seed: int = 0) -> tuple[moe.RawWeights, moe.PreparedWeights]:
-    g = torch.Generator().manual_seed(seed)
-    w13, w2 = torch.randn(8, 256, 256, generator=g) / 16, torch.randn(8, 256, 128, generator=g) / 11
-    raw = moe.quantize_experts(w13.bfloat16(), w2.bfloat16(), "nvfp4").to("cuda")
-    return raw, moe.prepare(raw, act_format="fp8", weight_policy=policy, backend=f"cuda_sm90_{policy}")
-
-
-def batch(tokens: int, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    g = torch.Generator().manual_seed(seed)
-    x = torch.randn(tokens, 256, generator=g).bfloat16().cuda()
-    ids, weights = moe.route(torch.randn(tokens, 8, generator=g).cuda(), moe.Routing("renormalize", 2))
-    return x, ids, weights
-
-
-@policies
-@pytest.mark.parametrize("tokens", (0, 1, 7, 500))
-def test_the_op_against_the_reference_backend(policy: str, tokens: int) -> None:
-    raw, w = layer(policy)
-    x, ids, weights = batch(tokens)
-    out = moe.fused_moe_routed(x, ids, weights, w)
-    reference = moe.prepare(raw, act_format="fp8", weight_policy=policy, backend="reference")
-    expected = moe.fused_moe_routed(x, ids, weights, reference).double()
-    assert out.shape == (tokens, 256)
-    assert (out.double() - expected).norm() <= FP8_SUMS * expected.norm()
-
-
-@policies
-def test_a_captured_graph_replays_other_routings_and_weights(policy: str) -> None:
-    _, w = layer(policy)
-    x, ids, weights = batch(400)
-    moe.fused_moe_routed(x, ids, weights, w)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = moe.fused_moe_routed(x, ids, weights, w)
-    for seed in range(2, 5):
-        for mine, other in zip((x, ids, weights), batch(400, seed), strict=True):
-            mine.copy_(other)
-        if seed == 4:
-            w.update_(layer(policy, seed)[0])
-        graph.replay()
-        assert torch.equal(out, moe.fused_moe_routed(x, ids, weights, w))
-
-
-@policies
-def test_opcheck(policy: str) -> None:
-    _, w = layer(policy)
-    x, ids, weights = batch(5)
-    keywords = {"act_format": "fp8", "weight_policy": policy, "backend": f"cuda_sm90_{policy}"}
-    torch.library.opcheck(overload("nvfp4_moe_routed"), (x, None, ids, weights, *w.op_weights()), keywords)
-
-
-def test_prepare_is_the_same_on_both_devices() -> None:
-    raw, w = layer("packed")
-    for name, tensor in cuda_sm90_w4a8.prepare(False, raw.to("cpu")).items():
-        assert torch.equal(tensor, getattr(w, name).cpu()), name
-    for name, tensor in moe.restore(w).tensors().items():
-        assert torch.equal(tensor.view(torch.uint8), getattr(raw, name).contiguous().view(torch.uint8)), name

@@ -171,32 +171,26 @@ def _per_row(scale: Tensor, weight: Tensor) -> Tensor:
 
 def fp8_block(call: ExpertsCall, x: Hidden) -> Prepared:
     assert x.scale is not None
-    arguments = {
-        "hidden_states": x.values,
-        "hidden_states_scale": x.scale.T.contiguous(),
-        "gemm1_weights": call.w13,
-        "gemm1_weights_scale": call.w13_scale,
-        "gemm2_weights": call.w2,
-        "gemm2_weights_scale": call.w2_scale,
-        "use_shuffled_weight": True,
-        "weight_layout": package.number("WeightLayout", "BlockMajorK"),
-        "fp8_quantization_type": package.enum("Fp8QuantizationType").DeepSeekFp8,
-    }
-    return Prepared(arguments | _given(constant_tensors(call)), _activation(call))
+    return _fp8_blocks(call, x.values, x.scale.T.contiguous(), "BlockMajorK", "DeepSeekFp8")
 
 
 def mxfp8(call: ExpertsCall, x: Hidden) -> Prepared:
     assert x.scale is not None
+    return _fp8_blocks(call, x.values, x.scale, "MajorK", "MxFp8")
+
+
+def _fp8_blocks(call: ExpertsCall, values: Tensor, scale: Tensor, layout: str, kind: str) -> Prepared:
+    """e4m3 operands with scales of blocks on both sides. layout, kind: members of FlashInfer's enumerations."""
     arguments = {
-        "hidden_states": x.values,
-        "hidden_states_scale": x.scale,
+        "hidden_states": values,
+        "hidden_states_scale": scale,
         "gemm1_weights": call.w13,
         "gemm1_weights_scale": call.w13_scale,
         "gemm2_weights": call.w2,
         "gemm2_weights_scale": call.w2_scale,
         "use_shuffled_weight": True,
-        "weight_layout": package.number("WeightLayout", "MajorK"),
-        "fp8_quantization_type": package.enum("Fp8QuantizationType").MxFp8,
+        "weight_layout": package.number("WeightLayout", layout),
+        "fp8_quantization_type": getattr(package.enum("Fp8QuantizationType"), kind),
     }
     return Prepared(arguments | _given(constant_tensors(call)), _activation(call))
 

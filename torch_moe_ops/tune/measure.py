@@ -42,6 +42,12 @@ def rules_of(layer: Layer, tokens: int) -> Config:
 
 def graph_time(run: Callable[[], None], rounds: int = ROUNDS, worse_than: float = float("inf")) -> float:
     """Median microseconds of a captured run; fewer rounds where the first two are far above `worse_than`."""
+    times = graph_times(run, rounds, worse_than)
+    return sorted(times)[len(times) // 2]
+
+
+def graph_times(run: Callable[[], None], rounds: int, worse_than: float = float("inf")) -> list[float]:
+    """Microseconds of each replay of a captured run."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -57,7 +63,7 @@ def graph_time(run: Callable[[], None], rounds: int = ROUNDS, worse_than: float 
         times.append(start.elapsed_time(end) * 1e3)
         if done == 1 and min(times) > 1.2 * worse_than:
             break
-    return sorted(times)[len(times) // 2]
+    return times
 
 
 class Trial:

@@ -1,0 +1,100 @@
+"""Whole layers on the fp8 kernels for Hopper, through prepare and the ops, on a GPU of compute capability 9.0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from samples import overload
+from sm90_cases import why_not_here
+from tolerances import FP8_SUMS
+from torch import Tensor
+
+import torch_moe_ops as moe
+from torch_moe_ops.backends import cuda_sm90_fp8, cuda_sm90_w4a8
+
+REASON = why_not_here()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(REASON), reason=REASON or "it is there")]
+
+
+class Kind(NamedTuple):
+    """tiles: what the backend's `prepare` makes of weights; None where that cannot be undone."""
+
+    scheme: str
+    backend: str
+    policy: str = "exact"
+    tiles: Callable[[moe.RawWeights], dict[str, Tensor]] | None = None
+
+    def prepare(self, raw: moe.RawWeights, backend: str) -> moe.PreparedWeights:
+        return moe.prepare(raw, act_format="fp8", weight_policy=self.policy, backend=backend)
+
+    def layer(self, seed: int = 0) -> tuple[moe.RawWeights, moe.PreparedWeights]:
+        g = torch.Generator().manual_seed(seed)
+        w13, w2 = torch.randn(8, 256, 256, generator=g) / 16, torch.randn(8, 256, 128, generator=g) / 11
+        raw = moe.quantize_experts(w13.bfloat16(), w2.bfloat16(), self.scheme).to("cuda")
+        return raw, self.prepare(raw, self.backend)
+
+
+KINDS = {
+    "packed": Kind("nvfp4", "cuda_sm90_packed", "packed", lambda raw: cuda_sm90_w4a8.prepare(False, raw)),
+    "folded": Kind("nvfp4", "cuda_sm90_folded", "folded"),
+    "fp8": Kind("fp8", "cuda_sm90_fp8", tiles=cuda_sm90_fp8.prepare),
+    "fp8_block": Kind("fp8_block", "cuda_sm90_fp8", tiles=cuda_sm90_fp8.prepare),
+}
+kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+
+
+def batch(tokens: int, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, 256, generator=g).bfloat16().cuda()
+    ids, weights = moe.route(torch.randn(tokens, 8, generator=g).cuda(), moe.Routing("renormalize", 2))
+    return x, ids, weights
+
+
+@kinds
+@pytest.mark.parametrize("tokens", (0, 1, 7, 500))
+def test_the_op_against_the_reference_backend(kind: Kind, tokens: int) -> None:
+    raw, w = kind.layer()
+    x, ids, weights = batch(tokens)
+    out = moe.fused_moe_routed(x, ids, weights, w)
+    expected = moe.fused_moe_routed(x, ids, weights, kind.prepare(raw, "reference")).double()
+    assert out.shape == (tokens, 256)
+    assert (out.double() - expected).norm() <= FP8_SUMS * expected.norm()
+
+
+@kinds
+def test_a_captured_graph_replays_other_routings_and_weights(kind: Kind) -> None:
+    _, w = kind.layer()
+    x, ids, weights = batch(400)
+    moe.fused_moe_routed(x, ids, weights, w)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = moe.fused_moe_routed(x, ids, weights, w)
+    for seed in range(2, 5):
+        for mine, other in zip((x, ids, weights), batch(400, seed), strict=True):
+            mine.copy_(other)
+        if seed == 4:
+            w.update_(kind.layer(seed)[0])
+        graph.replay()
+        assert torch.equal(out, moe.fused_moe_routed(x, ids, weights, w))
+
+
+@kinds
+def test_opcheck(kind: Kind) -> None:
+    _, w = kind.layer()
+    x, ids, weights = batch(5)
+    keywords = {"act_format": "fp8", "weight_policy": kind.policy, "backend": kind.backend}
+    torch.library.opcheck(overload(f"{kind.scheme}_moe_routed"), (x, None, ids, weights, *w.op_weights()), keywords)
+
+
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.tiles])
+def test_prepare_is_the_same_on_both_devices_and_comes_back(name: str) -> None:
+    kind = KINDS[name]
+    raw, w = kind.layer()
+    assert kind.tiles is not None
+    for field, tensor in kind.tiles(raw.to("cpu")).items():
+        assert torch.equal(tensor, getattr(w, field).cpu()), field
+    for field, tensor in moe.restore(w).tensors().items():
+        assert torch.equal(tensor.view(torch.uint8), getattr(raw, field).contiguous().view(torch.uint8)), field
