@@ -229,6 +229,7 @@ def windows_text(path: Path) -> list[str]:
     return lines
 
 
+_BEFORE = "_before"  # in the name of a file of kernels that have changed since
 _EXTRAS = {
     "h200_windows.jsonl": windows_text,
     "h200_emulation.jsonl": emulation_text,
@@ -260,8 +261,13 @@ def page(cells: dict[Key, Cell], folder: Path = RESULTS) -> str:
         for fmt in formats:
             lines += ["", *full_table(cells, shape, fmt)]
     for name, text in _EXTRAS.items():
-        if (folder / name).exists():
-            lines += ["", *text(folder / name)]
+        path = folder / name
+        earlier = path.with_stem(path.stem + _BEFORE)
+        if path.exists():
+            lines += ["", *text(path)]
+        elif earlier.exists():
+            heading, *rest = text(earlier)
+            lines += ["", heading + " †", *rest]
     return "\n".join(lines) + "\n"
 
 

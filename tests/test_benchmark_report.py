@@ -102,6 +102,8 @@ def test_other_results_are_added_where_they_are(report: ModuleType, tmp_path: Pa
     text = report.page({}, tmp_path)
     for line in ("| Qwen3-30B-A3B | 1 | 14.0 | 20.0 | 700 |", "| renormalize | 4.0 | 20.0 |", "| 1 | 3.00 | 0.50 |"):
         assert line in text.splitlines()
+    (tmp_path / "h200_example.json").rename(tmp_path / "h200_example_before.json")
+    assert "## A transformers model, compiled †" in report.page({}, tmp_path).splitlines()
 
 
 def test_the_pages_are_what_the_result_files_say(report: ModuleType) -> None:
