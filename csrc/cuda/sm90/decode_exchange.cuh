@@ -1,25 +1,50 @@
 // How thread blocks hand each other numbers without barriers: every value travels with the number of the launch, in one
 // access of 8 bytes, and whoever needs it reads until the number is right. Nothing is ever cleared: numbers only grow.
-// Launches must not overlap; each takes all shared memory of all multiprocessors, and all at once (it is cooperative).
+//
+// On two streams, blocks of the next launch may start where blocks of this one have ended, while others go on. So
+// launches take turns at two halves of the exchange, and no block ends before all of its launch have their number: each
+// launch takes all shared memory of all multiprocessors, so that a third one cannot start before the first has ended.
 #pragma once
 #include "decode_few.h"
 
 namespace moeq::sm90::few {
 
-__device__ uint4 exchange[kExchangePairs];   // two values each: value, number, value, number
-__device__ uint32_t epochs[1024];            // each block counts the launches
+__device__ uint4 exchange[2 * kExchangePairs];   // two values each: value, number, value, number
+__device__ uint32_t epochs[1024];                // each block counts the launches
+
+__device__ __forceinline__ uint32_t epoch_of(int block) {
+  uint32_t epoch;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(epoch) : "l"(epochs + block) : "memory");
+  return epoch;
+}
+
+__device__ __forceinline__ void set_epoch(uint32_t epoch) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(epochs + blockIdx.x), "r"(epoch) : "memory");
+}
+
+// By one warp.
+__device__ __forceinline__ void await_epochs(uint32_t epoch) {
+#pragma unroll 1
+  for (int block = threadIdx.x % 32; block < static_cast<int>(gridDim.x); block += 32) {
+    while (static_cast<int32_t>(epoch_of(block) - epoch) < 0) {
+    }
+  }
+}
+
+__device__ __forceinline__ uint4* half_of(uint32_t epoch) { return exchange + (epoch & 1) * kExchangePairs; }
 
 __device__ __forceinline__ void send_pair(int64_t at, float a, float b, uint32_t epoch) {
   const uint64_t first = static_cast<uint64_t>(epoch) << 32 | __float_as_uint(a);
   const uint64_t second = static_cast<uint64_t>(epoch) << 32 | __float_as_uint(b);
-  asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(exchange + at), "l"(first), "l"(second) : "memory");
+  asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(half_of(epoch) + at), "l"(first), "l"(second)
+               : "memory");
 }
 
 // Two values as bfloat16 in the place of one.
 __device__ __forceinline__ void send_rounded(int64_t at, float a, float b, uint32_t epoch) {
   const __nv_bfloat162 both = __floats2bfloat162_rn(a, b);
   const uint64_t item = static_cast<uint64_t>(epoch) << 32 | *reinterpret_cast<const uint32_t*>(&both);
-  uint64_t* to = reinterpret_cast<uint64_t*>(exchange) + at;
+  uint64_t* to = reinterpret_cast<uint64_t*>(half_of(epoch)) + at;
   asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(to), "l"(item) : "memory");
 }
 
@@ -33,7 +58,9 @@ struct Pair {
   __device__ __forceinline__ float b() const { return __uint_as_float(static_cast<uint32_t>(second)); }
 };
 
-__device__ __forceinline__ const Pair* sent_pairs() { return reinterpret_cast<const Pair*>(exchange); }
+__device__ __forceinline__ const Pair* sent_pairs(uint32_t epoch) {
+  return reinterpret_cast<const Pair*>(half_of(epoch));
+}
 
 __device__ __forceinline__ Pair look(const Pair* at) {
   Pair pair;

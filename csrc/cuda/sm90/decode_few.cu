@@ -98,6 +98,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1) decode_few_kernel(const __gr
     if (lane == 0) {
       copy_weights<Format>(args, fixed, base);
     }
+    __syncwarp();
+    await_epochs(fixed.epoch);
   } else if (warp > kWarps) {
     finish_units<kKind>(args, fixed, base);
   } else {

@@ -39,7 +39,7 @@ __device__ __forceinline__ void combine(const Args& args, const Fixed& fixed) {
       Share share = {0.0f, 0.0f};
       float found[2] = {}, bias[2] = {};
       if (item < items && fixed.place[slot] != kForeign) {
-        const Pair* from = sent_pairs() + args.outputs + (part * args.slots + slot) * per_slot + pair;
+        const Pair* from = sent_pairs(epoch) + args.outputs + (part * args.slots + slot) * per_slot + pair;
         Pair v = look(from);
         share = fixed.shares[slot];
         if (Case<kKind>::bias2(p)) {

@@ -10,7 +10,7 @@ __device__ __forceinline__ void start_block(const Args& args, Fixed& fixed, uint
   const int lane = threadIdx.x % 32;
   uint32_t epoch = 0;
   if (lane == 0) {
-    epoch = epochs[blockIdx.x];
+    epoch = epoch_of(blockIdx.x);
   }
   if (lane < args.stages) {
     barrier_init(shared_address(&fixed.full[lane]), 1);
@@ -35,7 +35,7 @@ __device__ __forceinline__ void start_block(const Args& args, Fixed& fixed, uint
   }
   if (lane == 0) {
     fixed.epoch = epoch + 1;
-    epochs[blockIdx.x] = epoch + 1;
+    set_epoch(epoch + 1);
   }
 }
 

@@ -23,11 +23,11 @@ __device__ __forceinline__ Two hidden_pair(const Args& args, const Fixed& fixed,
   const Problem& p = args.p;
   const int per_slot = args.row_tiles[0] * (kTileRows / 2);
   const bool two = fixed.work[0].parts == 2;
-  const Pair* first = sent_pairs() + static_cast<int64_t>(slot) * per_slot +
+  const uint32_t epoch = fixed.epoch;
+  const Pair* first = sent_pairs(epoch) + static_cast<int64_t>(slot) * per_slot +
                       (Case<kKind>::gated(p) ? pair / 4 * 8 + pair % 4 : pair);
   const Pair* second = first + static_cast<int64_t>(args.slots) * per_slot;
   const int up_at = Case<kKind>::gated(p) ? 4 : 0;
-  const uint32_t epoch = fixed.epoch;
   Pair gate = look(first), up = look(first + up_at), gate2 = {}, up2 = {};
   if (two) {
     gate2 = look(second);
@@ -135,7 +135,7 @@ __device__ __forceinline__ void gather_finished(const Args& args, Fixed& fixed, 
       from[i] = nullptr;
       pairs[i] = {};
       if (at < all && quad < real) {
-        from[i] = sent_pairs() +
+        from[i] = sent_pairs(epoch) +
                   static_cast<int64_t>(fixed.slots[entry.first + column]) * args.row_tiles[0] * (kTileRows / 2) + quad;
         pairs[i] = look(from[i]);
       }

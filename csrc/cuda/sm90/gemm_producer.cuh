@@ -5,13 +5,14 @@
 namespace moeq::sm90 {
 
 // Takes work items and writes them where everybody finds them: late, so that blocks that are fast take more, and early
-// enough for the weights' ring not to run dry.
+// enough for the weights' ring not to run dry. The first one, too, comes from the counter: an item that belonged to a
+// block which has no multiprocessor yet would be waited for by others that do not leave theirs.
 template <class C>
 __device__ __forceinline__ void find_all_work(const GemmArgs& args, GemmShared<C>& shared) {
   const int tiles_total = *args.schedule.tiles_total;
   Ring<kWorkSlots> ring;
   uint32_t wanted_parity = 0;
-  int item = blockIdx.x;
+  int item = atomicAdd(args.schedule.next_item, 1);
   while (true) {
     const Work work = find_work(args, tiles_total, item);
     barrier_wait(shared_address(&shared.work_empty[ring.slot]), ring.parity ^ 1);
@@ -21,7 +22,7 @@ __device__ __forceinline__ void find_all_work(const GemmArgs& args, GemmShared<C
     ring.advance();
     barrier_wait(shared_address(&shared.work_wanted), wanted_parity);
     wanted_parity ^= 1;
-    item = gridDim.x + atomicAdd(args.schedule.next_item, 1);
+    item = atomicAdd(args.schedule.next_item, 1);
   }
 }
 
