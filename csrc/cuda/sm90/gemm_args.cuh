@@ -47,14 +47,14 @@ __device__ __forceinline__ Work find_work(const GemmArgs& args, int tiles_total,
   if (work.second && (!args.second || local >= tiles_total * blocks)) return work;
   // Items of an expert: for each block of weight rows one after another all its tiles, so that weights come from the
   // cache from the second tile on.
-  const TokenTile tile = args.schedule.tiles[local / blocks];
-  const int within = local - tile.first * blocks;
-  const int first_token = within % tile.tiles * tile.width;
+  const TokenTile some = args.schedule.tiles[local / blocks];   // of the expert
+  const int within = local - some.first * blocks;
+  const TokenTile tile = args.schedule.tiles[some.first + within % some.tiles];
   work.expert = tile.expert;
   work.row_block = within / tile.tiles;
-  work.rows = min(tile.width, tile.count - first_token);
+  work.rows = tile.rows;
   work.width = tile.width;
-  work.first_row = tile.start + first_token;
+  work.first_row = tile.start;
   work.k_tiles = (work.second ? args.inter_padded : args.hidden_padded) / kTileK;
   work.arrivals = args.first ? tile.tiles * args.blocks13 : 0;
   return work;

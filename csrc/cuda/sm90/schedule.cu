@@ -10,8 +10,10 @@ constexpr int kThreads = kMaxExperts;   // one an expert
 constexpr int kBatch = 8;
 
 __device__ void list_tiles(const Schedule& schedule, int expert, int start, int count, int first, int tiles) {
+  const int groups = (count + 7) / 8;
   for (int i = 0; i < tiles; i++) {
-    schedule.tiles[first + i] = {expert, first, tiles, start, count, tile_width(count, tiles), {0, 0}};
+    const int token = i * groups / tiles * 8, end = (i + 1) * groups / tiles * 8;
+    schedule.tiles[first + i] = {expert, first, tiles, start + token, min(end, count) - token, end - token, {0, 0}};
   }
 }
 

@@ -6,14 +6,15 @@ namespace moeq::sm90 {
 
 constexpr int kMaxExperts = 1024;
 
-// One tile of tokens. Tiles of an expert are neighbours in the list, and hold `width` tokens each, the last one fewer.
+// One tile of tokens. Tiles of an expert are neighbours in the list; their widths differ by 8 at most, so that no more
+// than the expert's last 7 tokens are multiplied in vain.
 struct TokenTile {
   int expert;
   int first;   // index of the expert's first tile
   int tiles;   // of the expert
-  int start;   // the expert's first row, a multiple of 8
-  int count;   // of the expert's rows
-  int width;   // a multiple of 8
+  int start;   // the first row, a multiple of 8
+  int rows;
+  int width;   // rows rounded up to a multiple of 8
   int unused[2];
 };
 
@@ -35,19 +36,7 @@ inline int max_rows(int slots, int experts) { return (slots + 7 * (slots < exper
 // What any routing needs at most: no tile but an expert's only one has fewer than 16 tokens, if tiles may have 32.
 inline int max_token_tiles(int slots, int experts) { return (slots < experts ? slots : experts) + slots / 16; }
 
-// A tile's time in multiples of what a token adds: below 48 the decoding of weights decides.
-__host__ __device__ inline int tile_cost(int width) { return 12 + (width < 48 ? 48 : width); }
-
-__host__ __device__ inline int tile_width(int count, int tiles) { return ((count + tiles - 1) / tiles + 7) / 8 * 8; }
-
-// Into how many tiles of at most `max_width` an expert's tokens are best divided.
-__host__ __device__ inline int tiles_for(int count, int max_width) {
-  const int least = (count + max_width - 1) / max_width;
-  int best = least;
-  for (int tiles = least + 1; least > 1 && tiles <= least + 2; tiles++) {
-    if (tiles * tile_cost(tile_width(count, tiles)) < best * tile_cost(tile_width(count, best))) best = tiles;
-  }
-  return best;
-}
+// Into how many tiles of at most `max_width` an expert's tokens are divided: each decodes the weights anew.
+__host__ __device__ inline int tiles_for(int count, int max_width) { return (count + max_width - 1) / max_width; }
 
 }  // namespace moeq::sm90
