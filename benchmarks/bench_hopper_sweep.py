@@ -2,7 +2,6 @@
 """Sweep the number of tokens on a Hopper GPU: cliffs of `cuda_sm90`, and where it loses to `triton`.
 
     python benchmarks/bench_hopper_sweep.py --shapes qwen3_30b,dsv3,mixtral --fmts nvfp4 --out sweep.jsonl
-    python benchmarks/bench_hopper_sweep.py --kernels --ms 16,32,64,128,256     (both kernels: where to switch)
 
 A cliff is a larger M that is faster than a smaller one by more than 10 %; a loss is more than 3 % behind `triton`.
 Medians of CUDA graph replays over rotating routings, the layers taking turns (peers/README.md has the protocol).
@@ -15,7 +14,6 @@ import argparse
 import functools
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,29 +27,10 @@ from moe_peers import common, runner, timing  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import torch_moe_ops as moe  # noqa: E402
-from torch_moe_ops.backends import cuda_sm90  # noqa: E402
 
 OURS, OTHER = "cuda_sm90", "triton"
 CLIFF, LOSS = 1.10, 1.03
 MS = "1,2,3,4,6,8,12,16,24,32,48,64,96,128,192,256,384,512,768,1024,1536,2048,3072,4096,6144,8192,12288,16384"
-
-
-class OneKernel(moe_layers.OurLayer):
-    """`cuda_sm90` with the choice between its kernels taken away; its weights are those of another layer."""
-
-    def __init__(self, layer: moe_layers.OurLayer, kernel: str):
-        whole: Callable[..., Tensor] = layer.fn
-
-        def forward(*args: Tensor) -> Tensor:
-            chosen = cuda_sm90.decode_max_tokens
-            cuda_sm90.decode_max_tokens = lambda *sizes: sys.maxsize if kernel == "decode" else 0
-            try:
-                return whole(*args)
-            finally:
-                cuda_sm90.decode_max_tokens = chosen
-
-        runner.UnderTest.__init__(self, f"{OURS}-{kernel}", layer.fmt, forward, False)
-        self._biases = layer._biases
 
 
 class FromLogits(runner.UnderTest):
@@ -66,18 +45,14 @@ class FromLogits(runner.UnderTest):
         super().__init__(layer.label, layer.fmt, forward, True)
 
 
-def entries(fmts: list[str], kernels: bool, logits: bool) -> list[runner.Entry]:
-    """cuda_sm90 (one entry for each of its kernels too, where asked) and triton; from router logits where asked."""
+def entries(fmts: list[str], logits: bool) -> list[runner.Entry]:
+    """cuda_sm90 and triton; from router logits where asked."""
     found = []
     for entry in moe_layers.entries([OURS, OTHER], fmts):
 
         def build(fmt: str, weights: Any, context: Any, entry: Any = entry) -> list[Any]:
             layers = entry.build(fmt, weights, context)
-            if logits:
-                return [FromLogits(layer, weights.shape.k) for layer in layers]
-            if kernels and entry.name == OURS:
-                layers += [OneKernel(layers[0], kernel) for kernel in ("decode", "prefill")]
-            return layers
+            return [FromLogits(layer, weights.shape.k) for layer in layers] if logits else layers
 
         found.append(runner.Entry(entry.name, entry.fmt, build))
     return found
@@ -114,7 +89,6 @@ def main() -> int:
     parser.add_argument("--shapes", default="qwen3_30b,dsv3,mixtral")
     parser.add_argument("--fmts", default="nvfp4", help="nvfp4 (W4A16), nvfp4-a4")
     parser.add_argument("--ms", default=MS)
-    parser.add_argument("--kernels", action="store_true", help="time each kernel of cuda_sm90 at every M")
     parser.add_argument("--logits", action="store_true", help="from router logits, which route in the same call")
     parser.add_argument("--reps", type=int, default=15)
     parser.add_argument("--sets", type=int, default=0, help="routings that take turns; 0: the protocol's own number")
@@ -134,7 +108,7 @@ def main() -> int:
     given = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]  # no machine's paths
     sink.emit(event="env", gpu=torch.cuda.get_device_name(), torch=torch.__version__, argv=given)
     shapes, ms = common.parse_shapes(args.shapes), [int(m) for m in args.ms.split(",")]
-    layers = entries(args.fmts.split(","), args.kernels, args.logits)
+    layers = entries(args.fmts.split(","), args.logits)
     context = runner.Context(Path("."))
     timing.measure = functools.partial(timing.measure, warm_s=args.warm)
     with torch.inference_mode():

@@ -16,13 +16,14 @@ from sm90_cases import (
     error_of,
     in_tiles,
     make_call,
+    number_of,
     relative_error,
     run_on,
     why_not_here,
 )
 
 import torch_moe_ops as moe
-from torch_moe_ops.backends import cuda_sm90
+from torch_moe_ops.backends import _sm90_choice, cuda_sm90
 from torch_moe_ops.ops.call import ExpertsCall
 from torch_moe_ops.quant.nvfp4 import quantize_activation
 
@@ -163,7 +164,7 @@ def test_views_at_odd_addresses(kernel: str) -> None:
     x = torch.empty(tiled.hidden_states.numel() + 1, dtype=torch.bfloat16, device="cuda")[1:].view(5, 128)
     x.copy_(tiled.hidden_states)
     out = torch.empty(5 * 128 + 1, dtype=torch.bfloat16, device="cuda")[1:].view(5, 128)
-    cuda_sm90.run_kernel(tiled._replace(hidden_states=x), out, decode=kernel == "decode")
+    cuda_sm90.run_kernel(tiled._replace(hidden_states=x), out, number_of(kernel, tiled))
     assert torch.equal(out, want)
 
 
@@ -174,7 +175,7 @@ def backend_call(**fields: Any) -> tuple[ExpertsCall, ExpertsCall]:
 
 @pytest.mark.parametrize("act_format", ("none", "nvfp4"))
 def test_every_number_of_tokens_around_the_switch(act_format: str) -> None:
-    switch = cuda_sm90.decode_max_tokens(8, 2, 256 * 128)
+    switch = _sm90_choice.decode_max_tokens(8, 2, 256 * 128)
     for tokens in (0, 1, 2, 3, 5, 8, 9, switch - 1, switch, switch + 1, switch + 2, 2 * switch + 1):
         call, tiled = backend_call(act_format=act_format, tokens=tokens)
         out = torch.full((tokens, 256), float("nan"), dtype=torch.bfloat16, device="cuda")

@@ -9,6 +9,9 @@ import torch
 from sm90_cases import in_tiles, make_call, relative_error, run_on, why_not_here
 from tolerances import ROUNDED_INT4
 
+from torch_moe_ops import tuned_kernels
+from torch_moe_ops.backends import cuda_sm90
+
 REASON = why_not_here()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(REASON), reason=REASON or "it is there")]
 
@@ -77,3 +80,23 @@ def test_all_tokens_at_few_experts(tokens: int) -> None:
     call = call._replace(topk_ids=ids)
     out = run_on("prefill", in_tiles(call))
     assert relative_error(out, call) < LIMIT
+
+
+@pytest.mark.parametrize("kernel", tuned_kernels.KERNELS[1:])
+@pytest.mark.parametrize("sizes", (MANY_EXPERTS, FEW_EXPERTS), ids=("many", "few"))
+@pytest.mark.parametrize("tokens", (1, 60, 700))
+@pytest.mark.parametrize("act_format", ("none", "nvfp4"))
+def test_every_shape_runs_at_every_size(kernel: str, sizes: dict[str, Any], tokens: int, act_format: str) -> None:
+    """A table may choose any; nvfp4 activations without a scale of their own take two launches."""
+    call = make_call("nvfp4", act_format, tokens=tokens, out_dtype=torch.float32, **sizes)
+    assert relative_error(run_on(kernel, in_tiles(call)), call) < LIMIT
+
+
+def test_what_no_kernel_takes_is_refused() -> None:
+    tiled = in_tiles(make_call("nvfp4", tokens=1025, **FEW_EXPERTS))
+    with pytest.raises(RuntimeError, match="kernel decode takes up to 1024 tokens with top_k 2, got 1025"):
+        run_on("decode", tiled)
+    out = torch.empty(1025, 320, dtype=torch.bfloat16, device="cuda")
+    for number in (-1, len(tuned_kernels.KERNELS)):
+        with pytest.raises(RuntimeError, match=f"kernel must be 0 to below {len(tuned_kernels.KERNELS)}, got {number}"):
+            cuda_sm90.run_kernel(tiled, out, number)

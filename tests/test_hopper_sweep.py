@@ -27,7 +27,7 @@ def sweep(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 def records(ours: dict[int, float], triton: dict[int, float]) -> list[dict[str, Any]]:
-    pairs = (("cuda_sm90/nvfp4", ours), ("triton/nvfp4", triton), ("cuda_sm90-decode/nvfp4", dict.fromkeys(ours, 1.0)))
+    pairs = (("cuda_sm90/nvfp4", ours), ("triton/nvfp4", triton), ("cuda_sm90_packed/nvfp4", dict.fromkeys(ours, 1.0)))
     return [{"layer": layer, "M": m, "us": us} for layer, times in pairs for m, us in times.items()]
 
 

@@ -35,7 +35,7 @@ def _clean_table() -> Iterator[None]:
         table.clear()
         table.update(problems)
     tuned._nearest.cache_clear()
-    tuned._name.cache_clear()
+    tuned.name_of_device.cache_clear()
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: DEVICE)
-    tuned._name.cache_clear()
+    tuned.name_of_device.cache_clear()
 
 
 def _damage(path: Path, change: Any) -> None:
@@ -260,7 +260,7 @@ def test_the_library_s_own_tables_can_be_read() -> None:
         assert path == tuned.file_of(data["device"], tuned.SHIPPED_FOLDER)
         for problem in data["problems"]:
             problem["triton"] = tuned.triton_version()
-            assert tuned._key(problem) and [tuned._entry(value) for value in problem["configs"]]
+            assert tuned.key_from(problem) and [tuned._entry(value) for value in problem["configs"]]
 
 
 def test_files_are_read_when_the_library_is_imported(tmp_path: Path) -> None:

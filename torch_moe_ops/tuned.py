@@ -120,11 +120,28 @@ def _entry(value: Any) -> Entry:
     return Entry(tokens, float(us), (tuple(blocks), tuple(value["gemm1"]), tuple(value["gemm2"])))
 
 
-def _key(problem: dict[str, Any]) -> Key:
+def key_from(problem: dict[str, Any]) -> Key:
+    """The key in an entry of a file; ValueError where it is none."""
     values = [problem[name] for name in Key._fields]
     if not all(isinstance(v, str) for v in values[:2]) or not all(type(v) is int and v > 0 for v in values[2:]):
         raise ValueError(f"a problem must have names and positive sizes, got {values}")
     return Key(*values)
+
+
+# What reading a file of the wrong content may raise.
+READING_FAILS = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
+
+
+def read_json(path: Path, version: int) -> dict[str, Any]:
+    """A file's content with its "format" and "device" checked; one of READING_FAILS where it is not that."""
+    if path.stat().st_size > MAX_BYTES:
+        raise ValueError(f"must have at most {MAX_BYTES} bytes")
+    data = json.loads(path.read_text("utf-8"))
+    if data["format"] != version:
+        raise ValueError(f"format must be {version}, got {data['format']!r}")
+    if not isinstance(data["device"], str):
+        raise ValueError(f"device must be a name, got {data['device']!r}")
+    return data
 
 
 def read(path: Path, any_library: bool = False) -> tuple[str, dict[Key, tuple[Entry, ...]]]:
@@ -133,21 +150,15 @@ def read(path: Path, any_library: bool = False) -> tuple[str, dict[Key, tuple[En
     Raises ValueError naming the file, where it cannot be read or is not what `save` writes.
     """
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ValueError(f"must have at most {MAX_BYTES} bytes")
-        data = json.loads(path.read_text("utf-8"))
-        if data["format"] != FORMAT:
-            raise ValueError(f"format must be {FORMAT}, got {data['format']!r}")
-        if not isinstance(data["device"], str):
-            raise ValueError(f"device must be a name, got {data['device']!r}")
+        data = read_json(path, FORMAT)
         problems = {}
         for problem in data["problems"]:
             entries = sorted(_entry(value) for value in problem["configs"])
             library = __version__ if any_library else problem["library"]
             if (library, problem["triton"]) == (__version__, triton_version()):
-                problems[_key(problem)] = tuple(entries)
+                problems[key_from(problem)] = tuple(entries)
         return data["device"], problems
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except READING_FAILS as error:
         raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
 
 
@@ -157,14 +168,18 @@ def load(where: Path | None = None) -> None:
     _fill(SHIPPED, SHIPPED_FOLDER)
 
 
+def files_of(where: Path | None) -> list[Path]:
+    """The JSON files of a folder; none where it cannot be read."""
+    try:
+        return sorted(where.glob("*.json")) if where is not None else []
+    except OSError:
+        return []
+
+
 def _fill(table: Table, where: Path | None) -> None:
     table.clear()
     _nearest.cache_clear()
-    try:
-        files = sorted(where.glob("*.json")) if where is not None else []
-    except OSError:
-        files = []
-    for path in files:
+    for path in files_of(where):
         try:
             device, problems = read(path, any_library=table is SHIPPED)
         except ValueError as error:
@@ -187,17 +202,22 @@ def save(device_name: str, key: Key, entries: list[Entry], where: Path) -> Path:
         problems = {}
     by_tokens = {e.tokens: e for e in (*problems.get(key, ()), *entries)}
     problems[key] = tuple(sorted(by_tokens.values()))
-    where.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=where, prefix=path.stem, suffix=".part")
+    replace_file(path, _text(device_name, problems))
+    return path
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file in one step, and its folder where there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(_text(device_name, problems))
+            file.write(text)
         os.chmod(temporary, 0o644)  # mkstemp's files are the user's alone
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
         raise
-    return path
 
 
 def _text(device_name: str, problems: dict[Key, tuple[Entry, ...]]) -> str:
@@ -238,7 +258,7 @@ def _nearest(device_name: str, key: Key, tokens: int, own: bool) -> Fields | Non
 
 
 @lru_cache(maxsize=64)
-def _name(device_index: int) -> str:
+def name_of_device(device_index: int) -> str:
     return torch.cuda.get_device_name(device_index)
 
 
@@ -250,7 +270,7 @@ def lookup(key: Key, tokens: int, own: bool = True) -> Fields | None:
     """
     if not torch.cuda.is_initialized():  # Triton's interpreter
         return None
-    return _nearest(_name(torch.cuda.current_device()), key, tokens, own)
+    return _nearest(name_of_device(torch.cuda.current_device()), key, tokens, own)
 
 
 def note(scheme: str, act_format: str, num_experts: int, top_k: int | None, hidden: int, inter: int) -> str:
@@ -259,7 +279,7 @@ def note(scheme: str, act_format: str, num_experts: int, top_k: int | None, hidd
         return ""
     texts = []
     for table, where in ((TABLE, "tuned here"), (SHIPPED, "of the library's table")):
-        for key, entries in table.get(_name(torch.cuda.current_device()), {}).items():
+        for key, entries in table.get(name_of_device(torch.cuda.current_device()), {}).items():
             sizes = (scheme, num_experts, hidden, inter)
             same = (key.scheme, key.num_experts, key.hidden_size, key.intermediate_size) == sizes
             if same and key.act_format in (act_format, "none") and top_k in (None, key.top_k):

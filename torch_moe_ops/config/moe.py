@@ -25,6 +25,7 @@ MOE_BACKENDS = (
     "flashinfer_trtllm",
     "flashinfer_cutlass",
     "cuda_sm90",
+    "cuda_sm90_bf16",
     "cuda_sm90_int4",
     "cuda_sm90_packed",
     "cuda_sm90_folded",

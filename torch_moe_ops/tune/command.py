@@ -1,8 +1,9 @@
-"""`python -m torch_moe_ops tune`."""
+"""`python -m torch_moe_ops tune`: tile sizes of the Triton kernels, or the kernels of `cuda_sm90`."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
 from collections.abc import Callable
@@ -11,13 +12,16 @@ from typing import Any
 
 import torch
 
-from torch_moe_ops import tuned
+from torch_moe_ops import _ext, tuned, tuned_kernels
+from torch_moe_ops.backends import cuda_sm90
+from torch_moe_ops.backends._sm90_common import CAPABILITY
 from torch_moe_ops.backends.triton import device_reason, package_reason
 from torch_moe_ops.checkpoints import CheckpointError
 from torch_moe_ops.schemes import SCHEMES
 from torch_moe_ops.tune import layers
 from torch_moe_ops.tune.layers import Layer
 
+TOKENS_OF_KERNELS = "1,4,8,12,16,20,24,32,40,48,56,64,80,96,128,192,256,384,512,768,1024,1536,2048,3072"
 TOKENS = "1,2,4,8,16,32,64,128,256,512,1024,2048,4096"
 # Part of the time that may go to compiling ahead; what is left compiles as it is timed.
 _COMPILE_SHARE = 0.5
@@ -27,10 +31,12 @@ def add_parser(commands: Any) -> None:
     """The subcommand and its options."""
     parser = commands.add_parser(
         "tune",
-        help="time tile sizes of the Triton kernels on this GPU and keep the best",
-        description="Time tile sizes of the Triton kernels on this GPU; later runs of the library use the best ones. "
+        help="time tile sizes, or which kernel is best for how many tokens, on this GPU and keep the best",
+        description="Time tile sizes of the Triton kernels on this GPU, or the kernels of the backend cuda_sm90; later "
+        "runs of the library use the best ones. "
         f"They are kept in ${tuned.ENVIRONMENT_VARIABLE}, else in ~/.cache/torch_moe_ops/tune.",
     )
+    parser.add_argument("--backend", choices=("triton", "cuda_sm90"), default="triton", help="whose kernels")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--shapes", help=f"comma list of {', '.join(layers.SHAPES)}, experts:top_k:hidden:intermediate")
     what.add_argument("--checkpoint", help="folder with safetensors: sizes, scheme and activation of its experts")
@@ -38,7 +44,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--top-k", type=int, help="experts a token, where the checkpoint's config.json does not say it")
     parser.add_argument("--scheme", default=None, help="with --shapes: comma list of schemes (default: nvfp4)")
     parser.add_argument("--act-format", default=None, help="comma list; default: the scheme's own")
-    parser.add_argument("--tokens", default=TOKENS, help=f"numbers of tokens (default: {TOKENS})")
+    parser.add_argument("--tokens", help=f"numbers of tokens (default: {TOKENS}; those near bounds for cuda_sm90)")
     parser.add_argument("--max-minutes", type=float, default=10.0, help="in all; what is complete by then is kept")
     parser.add_argument("--workers", type=int, default=0, help="processes that compile; 0: most of the cores")
     parser.set_defaults(command_function=main)
@@ -63,6 +69,8 @@ def layers_of(options: argparse.Namespace) -> list[Layer]:
                 found += [layers.of_shape(shape, scheme, act or layers.default_act(scheme)) for act in acts]
     for layer in found:
         layers.check(layer)
+        if options.backend == "cuda_sm90" and layer.act_format not in cuda_sm90.FORMATS.get(layer.raw.scheme, ()):
+            raise ValueError(f"--backend: cuda_sm90 must have {layer.raw.scheme} with {layer.act_format}")
     return found
 
 
@@ -74,29 +82,37 @@ def tokens_of(text: str) -> list[int]:
     return sorted({int(part) for part in parts})
 
 
-def _reason() -> str | None:
+def _reason(backend: str) -> str | None:
     """Why nothing can be tuned here, or None."""
-    if reason := package_reason():
+    if backend == "triton" and (reason := package_reason()):
         return reason
     if not torch.cuda.is_available():
         return "a CUDA device must be visible, got none"
     if tuned.folder() is None:
         return f"{tuned.ENVIRONMENT_VARIABLE} must name a folder, got an empty one"
-    return device_reason("cuda", torch.cuda.get_device_capability())
+    capability = torch.cuda.get_device_capability()
+    if backend == "triton":
+        return device_reason("cuda", capability)
+    if capability != CAPABILITY:
+        return f"compute capability must be {CAPABILITY}, got {capability}"
+    return _ext.cuda_extension_reason() or None
 
 
 def main(options: argparse.Namespace) -> int:
     """Exit status: 0, 1 where the time ended first, 2 where the arguments or the machine do not fit."""
     try:
-        wanted, tokens = layers_of(options), tokens_of(options.tokens)
+        wanted = layers_of(options)
+        tokens = tokens_of(options.tokens or (TOKENS if options.backend == "triton" else TOKENS_OF_KERNELS))
         if not 0 < options.max_minutes < float("inf"):
             raise ValueError(f"--max-minutes: must be a positive number, got {options.max_minutes}")
-        if reason := _reason():
+        if reason := _reason(options.backend):
             raise ValueError(reason)
     except (ValueError, CheckpointError) as error:
         print(f"tune: {error}", file=sys.stderr)
         return 2
-    return _run(wanted, tokens, time.time() + 60 * options.max_minutes, options.workers)
+    tiles = functools.partial(_tune_tiles, workers=options.workers)
+    tune: Callable[..., Path | None] = tiles if options.backend == "triton" else _tune_kernels
+    return _run(wanted, tokens, time.time() + 60 * options.max_minutes, tune)
 
 
 class Progress:
@@ -124,14 +140,14 @@ class Progress:
             self._bar.close()
 
 
-def _run(wanted: list[Layer], tokens: list[int], deadline: float, workers: int) -> int:
+def _run(wanted: list[Layer], tokens: list[int], deadline: float, tune: Callable[..., Path | None]) -> int:
     name, where = torch.cuda.get_device_name(), tuned.folder()
     assert where is not None
     path: Path | None = None
     for i, layer in enumerate(wanted):
         # Each layer may take an even share of the time that is left.
         until = time.time() + (deadline - time.time()) / (len(wanted) - i)
-        path = _tune_layer(layer, tokens, until, workers, name, where) or path
+        path = tune(layer, tokens, until, name, where) or path
     if path is not None:
         print(f"written: {path}")
     if time.time() >= deadline:
@@ -140,8 +156,25 @@ def _run(wanted: list[Layer], tokens: list[int], deadline: float, workers: int) 
     return 0
 
 
-def _tune_layer(
-    layer: Layer, tokens: list[int], deadline: float, workers: int, device_name: str, where: Path
+def _tune_kernels(layer: Layer, tokens: list[int], deadline: float, device_name: str, where: Path) -> Path | None:
+    """Time the kernels of `cuda_sm90` on one layer. None where the time ended first."""
+    from torch_moe_ops.tune import kernels
+
+    print(f"{layer.name} {layer.key.scheme} {layer.key.act_format}: {len(tokens)} numbers of tokens", flush=True)
+    weights = kernels.in_tiles(layer, torch.device("cuda"))
+    times: dict[int, dict[str, float]] = {}
+    for t in tokens:
+        if time.time() > deadline:
+            return None
+        times[t] = kernels.time_kernels(layer, weights, t, kernels.candidates(t, layer, times))
+        print(f"  {t:>5} tokens: " + ", ".join(f"{name} {us:.1f}" for name, us in times[t].items()), flush=True)
+    switches = kernels.switches_of(times, kernels.rules_of(layer))
+    print(f"  {switches}, by rules {kernels.rules_of(layer)}", flush=True)
+    return tuned_kernels.save(device_name, layer.key, switches, where / tuned_kernels.FOLDER)
+
+
+def _tune_tiles(
+    layer: Layer, tokens: list[int], deadline: float, device_name: str, where: Path, workers: int
 ) -> Path | None:
     """Tune one layer for all numbers of tokens, keeping each as it is found. None where nothing was."""
     from torch_moe_ops.tune import measure

@@ -204,6 +204,11 @@ def with_inputs(call: ExpertsCall, layer: Layer, tokens: int, seed: int, one_exp
     return call._replace(hidden_states=x, topk_ids=ids, topk_weights=weights / weights.sum(1, keepdim=True))
 
 
+def routings(tokens: int) -> int:
+    """How many routings a timed run goes through, so that few tokens find their weights in memory."""
+    return 2 if tokens >= 1024 else 8 if tokens >= 64 else 16
+
+
 def check(layer: Layer) -> None:
     """ValueError where the Triton kernels do not run the layer."""
     raw, acts = layer.raw, FORMATS.get(layer.raw.scheme)

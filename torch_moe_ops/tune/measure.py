@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torch_moe_ops.kernels.triton import launch
 from torch_moe_ops.kernels.triton.configs import Config, select
-from torch_moe_ops.tune.layers import Layer, random_call, with_inputs
+from torch_moe_ops.tune.layers import Layer, random_call, routings, with_inputs
 from torch_moe_ops.tune.search import plan
 
 # Another order of sums moves a result by far less, even where activations are rounded to 4 bits.
@@ -26,11 +26,6 @@ MAX_DIFFERENCE = 2e-2
 # Too many registers or too much shared or device memory for this GPU, or a tile that Triton does not compile.
 FAILURES = (triton.TritonError, triton.CompilationError, RuntimeError, ValueError, AssertionError)
 ROUNDS = 9
-
-
-def routings(tokens: int) -> int:
-    """How many routings a timed run goes through, so that few tokens find their weights in memory."""
-    return 2 if tokens >= 1024 else 8 if tokens >= 64 else 16
 
 
 def rules_of(layer: Layer, tokens: int) -> Config:

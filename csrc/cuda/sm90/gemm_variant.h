@@ -16,9 +16,6 @@ struct GemmVariant {
   int max_width;     // tokens of a tile
 };
 
-enum class Shape { kSlim, kNarrow, kWide };   // see gemm_config.cuh
-constexpr int kShapes = 3;
-
 struct GemmVariants {
   GemmVariant of_shape[kShapes];
 };

@@ -56,17 +56,43 @@ void bind_weights(Problem& p, const LayerCall& call) {
   p.w2_scale = scales_of("w2_scale", call.w2_scale, tiles2 * scale_bytes, call.out);
 }
 
-constexpr Kernels<Problem> kDecode = {"decode", decode_workspace, decode_run, decode_takes_logits};
-constexpr Kernels<Problem> kPrefill = {"prefill", prefill_workspace, prefill_run, nullptr};
+template <Shape shape>
+size_t prefill_workspace_of(const Problem& p) {
+  return prefill_workspace(p, shape);
+}
+
+template <Shape shape>
+cudaError_t prefill_run_of(const Problem& p) {
+  return prefill_run(p, shape);
+}
+
+template <Shape shape>
+constexpr Kernels<Problem> prefill_of(const char* name) {
+  return {name, prefill_workspace_of<shape>, prefill_run_of<shape>, nullptr};
+}
+
+// By the numbers that Python gives them (KERNELS of torch_moe_ops/tuned_kernels.py).
+constexpr Kernels<Problem> kKernels[] = {
+    {"decode", decode_workspace, decode_run, decode_takes_logits},
+    prefill_of<Shape::kSlim>("slim"),
+    prefill_of<Shape::kNarrow>("narrow"),
+    prefill_of<Shape::kWide>("wide"),
+};
+constexpr int64_t kKernelCount = sizeof(kKernels) / sizeof(kKernels[0]);
+
+void check_kernel(int64_t kernel, const Problem& p) {
+  STD_TORCH_CHECK(kernel != 0 || p.tokens <= decode_max_tokens(p), "moeq_C::", kOp, ": kernel decode takes up to ",
+                  decode_max_tokens(p), " tokens with top_k ", p.top_k, ", got ", p.tokens);
+}
 
 // Fills out [tokens, hidden] from ids and weights, or from logits.
 void experts_sm90(Tensor out, Tensor hidden_states, OptionalTensor topk_ids, OptionalTensor topk_weights, Tensor w13,
                   Tensor w13_scale, OptionalTensor g1_alphas, OptionalTensor w13_bias, Tensor w2, Tensor w2_scale,
                   OptionalTensor g2_alphas, OptionalTensor w2_bias, OptionalTensor a1_gscale, OptionalTensor a2_gscale,
                   bool quantize_hidden, bool quantize_intermediate, std::string activation, double alpha, double beta,
-                  double limit, int64_t expert_offset, bool weight_on_input, bool decode, OptionalTensor router_logits,
-                  OptionalTensor routing_bias, std::string score, std::string weight, bool renormalize, int64_t top_k,
-                  int64_t n_group, int64_t topk_group, double factor) {
+                  double limit, int64_t expert_offset, bool weight_on_input, int64_t kernel,
+                  OptionalTensor router_logits, OptionalTensor routing_bias, std::string score, std::string weight,
+                  bool renormalize, int64_t top_k, int64_t n_group, int64_t topk_group, double factor) {
   const RouterCall router{router_logits, routing_bias, score, weight, renormalize, top_k, n_group, topk_group, factor};
   const LayerCall call{out,       hidden_states, topk_ids,   topk_weights,    w13,
                        w13_scale, g1_alphas,     w13_bias,   w2,              w2_scale,
@@ -74,7 +100,12 @@ void experts_sm90(Tensor out, Tensor hidden_states, OptionalTensor topk_ids, Opt
                        quantize_intermediate,    activation, alpha,           beta,
                        limit,     expert_offset, weight_on_input, router};
   Problem p{};
-  run_layer(p, call, decode ? kDecode : kPrefill, [&](Problem& problem) { bind_weights(problem, call); });
+  STD_TORCH_CHECK(kernel >= 0 && kernel < kKernelCount, "moeq_C::", kOp, ": kernel must be 0 to below ", kKernelCount,
+                  ", got ", kernel);
+  run_layer(p, call, kKernels[kernel], [&](Problem& problem) {
+    check_kernel(kernel, problem);
+    bind_weights(problem, call);
+  });
 }
 
 }  // namespace

@@ -19,25 +19,13 @@ int tokens_of_piece(const Problem& p) {
 }
 
 struct Plan {
+  Shape shape;
   OperandArgs operand;
   RequantizeArgs requantize;
   GemmArgs gemm;
   CombineArgs combine;
   size_t bytes;
 };
-
-Schedule take_schedule(Arena& arena, int slots, int experts) {
-  Schedule schedule;
-  schedule.tiles_total = arena.take<int>(1);
-  schedule.rows_total = arena.take<int>(1);
-  schedule.next_item = arena.take<int>(1);
-  schedule.finished = arena.take<int>(experts);
-  schedule.first_row = arena.take<int>(experts);
-  schedule.rank = arena.take<int>(slots);
-  schedule.slot_of_row = arena.take<int>(max_rows(slots, experts));
-  schedule.tiles = arena.take<TokenTile>(max_token_tiles(slots, experts));
-  return schedule;
-}
 
 constexpr int kFormats = 5, kFinishes = 3;
 
@@ -73,26 +61,18 @@ GemmVariants variants_of(const Problem& p) {
   }
 }
 
-// By the tokens an expert has in the mean. Two blocks a multiprocessor must find enough work to share it evenly.
-Shape shape_of(const Problem& p) {
-  constexpr int kSlimTokens = 24, kNarrowTokens = 80, kManyBlocks = 800;
-  const int64_t slots = int64_t{p.tokens} * p.top_k, experts = p.experts;
-  const int64_t blocks = (slots < experts ? slots : experts) * ceil_div(p.hidden, 4 * kTileRows);
-  if (slots <= kSlimTokens * experts && blocks >= kManyBlocks) return Shape::kSlim;
-  return slots <= kNarrowTokens * experts ? Shape::kNarrow : Shape::kWide;
-}
-
-GemmVariant variant_for(const Problem& p) { return variants_of(p).of_shape[static_cast<int>(shape_of(p))]; }
+GemmVariant variant_for(const Problem& p, Shape shape) { return variants_of(p).of_shape[static_cast<int>(shape)]; }
 
 // `p.tokens` of at most one piece.
-Plan make_plan(const Problem& p) {
+Plan make_plan(const Problem& p, Shape shape) {
   Plan plan{};
+  plan.shape = shape;
   Arena arena(p.workspace);
   const int slots = p.tokens * p.top_k;
-  const Schedule schedule = take_schedule(arena, slots, p.experts);
+  const Schedule schedule = take_sorted_schedule(arena, slots, p.experts);
   const int rows = max_rows(slots, p.experts);
   const int hidden_padded = k_tiles(p.hidden) * kTileK, inter_padded = k_tiles(p.inter) * kTileK;
-  const GemmVariant variant = variant_for(p);
+  const GemmVariant variant = variant_for(p, shape);
   OperandArgs& operand = plan.operand;
   operand = {p, schedule, nullptr, nullptr, nullptr, rows, hidden_padded, variant.max_width};
   operand.operand = arena.take<__nv_bfloat16>(int64_t{rows} * hidden_padded);
@@ -129,14 +109,14 @@ Plan make_plan(const Problem& p) {
 }
 
 // Asked for once a device and kernel: the answers never change, and calls are frequent.
-cudaError_t multiprocessors_for(const Problem& p, const GemmVariant& variant, int& count) {
+cudaError_t multiprocessors_for(const Problem& p, Shape shape, const GemmVariant& variant, int& count) {
   constexpr int kDevices = 64;
   static std::atomic<int> known[kDevices][kFormats][kFinishes][kShapes];
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
   auto& of_kernel = known[device % kDevices][static_cast<int>(p.format)][static_cast<int>(finish_of(p))]
-                         [static_cast<int>(shape_of(p))];
+                         [static_cast<int>(shape)];
   count = device < kDevices ? of_kernel.load(std::memory_order_relaxed) : 0;
   if (count != 0) return cudaSuccess;
   error = cudaFuncSetAttribute(variant.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, variant.shared_bytes);
@@ -146,10 +126,10 @@ cudaError_t multiprocessors_for(const Problem& p, const GemmVariant& variant, in
   return error;
 }
 
-cudaError_t launch_gemms(const GemmArgs& args) {
-  const GemmVariant variant = variant_for(args.problem);
+cudaError_t launch_gemms(const GemmArgs& args, Shape shape) {
+  const GemmVariant variant = variant_for(args.problem, shape);
   int multiprocessors = 0;
-  const cudaError_t error = multiprocessors_for(args.problem, variant, multiprocessors);
+  const cudaError_t error = multiprocessors_for(args.problem, shape, variant, multiprocessors);
   if (error != cudaSuccess) return error;
   return launch_dependent(variant.kernel, args, multiprocessors * variant.blocks, variant.threads,
                           variant.shared_bytes);
@@ -159,34 +139,34 @@ cudaError_t launch_gemms(const GemmArgs& args) {
 cudaError_t launch_apart(const Plan& plan) {
   GemmArgs args = plan.gemm;
   args.second = false;
-  cudaError_t error = launch_gemms(args);
+  cudaError_t error = launch_gemms(args, plan.shape);
   if (error == cudaSuccess) error = launch_requantize(plan.requantize);
   args.first = false;
   args.second = true;
-  return error == cudaSuccess ? launch_gemms(args) : error;
+  return error == cudaSuccess ? launch_gemms(args, plan.shape) : error;
 }
 
-cudaError_t run_piece(const Problem& p) {
-  const Plan plan = make_plan(p);
+cudaError_t run_piece(const Problem& p, Shape shape) {
+  const Plan plan = make_plan(p, shape);
   cudaError_t error = launch_schedule(plan.operand);
   if (error == cudaSuccess) error = launch_operand(plan.operand);
-  if (error == cudaSuccess) error = p.a2 == ActScale::kToken ? launch_apart(plan) : launch_gemms(plan.gemm);
+  if (error == cudaSuccess) error = p.a2 == ActScale::kToken ? launch_apart(plan) : launch_gemms(plan.gemm, shape);
   if (error == cudaSuccess) error = launch_combine(plan.combine);
   return error;
 }
 
 }  // namespace
 
-size_t prefill_workspace(const Problem& p) {
+size_t prefill_workspace(const Problem& p, Shape shape) {
   Problem piece = p;
   piece.tokens = tokens_of_piece(p);
   piece.workspace = nullptr;
-  return make_plan(piece).bytes;
+  return make_plan(piece, shape).bytes;
 }
 
-cudaError_t prefill_run(const Problem& p) {
+cudaError_t prefill_run(const Problem& p, Shape shape) {
   if (p.experts > kMaxExperts) return cudaErrorInvalidValue;
-  return run_in_pieces(p, tokens_of_piece(p), run_piece);
+  return run_in_pieces(p, tokens_of_piece(p), [shape](const Problem& piece) { return run_piece(piece, shape); });
 }
 
 }  // namespace moeq::sm90

@@ -5,8 +5,22 @@
 #include "dependent_launch.h"
 #include "problem.h"
 #include "schedule.cuh"
+#include "workspace.h"
 
 namespace moeq::sm90 {
+
+inline Schedule take_sorted_schedule(Arena& arena, int slots, int experts) {
+  Schedule schedule;
+  schedule.tiles_total = arena.take<int>(1);
+  schedule.rows_total = arena.take<int>(1);
+  schedule.next_item = arena.take<int>(1);
+  schedule.finished = arena.take<int>(experts);
+  schedule.first_row = arena.take<int>(experts);
+  schedule.rank = arena.take<int>(slots);
+  schedule.slot_of_row = arena.take<int>(max_rows(slots, experts));
+  schedule.tiles = arena.take<TokenTile>(max_token_tiles(slots, experts));
+  return schedule;
+}
 
 // The expert of a slot, -1 where it is not one of ours: its router weight may be anything.
 __device__ __forceinline__ int local_expert(const Problem& p, int64_t slot) {
@@ -46,6 +60,7 @@ struct CombineArgs {
 
 cudaError_t launch_schedule(const OperandArgs& args);
 cudaError_t launch_operand(const OperandArgs& args);
+cudaError_t launch_bf16_operand(const OperandArgs& args);   // K in its own order, nothing quantized
 cudaError_t launch_requantize(const RequantizeArgs& args);
 cudaError_t launch_combine(const CombineArgs& args);
 

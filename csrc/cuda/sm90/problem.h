@@ -19,6 +19,10 @@ enum class OutType : int { kBfloat16, kFloat16, kFloat32 };
 // What the weights are: the formats of formats.cuh.
 enum class Format : int { kNvfp4, kMxfp4, kInt4Per32, kInt4Per64, kInt4Zero };
 
+// Of prefill's tiles (gemm_config.cuh); the caller chooses.
+enum class Shape : int { kSlim, kNarrow, kWide };
+constexpr int kShapes = 3;
+
 enum class LogitType : int { kBfloat16, kFloat16, kFloat32 };
 
 // What a router makes of logits: of all of them where experts are chosen, of the chosen ones where they are weighted.
@@ -77,7 +81,7 @@ cudaError_t route_run(const Problem& p, int32_t* ids, float* weights);
 int decode_max_tokens(const Problem& p);   // more than that, whatever p.tokens, decode_run does not take
 size_t decode_workspace(const Problem& p);
 cudaError_t decode_run(const Problem& p);
-size_t prefill_workspace(const Problem& p);
-cudaError_t prefill_run(const Problem& p);
+size_t prefill_workspace(const Problem& p, Shape shape);
+cudaError_t prefill_run(const Problem& p, Shape shape);
 
 }  // namespace moeq::sm90

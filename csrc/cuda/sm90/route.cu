@@ -36,6 +36,7 @@ RouteKernel kernel_for(int experts) {
 }  // namespace
 
 cudaError_t route_run(const Problem& p, int32_t* ids, float* weights) {
+  if (p.tokens == 0) return cudaSuccess;
   const RouteArgs args = {p.router, p.tokens, ids, weights};
   const int blocks = (p.tokens + kWarps - 1) / kWarps;
   return launch_after(kernel_for(p.router.experts), args, blocks, 32 * kWarps, 0, p.stream);
