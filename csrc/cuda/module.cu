@@ -12,12 +12,16 @@ STABLE_TORCH_LIBRARY_FRAGMENT(moeq_C, m) {
       "experts_sm90(Tensor(a!) out, Tensor hidden_states, Tensor? topk_ids, Tensor? topk_weights, Tensor w13, "
       "Tensor w13_scale, Tensor? g1_alphas, Tensor? w13_bias, Tensor w2, Tensor w2_scale, Tensor? g2_alphas, "
       "Tensor? w2_bias, Tensor? a1_gscale, Tensor? a2_gscale, bool quantize_hidden, bool quantize_intermediate, "
-      "str activation, float alpha, float beta, float limit, int expert_offset, bool weight_on_input, bool decode, "
+      "str activation, float alpha, float beta, float limit, int expert_offset, bool weight_on_input, int kernel, "
       "Tensor? router_logits, Tensor? routing_bias, str score, str weight, bool renormalize, int top_k, int n_group, "
       "int topk_group, float factor) -> ()");
   m.def(
       "route_sm90(Tensor(a!) ids, Tensor(b!) weights, Tensor router_logits, Tensor? routing_bias, str score, "
       "str weight, bool renormalize, int n_group, int topk_group, float factor) -> ()");
+  m.def(
+      "experts_sm90_bf16(Tensor(a!) out, Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Tensor w13, "
+      "Tensor? w13_bias, Tensor w2, Tensor? w2_bias, str activation, float alpha, float beta, float limit, "
+      "int expert_offset, bool weight_on_input) -> ()");
   m.def(
       "experts_sm90_w4a8(Tensor(a!) out, Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Tensor w13, "
       "Tensor w13_scale, Tensor? g1_alphas, Tensor? w13_bias, Tensor w2, Tensor w2_scale, Tensor? g2_alphas, "

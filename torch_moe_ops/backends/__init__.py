@@ -8,6 +8,7 @@ from torch_moe_ops.backends import flashinfer_cutlass
 from torch_moe_ops.backends import cpu
 from torch_moe_ops.backends import cuda_sm90
 from torch_moe_ops.backends import cuda_sm90_w4a8
+from torch_moe_ops.backends import cuda_sm90_bf16
 from torch_moe_ops.backends import triton
 from torch_moe_ops.backends import triton_fp8
 from torch_moe_ops.backends import cuda_sm90_fp8
@@ -23,6 +24,7 @@ __all__ = [
     "Requirement",
     "cpu",
     "cuda_sm90",
+    "cuda_sm90_bf16",
     "cuda_sm90_fp8",
     "cuda_sm90_w4a8",
     "flashinfer_cutlass",

@@ -198,7 +198,7 @@ __device__ __forceinline__ void finish_gated(const GemmArgs& args, GemmShared<C>
   stage_gated<C>(work, acc, s);
   s.synchronize();
   constexpr int columns = Sizes<C>::kGatedColumns;
-  store_intermediate<columns>(args, work, s, first_tile<C>(work, s) * 32);
+  store_intermediate<C, columns>(args, work, s, first_tile<C>(work, s) * 32);
 }
 
 }  // namespace moeq::sm90

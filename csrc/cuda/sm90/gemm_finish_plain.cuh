@@ -79,7 +79,7 @@ __device__ __forceinline__ void finish_plain(const GemmArgs& args, const Work& w
     }
     stage_tile<C>(work, acc[m], s);
     s.synchronize();
-    store_intermediate<kTileK>(args, work, s, tile * kTileK);
+    store_intermediate<C, kTileK>(args, work, s, tile * kTileK);
   }
 }
 

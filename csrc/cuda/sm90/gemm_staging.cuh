@@ -60,14 +60,25 @@ __device__ __forceinline__ void fetch_alphas(const Problem& p, const Work& work,
   s.alpha[1] = (alphas == nullptr ? 1.0f : alphas[count - 1]) * Format::kAccumulatorScale;
 }
 
-// Staged rows of 64 or 32 intermediates, `column` and on, -> h, in the order in which GEMM2's fragments take them,
-// swizzled. 32 are one half of each 16 bytes.
+// Whether the weights' layout leaves K in its own order.
+template <class Format>
+inline constexpr bool kKeepsOrder = false;
+
+// Staged rows of 64 intermediates -> h in that order, swizzled.
+__device__ __forceinline__ void store_intermediate_in_order(const Work& work, const Staging& s, __nv_bfloat16* to) {
+  const int piece = s.thread % 8;
+  for (int row = s.thread / 8; row < work.rows; row += kRowsAPass) {
+    const uint4 v = load_shared16(s.address + row * 128 + (piece ^ row % 8) * 16);
+    *reinterpret_cast<uint4*>(to + row * kTileK + (piece ^ row % 8) * 8) = v;
+  }
+}
+
+// Staged rows of 64 or 32 intermediates -> h, in the order in which GEMM2's fragments take them, swizzled. 32 are one
+// half of each 16 bytes, the one that `column` says.
 template <int columns>
-__device__ __forceinline__ void store_intermediate(const GemmArgs& args, const Work& work, const Staging& s,
-                                                   int column) {
-  if (column >= args.inter_padded) return;
+__device__ __forceinline__ void store_intermediate_permuted(const Work& work, const Staging& s, __nv_bfloat16* to,
+                                                            int column) {
   const int piece = s.thread % 8;                        // pairs piece + 8 * c of the 32 of a row
-  __nv_bfloat16* to = args.h + (int64_t{column / kTileK} * args.rows + work.first_row) * kTileK;
 #pragma unroll 2
   for (int row = s.thread / 8; row < work.rows; row += kRowsAPass) {
     const uint32_t from = s.address + row * 128 + piece % 4 * 4;
@@ -82,6 +93,20 @@ __device__ __forceinline__ void store_intermediate(const GemmArgs& args, const W
     v.z = load_shared(from + ((4 + piece / 4) ^ row % 8) * 16);
     v.w = load_shared(from + ((6 + piece / 4) ^ row % 8) * 16);
     *reinterpret_cast<uint4*>(at) = v;
+  }
+}
+
+// Staged rows of so many intermediates, `column` and on, -> h.
+template <class C, int columns>
+__device__ __forceinline__ void store_intermediate(const GemmArgs& args, const Work& work, const Staging& s,
+                                                   int column) {
+  if (column >= args.inter_padded) return;
+  __nv_bfloat16* to = args.h + (int64_t{column / kTileK} * args.rows + work.first_row) * kTileK;
+  if constexpr (kKeepsOrder<typename C::Format>) {
+    static_assert(columns == kTileK);
+    store_intermediate_in_order(work, s, to);
+  } else {
+    store_intermediate_permuted<columns>(work, s, to, column);
   }
 }
 

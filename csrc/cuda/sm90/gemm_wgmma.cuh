@@ -23,4 +23,8 @@ __device__ __forceinline__ void multiply_two_steps(float* d, const uint32_t (&a)
 template <int max_width>
 __device__ __forceinline__ void multiply_two_tiles(float* d, const uint32_t (&a)[2][4][4], uint32_t b, int index);
 
+// The same with a in shared memory, too, like b: tiles of 64 rows, 8192 bytes each, one after another.
+template <int max_width>
+__device__ __forceinline__ void multiply_shared(float* d, uint32_t a, uint32_t b, int index);
+
 }  // namespace moeq::sm90

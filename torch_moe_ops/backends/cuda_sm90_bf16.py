@@ -1,0 +1,95 @@
+"""The `cuda_sm90_bf16` backend: unquantized bfloat16 weights on Hopper, in csrc/cuda/sm90/bf16* (docs/hopper.md).
+
+Weights stay in the linear layout. Many tokens are multiplied by this backend's own kernels, few by those of `triton`,
+which read the same tensors and are as fast as memory there.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from torch_moe_ops.backends import linear
+from torch_moe_ops.backends._sm90_common import NEEDS, plain_arguments
+from torch_moe_ops.backends.registry import Backend, Problem, Requirement, available, formats, register
+from torch_moe_ops.ops.call import ExpertsCall
+
+SIZE_MULTIPLE = 16  # bytes that a copy moves, and eight rows of gate beside eight of up
+MIN_TOKENS_OF_EXPERT = 32  # in the mean, from which on these kernels run
+
+
+def min_tokens(num_experts: int, top_k: int) -> int:
+    """From this many tokens on these kernels run (docs/hopper.md, section 5). num_experts: local ones."""
+    return -(-MIN_TOKENS_OF_EXPERT * num_experts // top_k)
+
+
+def _triton() -> ModuleType:
+    # Not at import: that would register it first, and the order is that of preference.
+    from torch_moe_ops.backends import triton
+
+    return triton
+
+
+def _package_reason() -> str | None:
+    reason: str | None = _triton().package_reason()
+    return reason
+
+
+def run(call: ExpertsCall, out: Tensor) -> None:
+    """Fill `out` [num_tokens, hidden_size] (bfloat16, float16 or float32, contiguous) from a checked call."""
+    tokens, top_k = call.topk_ids.shape
+    aligned = call.w13.data_ptr() % 16 == 0 and call.w2.data_ptr() % 16 == 0
+    if tokens >= min_tokens(call.w13.shape[0], top_k) and aligned:
+        run_kernel(call, out)
+    else:
+        _triton().run(call, out)
+
+
+def run_kernel(call: ExpertsCall, out: Tensor) -> None:
+    """`run` on these kernels, whatever the number of tokens."""
+    torch.ops.moeq_C.experts_sm90_bf16(
+        out,
+        call.hidden_states,
+        call.topk_ids,
+        call.topk_weights,
+        call.w13,
+        call.w13_bias,
+        call.w2,
+        call.w2_bias,
+        *plain_arguments(call),
+    )
+
+
+def _sizes_reason(problem: Problem) -> str | None:
+    for name in ("hidden_size", "intermediate_size"):
+        if getattr(problem, name) % SIZE_MULTIPLE:
+            return f"{name} must be a multiple of {SIZE_MULTIPLE}, got {getattr(problem, name)}"
+    return None
+
+
+def _notes(problem: Problem) -> str:
+    """From which number of tokens on the kernels are these, and not Triton's."""
+    if problem.top_k is None:
+        return f"triton's kernels up to {MIN_TOKENS_OF_EXPERT} tokens an expert in the mean"
+    return f"triton's kernels below {min_tokens(problem.num_local_experts, problem.top_k)} tokens"
+
+
+register(
+    Backend(
+        name="cuda_sm90_bf16",
+        layout=linear.LINEAR,
+        requires=(
+            *NEEDS,
+            available(_package_reason),
+            formats({"none": ("none",)}),
+            Requirement(_sizes_reason),
+        ),
+        prepare=linear.prepare,
+        restore=linear.restore,
+        run=run,
+        hidden_dtypes=(torch.bfloat16,),
+        notes=_notes,
+    )
+)
