@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton_cases import empty_output, make_call, relative_error
 
-from torch_moe_ops import _ext
+from torch_moe_ops import _ext, tuned_kernels
+from torch_moe_ops.backends import _sm90_choice, cuda_sm90
 from torch_moe_ops.backends import _sm90_layout as layout
-from torch_moe_ops.backends import cuda_sm90
 from torch_moe_ops.backends._sm90_common import CAPABILITY
 from torch_moe_ops.ops.call import ExpertsCall
 from torch_moe_ops.raw_weights import RawWeights
@@ -70,8 +70,21 @@ def run_on(kernel: str, tiled: ExpertsCall) -> Tensor:
     """The output of one of the KERNELS, from a buffer full of NaN."""
     tokens, hidden = tiled.hidden_states.shape[0], tiled.w2.shape[1] * layout.TILE
     out = torch.full((tokens, hidden), float("nan"), dtype=tiled.out_dtype, device=tiled.w2.device)
-    cuda_sm90.run_kernel(tiled, out, decode=kernel == "decode")
+    cuda_sm90.run_kernel(tiled, out, number_of(kernel, tiled))
     return out
+
+
+def number_of(kernel: str, tiled: ExpertsCall) -> int:
+    """A kernel by its name; "prefill": the shape of it that the rules choose."""
+    if kernel in tuned_kernels.KERNELS:
+        return tuned_kernels.KERNELS.index(kernel)
+    experts, hidden = tiled.w13.shape[0], tiled.w2.shape[1] * layout.TILE
+    tokens, top_k = tiled.topk_ids.shape
+    return next(
+        tuned_kernels.KERNELS.index(name)
+        for name, most in _sm90_choice.prefill_rules(experts, top_k, hidden)
+        if most is None or tokens <= most
+    )
 
 
 def error_of(kernel: str, scheme: str = "nvfp4", **fields: Any) -> float:
@@ -91,6 +104,7 @@ __all__ = [
     "error_of",
     "in_tiles",
     "make_call",
+    "number_of",
     "relative_error",
     "run_on",
     "why_not_here",

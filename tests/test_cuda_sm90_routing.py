@@ -7,23 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from routing_oracle import WITH_BIAS, WITH_FACTOR, draw, draw_bias, draw_hostile, groups_of, methods_and_groups
+from routing_cases import RoutingCases, methods
+from routing_oracle import WITH_BIAS, draw, draw_bias, groups_of
 from sm90_cases import in_tiles, make_call, why_not_here
 from torch import Tensor
 
 import torch_moe_ops as moe
 from torch_moe_ops.backends import cuda_sm90
 from torch_moe_ops.backends._sm90_common import router_of
-from torch_moe_ops.routing import METHODS, ROUTING_METHODS, route_reference
+from torch_moe_ops.routing import route_reference
 
 REASON = why_not_here()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(REASON), reason=REASON or "it is there")]
-methods = pytest.mark.parametrize("method", ROUTING_METHODS)
-ROWS = 300
-# Relative: a warp adds in another order than torch.
-WEIGHTS = 1e-6
-# Nothing is summed, and exp and log1p are those of torch.
-BITWISE = ("topk", "llama4", "sigmoid", "topk_sigmoid")
 
 
 def complete(*routing: Any) -> tuple[Any, ...]:
@@ -42,85 +37,11 @@ def route(logits: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     return ids, weights
 
 
-def check(logits: Tensor, bias: Tensor | None, method: str, *options: Any) -> None:
-    """Equal ids, and weights within WEIGHTS, to torch on the same device; bit for bit where nothing is summed."""
-    logits = logits.cuda()
-    bias = None if bias is None else bias.cuda()
-    ids, weights = route(logits, bias, method, *options)
-    want_ids, want = route_reference(logits, bias, method, *options)
-    assert torch.equal(ids, want_ids)
-    torch.testing.assert_close(weights, want, rtol=WEIGHTS, atol=0)
-    if method in BITWISE:
-        assert torch.equal(weights, want)
+class TestTheKernel(RoutingCases):
+    device = "cuda"
+    rows = 300
 
-
-@methods
-@pytest.mark.parametrize(
-    ("experts", "top_k", "groups"),
-    (
-        (1, 1, (0, 0)),
-        (8, 2, (4, 2)),
-        (60, 6, (5, 3)),
-        (128, 8, (32, 5)),
-        (160, 6, (8, 3)),
-        (256, 8, (8, 4)),
-        (512, 22, (0, 0)),
-        (1000, 32, (20, 7)),
-        (2048, 32, (16, 1)),
-    ),
-)
-def test_agrees_with_torch(method: str, experts: int, top_k: int, groups: tuple[int, int]) -> None:
-    bias = draw_bias(experts, seed=3) if method in WITH_BIAS else None
-    factor = 2.5 if method in WITH_FACTOR else 1.0
-    options = (1 if method == "llama4" else top_k, *groups_of(method, groups), factor)
-    check(draw(ROWS, experts, seed=experts), bias, method, *options)
-
-
-@pytest.mark.parametrize("renormalize", (True, False))
-@pytest.mark.parametrize("method", [name for name, m in METHODS.items() if m.can_choose_renormalize])
-def test_renormalize_overrides_the_method(method: str, renormalize: bool) -> None:
-    check(draw(3, 60, seed=2), None, method, 6, 0, 0, 1.0, renormalize)
-
-
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
-@methods
-def test_low_precision_and_strided_logits(method: str, dtype: torch.dtype) -> None:
-    top_k = 1 if method == "llama4" else 6
-    bias = draw_bias(96, seed=2) if method in WITH_BIAS else None
-    logits = draw(3, 96, seed=3).to(dtype)
-    wide = torch.zeros(3, 192, dtype=dtype)
-    wide[:, :96] = wide[:, 96:] = logits
-    for same in (logits, wide.cuda()[:, 96:], logits.cuda().t().contiguous().t()):
-        check(same, bias, method, top_k)
-
-
-@methods
-def test_ties_go_to_the_lowest_index(method: str) -> None:
-    for experts in (8, 60, 2048):
-        k = 1 if method == "llama4" else min(32, experts)
-        ids, _ = route(torch.zeros(2, experts, device="cuda"), None, method, k)
-        assert ids.tolist() == [list(range(k))] * 2
-    logits = torch.tensor([[1.0, 3.0, -0.0, 3.0, 0.0, 1.0, -0.0, -2.0]], device="cuda")
-    k = 1 if method == "llama4" else 8
-    assert route(logits, None, method, k)[0].tolist() == [[1, 3, 0, 5, 2, 4, 6, 7][:k]]
-
-
-@methods
-def test_rows_of_nan(method: str) -> None:
-    k = 1 if method == "llama4" else 10
-    for bias in (None, draw_bias(60, seed=1).cuda()) if method in WITH_BIAS else (None,):
-        ids, weights = route(torch.full((2, 60), math.nan, device="cuda"), bias, method, k, *groups_of(method, (4, 3)))
-        assert ids.tolist() == [list(range(k))] * 2
-        assert not weights.any()
-
-
-@pytest.mark.parametrize(("method", "groups"), methods_and_groups((6, 3)))
-def test_hostile_logits(method: str, groups: tuple[int, int]) -> None:
-    g = torch.Generator().manual_seed(0)
-    bias = draw_bias(60, seed=1) if method in WITH_BIAS else None
-    for fewer in range(4):
-        logits = draw_hostile(ROWS, 60, g, fewer)
-        check(logits, bias, method, 1 if method == "llama4" else 10, *groups)
+    route = staticmethod(route)
 
 
 def layer(act_format: str = "none") -> moe.PreparedWeights:
