@@ -17,6 +17,7 @@ INPUT_SCALE = 1e-3
 FORMATS = {
     "nvfp4": ("nvfp4", "none"),
     "nvfp4-a4": ("nvfp4", "nvfp4"),
+    "nvfp4-a8": ("nvfp4", "fp8"),
     "mxfp4": ("mxfp4", "none"),
     "mxfp4-a8": ("mxfp4", "mxfp8"),
     "int4": ("int4", "none"),
@@ -24,6 +25,15 @@ FORMATS = {
     "fp8-a16": ("fp8_block", "none"),
     "bf16": ("none", "none"),
 }
+# Backends that are for a few formats only, and the weight policy of those that have one of their own.
+ONLY = {
+    "cuda_sm90_packed": ("nvfp4-a8",),
+    "cuda_sm90_folded": ("nvfp4-a8",),
+    "cuda_sm90_fp8": ("fp8",),
+    "cuda_sm90_bf16": ("bf16",),
+    "triton_fp8": ("fp8",),
+}
+POLICIES = {"cuda_sm90_packed": "packed", "cuda_sm90_folded": "folded"}
 ACTIVATIONS = {"silu": "silu", "relu2": "relu2_no_mul"}
 # gpt-oss has biases and an activation of its own. Peers run silu without biases on that shape, which is less work: our
 # layers do so as well beside it, by a name that ends in ALIKE.
@@ -76,11 +86,11 @@ class OurLayer(runner.UnderTest):
             )
             self._biases = first, second
         raw = raw_weights(fmt, weights, activation, self._biases)
-        act = FORMATS[fmt][1]
-        against = moe.explain(raw, act_format=act, device=device).against[backend]
+        settings: dict[str, Any] = {"act_format": FORMATS[fmt][1], "weight_policy": POLICIES.get(backend, "exact")}
+        against = moe.explain(raw, device=device, **settings).against[backend]
         if against:
             raise common.Unsupported("; ".join(against))
-        self.prepared = w = moe.prepare(raw, act_format=act, backend=backend)
+        self.prepared = w = moe.prepare(raw, backend=backend, **settings)
 
         def forward(x: Tensor, ids: Tensor, topk_weights: Tensor) -> Tensor:
             return moe.fused_moe_routed(x, ids, topk_weights, w)
@@ -103,7 +113,7 @@ def entries(backends: list[str], fmts: list[str]) -> list[runner.Entry]:
         if fmt not in FORMATS:
             raise SystemExit(f"--fmts: must be of {', '.join(FORMATS)}, got {fmt!r}")
         for backend in backends:
-            if backend not in BACKENDS:
+            if backend not in BACKENDS or fmt not in ONLY.get(backend, FORMATS):
                 continue
 
             def build(fmt: str, weights: common.Weights, context: Any, backend: str = backend) -> list[OurLayer]:

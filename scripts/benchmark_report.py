@@ -33,7 +33,10 @@ MODELS = {
 }
 # Weight formats in the order of the page, with what the library runs beside the plain format.
 FORMATS = {"nvfp4": "NVFP4", "mxfp4": "MXFP4", "int4": "int4", "fp8": "FP8, 128x128 blocks", "bf16": "bfloat16"}
-OURS = ("cuda_sm90", "cuda_sm90_fp8", "triton", "triton_fp8")
+OURS = (
+    *("cuda_sm90", "cuda_sm90_bf16", "cuda_sm90_fp8", "cuda_sm90_packed", "cuda_sm90_folded"),
+    *("triton", "triton_fp8"),
+)
 ALIKE = "-silu"  # ends the name of a layer of ours that leaves out what peers leave out (gpt-oss)
 PEERS = {
     "marlin": "Marlin (vLLM)",

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from torch_moe_ops.backends import BACKENDS
+
 ROOT = Path(__file__).resolve().parents[1]
-FORMATS = ("nvfp4", "nvfp4-a4", "mxfp4", "mxfp4-a8", "int4", "fp8", "fp8-a16", "bf16")
+FORMATS = ("nvfp4", "nvfp4-a4", "nvfp4-a8", "mxfp4", "mxfp4-a8", "int4", "fp8", "fp8-a16", "bf16")
 
 
 @pytest.fixture
@@ -56,6 +58,8 @@ def test_formats_are_all_known(bench: Any) -> None:
     with pytest.raises(SystemExit, match=r"--fmts: must be of nvfp4, .*, got 'nvfp3'"):
         bench.layers.entries(["triton"], ["nvfp3"])
     assert bench.layers.entries(["no_such_backend"], ["nvfp4"]) == []
+    assert set(bench.layers.ONLY) | set(bench.layers.POLICIES) <= set(BACKENDS)
+    assert [e.fmt for e in bench.layers.entries(["triton_fp8"], list(FORMATS))] == ["fp8"]
 
 
 def test_a_backend_that_cannot_run_a_format_is_skipped_with_its_reasons(bench: Any) -> None:
