@@ -19,7 +19,8 @@ REASON = why_not_here()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(REASON), reason=REASON or "it is there")]
 policies = pytest.mark.parametrize("policy", ("packed", "folded"))
 
-SHAPES = (*SHAPES_OF_ALL, (4, 2, 4096, 1024, 300), (2, 1, 512, 256, 1100))
+# Also tiles of up to 160 and of up to 256 tokens, and an intermediate that is too long for rings of its rows.
+SHAPES = (*SHAPES_OF_ALL, (4, 2, 4096, 1024, 300), (2, 1, 512, 256, 1100), (2, 1, 128, 17408, 20))
 
 
 def in_tiles(call: ExpertsCall) -> ExpertsCall:
@@ -47,7 +48,8 @@ def run(tiled: ExpertsCall) -> Tensor:
 
 
 def case(policy: str, **fields: Any) -> ExpertsCall:
-    return make_call("nvfp4", "fp8", **{"hidden": 128, "inter": 64, "weight_policy": policy} | fields)
+    usual: dict[str, Any] = {"hidden": 128, "inter": 64, "weight_policy": policy}
+    return make_call("nvfp4", "fp8", **usual | fields)
 
 
 def error_of(policy: str, **fields: Any) -> float:
@@ -85,6 +87,13 @@ def test_sums_that_the_tensor_cores_hold_exactly(policy: str, shape: tuple[int, 
 def test_activations(policy: str, activation: str, bias: bool) -> None:
     fields = {"activation": activation, "bias": bias, "inter": 176, "hidden": 256, "tokens": 40}
     assert error_of(policy, **fields, out_dtype=torch.float32) < FP8_SUMS
+
+
+@policies
+@pytest.mark.parametrize("inter", (4096, 14080))
+def test_long_rows_that_are_activated_when_they_are_quantized(policy: str, inter: int) -> None:
+    """Gate and up in float32: of 4096 a block holds three rows, of 14080 it cannot hold two."""
+    assert error_of(policy, activation="gelu", inter=inter, tokens=30, out_dtype=torch.float32) < FP8_SUMS
 
 
 @policies

@@ -61,14 +61,19 @@ Plan make_plan(const W4a8Problem& p) {
   return plan;
 }
 
-GemmKernel kernel_of(Weights weights, Finish finish) {
+// Whether tiles are wide: where experts have so many tokens that their weights are no matter. Any number is right.
+bool is_wide(const Problem& p) {
+  return int64_t{p.tokens} * p.top_k > int64_t{kMaxSingle} * p.experts;
+}
+
+GemmKernel kernel_of(Weights weights, Finish finish, bool wide) {
   switch (weights) {
     case Weights::kPacked:
-      return packed_kernel(finish);
+      return packed_kernel(finish, wide);
     case Weights::kRows:
-      return rows_kernel(finish);
+      return rows_kernel(finish, wide);
     default:
-      return blocks_kernel(finish);
+      return blocks_kernel(finish, wide);
   }
 }
 
@@ -77,7 +82,7 @@ cudaError_t launch_gemm(const GemmArgs& args, Finish finish) {
   int device = 0, multiprocessors = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  const GemmKernel gemm = kernel_of(p.weights, finish);
+  const GemmKernel gemm = kernel_of(p.weights, finish, is_wide(p));
   if (error == cudaSuccess) {
     error = cudaFuncSetAttribute(gemm.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, gemm.shared_bytes);
   }
@@ -87,7 +92,7 @@ cudaError_t launch_gemm(const GemmArgs& args, Finish finish) {
 
 cudaError_t run_piece(const W4a8Problem& p) {
   const Plan plan = make_plan(p);
-  cudaError_t error = launch_schedule(p, plan.tokens.schedule);
+  cudaError_t error = launch_schedule(p, plan.tokens.schedule, is_wide(p) ? kMaxWidth : kMaxSingle);
   if (error == cudaSuccess) error = launch_quantize_tokens(plan.tokens);
   if (error == cudaSuccess) error = launch_gemm(plan.first, is_in_place(p) ? Finish::kSwiglu : Finish::kLinear);
   if (error == cudaSuccess) error = launch_quantize_intermediate(plan.intermediate, plan.rows);

@@ -49,16 +49,23 @@ __device__ __forceinline__ void make_tables(uint32_t scales, Table (&tables)[4])
   }
 }
 
+// Bytes of a table, chosen by the low four digits of `which`, which are below 8: __byte_perm would mask them again.
+__device__ __forceinline__ uint32_t look_up(const Table& table, uint32_t which) {
+  uint32_t bytes;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(table.low), "r"(table.high), "r"(which));
+  return bytes;
+}
+
 // Eight codes of a row -> its two registers of a fragment.
 __device__ __forceinline__ void decode8(uint32_t word, const Table& table, uint32_t& first, uint32_t& second) {
   const uint32_t magnitudes = word & 0x77777777u;
-  first = __byte_perm(table.low, table.high, magnitudes) | (word & 0x80808080u);
-  second = __byte_perm(table.low, table.high, magnitudes >> 16) | (word << 4 & 0x80808080u);
+  first = look_up(table, magnitudes) | (word & 0x80808080u);
+  second = look_up(table, magnitudes >> 16) | (word << 4 & 0x80808080u);
 }
 
 // The fragments of a tile's four K-steps: register 2 * u + h of step s.
-__device__ __forceinline__ void decode_tile(const uint8_t* codes, const uint8_t* scales, uint32_t (&a)[4][4]) {
-  const int thread = threadIdx.x % 128;
+__device__ __forceinline__ void decode_tile(const uint8_t* codes, const uint8_t* scales, int thread,
+                                            uint32_t (&a)[4][4]) {
   const uint32_t scale_word = *reinterpret_cast<const uint32_t*>(scales + thread * 4);
   uint4 words[2];
   words[0] = *reinterpret_cast<const uint4*>(codes + thread * 16);

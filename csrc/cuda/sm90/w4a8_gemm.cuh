@@ -7,11 +7,16 @@ namespace moeq::sm90::w4a8 {
 
 template <class Policy, Finish finish, int parts>
 __device__ __forceinline__ void make_tile(const GemmArgs& args, GemmShared<Policy>& shared, Ring<Policy::kStages>& ring,
-                                          const Work& work, int warpgroup, int slot) {
+                                          const Work& work, int warpgroup, const Ring<kWorkSlots>& works) {
   const Span<parts> span(work.width);
   Sums<parts> sums = {};
-  multiply(sums, shared, ring, warpgroup, span, args, work);
-  store<Policy, finish, parts>(args, shared, work, sums, span.tokens, warpgroup, slot);
+  const Steps steps{kept(args.k_tiles), kept(threadIdx.x % 128)};
+  if constexpr (Policy::kTileScales > 0) {
+    multiply_decoded(sums, shared, ring, warpgroup, span, steps);
+  } else {
+    multiply_bytes(sums, shared, ring, warpgroup, span, steps, args, work);
+  }
+  store<Policy, finish, parts>(args, shared, work, sums, span.tokens, warpgroup, works.slot, works.parity);
 }
 
 template <class Policy, Finish finish>
@@ -20,15 +25,14 @@ __device__ __forceinline__ void consume(const GemmArgs& args, GemmShared<Policy>
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   Ring<kWorkSlots> work_ring;
   Ring<Policy::kStages> ring;
-  if (Policy::kTileScales > 0 && warpgroup == 1) pass_turn(warpgroup);   // the first one begins
   while (true) {
     barrier_wait(shared_address(&shared.work_full[work_ring.slot]), work_ring.parity);
     const Work work = shared.work[work_ring.slot];
     if (work.expert < 0) break;
-    if (work.width <= kMaxSingle) {
-      make_tile<Policy, finish, 1>(args, shared, ring, work, warpgroup, work_ring.slot);
+    if (Policy::kWidth <= kMaxSingle || work.width <= kMaxSingle) {
+      make_tile<Policy, finish, 1>(args, shared, ring, work, warpgroup, work_ring);
     } else {
-      make_tile<Policy, finish, 2>(args, shared, ring, work, warpgroup, work_ring.slot);
+      make_tile<Policy, finish, 2>(args, shared, ring, work, warpgroup, work_ring);
     }
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&shared.work_empty[work_ring.slot]));
@@ -43,10 +47,13 @@ __global__ void __launch_bounds__(kGemmThreads, 1) gemm_kernel(const __grid_cons
       dynamic_shared + (1024 - shared_address(dynamic_shared) % 1024) % 1024);
   if (threadIdx.x == 0) init_barriers(shared);
   __syncthreads();
+  allow_next_kernel();
   wait_for_previous_kernel();
   if (threadIdx.x >= kConsumerThreads) {
     registers_shrink<40>();
-    if (threadIdx.x < kConsumerThreads + 32) produce(args, shared);
+    const int warp = (threadIdx.x - kConsumerThreads) / 32;
+    if (warp == 0) produce(args, shared);
+    if (warp == 1) load_rows<Policy, finish>(args, shared);
   } else {
     registers_grow<232>();
     consume<Policy, finish>(args, shared);
@@ -58,9 +65,9 @@ struct GemmKernel {
   int shared_bytes;
 };
 
-GemmKernel packed_kernel(Finish finish);
-GemmKernel rows_kernel(Finish finish);
-GemmKernel blocks_kernel(Finish finish);
+GemmKernel packed_kernel(Finish finish, bool wide);
+GemmKernel rows_kernel(Finish finish, bool wide);
+GemmKernel blocks_kernel(Finish finish, bool wide);
 
 template <class Policy>
 GemmKernel kernel_of(Finish finish) {

@@ -35,15 +35,15 @@ __device__ __forceinline__ void start(float (&part)[registers], Weights a, uint6
   }
 }
 
+// Few branches: more additions than needed take less time. Sums beyond a tile's tokens are never looked at.
 template <int registers>
 __device__ __forceinline__ void add(float (&sums)[registers], const float (&part)[registers], int tokens) {
-  constexpr int kGroup = 16;   // registers: 32 tokens
+  constexpr int kFew = 32;   // registers: 64 tokens
 #pragma unroll
-  for (int first = 0; first < registers; first += kGroup) {
-    if (first * 2 >= tokens) break;
+  for (int i = 0; i < kFew; i++) sums[i] = __fadd_rn(sums[i], part[i]);
+  if (registers == kMaxSingle / 2 && tokens <= 2 * kFew) return;
 #pragma unroll
-    for (int i = first; i < first + kGroup && i < registers; i++) sums[i] = __fadd_rn(sums[i], part[i]);
-  }
+  for (int i = kFew; i < registers; i++) sums[i] = __fadd_rn(sums[i], part[i]);
 }
 
 // The compiler takes an operand's registers for free once the instruction is issued; they are not until it is done.
@@ -52,30 +52,21 @@ __device__ __forceinline__ void keep(uint32_t (&a)[4][4]) {
   for (int i = 0; i < 16; i++) asm volatile("" : "+r"(a[i / 4][i % 4]));
 }
 
+// A number that the compiler keeps in a register: it would read it again at each step, and wait.
+__device__ __forceinline__ int kept(int value) {
+  asm volatile("mov.b32 %0, %0;" : "+r"(value));
+  return value;
+}
+
+// Steps of a tile, and the thread of a warpgroup that makes them.
+struct Steps {
+  int many, thread;
+};
+
 template <class Policy>
-__device__ __forceinline__ void release(GemmShared<Policy>& shared, int stage) {
+__device__ __forceinline__ void release(GemmShared<Policy>& shared, int stage, int thread) {
   if (Policy::kGroups) __syncwarp();   // all lanes have read their tokens' scales
-  if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&shared.empty[stage]));
-}
-
-// Where one instruction spans the tile and weights are decoded, the warpgroups take turns at the tensor cores, so that
-// one adds and decodes while the other multiplies: 11 % faster there, and 8 to 15 % slower elsewhere (docs/hopper.md).
-// The other's turn comes when the last of four steps is all that is left.
-__device__ __forceinline__ void pass_turn(int warpgroup) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(kTurnBarrier + (warpgroup ^ 1)), "n"(kConsumerThreads) : "memory");
-}
-
-// A step's partial sums of a part of the tile: started, waited for.
-template <int parts, bool turns, class Weights, int registers>
-__device__ __forceinline__ void multiply_part(float (&part)[registers], Weights a, uint64_t tokens,
-                                              const Span<parts>& span, int warpgroup) {
-  if (turns) named_barrier(kTurnBarrier + warpgroup, kConsumerThreads);
-  start<parts>(part, a, tokens, span.index);
-  if (turns) {
-    wgmma_wait<1>();
-    pass_turn(warpgroup);
-  }
-  wgmma_wait<0>();
+  if (thread % 32 == 0) barrier_arrive(shared_address(&shared.empty[stage]));
 }
 
 template <int parts>
@@ -83,23 +74,28 @@ __device__ __forceinline__ uint64_t tokens_of_part(uint64_t tokens, const Span<p
   return tokens + i * span.tokens * (kTileK / 16);
 }
 
-template <int parts>
-__device__ __forceinline__ void multiply(Sums<parts>& sums, GemmShared<Packed>& shared, Ring<Packed::kStages>& ring,
-                                         int warpgroup, const Span<parts>& span, const GemmArgs& args, const Work&) {
+// Packed: each thread decodes what it multiplies.
+template <int parts, class Policy>
+__device__ __forceinline__ void multiply_decoded(Sums<parts>& sums, GemmShared<Policy>& shared,
+                                                 Ring<Policy::kStages>& ring, int warpgroup, const Span<parts>& span,
+                                                 const Steps& steps) {
   float part[Sums<parts>::kRegisters] = {};
-  for (int k = 0; k < args.k_tiles; k++) {
+  for (int k = 0; k < steps.many; k++) {
     barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
     uint32_t a[4][4];
     decode_tile(shared.weights[ring.slot] + warpgroup * kPackedBytes,
-                shared.scales[ring.slot] + warpgroup * kScaleBytes, a);
+                shared.scales[ring.slot] + warpgroup * kScaleBytes, steps.thread, a);
     const uint64_t tokens = swizzled_operand(shared_address(shared.tokens[ring.slot]));
 #pragma unroll
     for (int i = 0; i < parts; i++) {
-      multiply_part<parts, parts == 1>(part, &a[0], tokens_of_part(tokens, span, i), span, warpgroup);
+      start<parts>(part, &a[0], tokens_of_part(tokens, span, i), span.index);
+      wgmma_wait<0>();
+      if (i == parts - 1) {
+        keep(a);
+        release(shared, ring.slot, steps.thread);
+      }
       add(sums.v[i], part, span.tokens);
     }
-    keep(a);
-    release(shared, ring.slot);
     ring.advance();
   }
 }
@@ -139,20 +135,22 @@ __device__ __forceinline__ void add_scaled(float (&sums)[registers], const float
 
 // Rows and Blocks: the tensor cores read weights where they lie.
 template <int parts, class Policy>
-__device__ __forceinline__ void multiply(Sums<parts>& sums, GemmShared<Policy>& shared, Ring<Policy::kStages>& ring,
-                                         int warpgroup, const Span<parts>& span, const GemmArgs& args,
-                                         const Work& work) {
+__device__ __forceinline__ void multiply_bytes(Sums<parts>& sums, GemmShared<Policy>& shared,
+                                               Ring<Policy::kStages>& ring, int warpgroup, const Span<parts>& span,
+                                               const Steps& steps, const GemmArgs& args, const Work& work) {
   float part[Sums<parts>::kRegisters] = {};
   const BlockScales scales(args, work, warpgroup);
   float2 scale = Policy::kGroups ? scales.of(0) : make_float2(1.0f, 1.0f);
-  for (int k = 0; k < args.k_tiles; k++) {
-    const float2 next = Policy::kGroups && k + 1 < args.k_tiles ? scales.of(k + 1) : scale;
+  for (int k = 0; k < steps.many; k++) {
+    const float2 next = Policy::kGroups && k + 1 < steps.many ? scales.of(k + 1) : scale;
     barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
     const uint64_t tokens = swizzled_operand(shared_address(shared.tokens[ring.slot]));
     const uint64_t weights = swizzled_operand(shared_address(shared.weights[ring.slot] + warpgroup * kFp8Bytes));
 #pragma unroll
     for (int i = 0; i < parts; i++) {
-      multiply_part<parts, false>(part, weights, tokens_of_part(tokens, span, i), span, warpgroup);
+      start<parts>(part, weights, tokens_of_part(tokens, span, i), span.index);
+      wgmma_wait<0>();
+      if (!Policy::kGroups && i == parts - 1) release(shared, ring.slot, steps.thread);
       if constexpr (Policy::kGroups) {
         add_scaled(sums.v[i], part, span.tokens, shared.groups[ring.slot] + i * span.tokens, scale);
       } else {
@@ -160,7 +158,7 @@ __device__ __forceinline__ void multiply(Sums<parts>& sums, GemmShared<Policy>& 
       }
     }
     scale = next;
-    release(shared, ring.slot);
+    if (Policy::kGroups) release(shared, ring.slot, steps.thread);
     ring.advance();
   }
 }

@@ -6,12 +6,24 @@ namespace moeq::sm90::w4a8 {
 
 // Items of an expert: for each block of weight rows one after another all its tiles, so that weights come from the
 // cache from the second tile on.
-__device__ __forceinline__ Work find_work(const GemmArgs& args, int tiles_total, int item) {
+struct Item {
+  int index;
+  TokenTile tile;   // expert -1: none
+};
+
+__device__ __forceinline__ Item load_item(const GemmArgs& args, int index, int blocks, int items) {
+  Item item;
+  item.index = index;
+  item.tile.expert = -1;
+  if (index < items) item.tile = args.schedule.tiles[index / blocks];
+  return item;
+}
+
+__device__ __forceinline__ Work work_of(const Item& item, int blocks) {
   Work work{-1, 0, 0, 0, 0, 0, 0};
-  const int blocks = (args.row_tiles + kBlockTiles - 1) / kBlockTiles;
-  if (item >= tiles_total * blocks) return work;
-  const TokenTile tile = args.schedule.tiles[item / blocks];
-  const int within = item - tile.first * blocks;
+  const TokenTile& tile = item.tile;
+  if (tile.expert < 0) return work;
+  const int within = item.index - tile.first * blocks;
   const int first_token = within % tile.tiles * tile.width;
   work.expert = tile.expert;
   work.row_block = within / tile.tiles;
@@ -40,9 +52,10 @@ __device__ __forceinline__ Stream stream_of_tokens(const GemmArgs& args, GemmSha
   const int local = work.first_row - work.start, many = min(work.width, work.padded - local);
   const int64_t at = int64_t{work.start} * args.k_tiles + local;
   if (Policy::kGroups && groups) {
-    return {args.factor + at, work.padded * 4, many * 4, shared_address(shared.groups), kMaxWidth * 4};
+    return {args.factor + at, work.padded * 4, many * 4, shared_address(shared.groups), Policy::kWidth * 4};
   }
-  return {args.operand + at * kTileK, work.padded * kTileK, many * kTileK, shared_address(shared.tokens), kTokenBytes};
+  return {args.operand + at * kTileK, work.padded * kTileK, many * kTileK, shared_address(shared.tokens),
+          Policy::kWidth * kTileK};
 }
 
 template <class Policy>
@@ -77,40 +90,53 @@ __device__ __forceinline__ void publish(const GemmArgs& args, GemmShared<Policy>
   copy_bulk(shared_address(shared.factor[slot]), args.factor + work.first_row, bytes, full);
 }
 
+// Steps of a tile, one after another.
 template <class Policy>
-__device__ __forceinline__ void copy_stages(const GemmArgs& args, GemmShared<Policy>& shared, const Work& work,
-                                            Ring<Policy::kStages>& ring) {
-  const int lane = threadIdx.x % 32;
-  Stream stream = stream_of(args, shared, work, lane < kStreams<Policy> ? lane : 0);
-  const int token_bytes = __shfl_sync(0xffffffffu, stream.bytes, 0);
-  const int bytes = token_bytes + kBlockTiles * (Policy::kTileBytes + Policy::kTileScales) +
-                    (Policy::kGroups ? token_bytes / kTileK * 4 : 0);
-  for (int k = 0; k < args.k_tiles; k++) {
-    barrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
-    const uint32_t full = shared_address(&shared.full[ring.slot]);
-    if (lane == 0) barrier_expect(full, bytes);
-    if (lane < kStreams<Policy>) copy_bulk(stream.to + ring.slot * stream.to_stride, stream.from, stream.bytes, full);
-    stream.from = static_cast<const uint8_t*>(stream.from) + stream.stride;
-    ring.advance();
-  }
-}
+struct Copies {
+  Stream stream;
+  int lane, bytes;
 
-// One warp.
+  __device__ __forceinline__ Copies(const GemmArgs& args, GemmShared<Policy>& shared, const Work& work)
+      : lane(threadIdx.x % 32) {
+    stream = stream_of(args, shared, work, lane < kStreams<Policy> ? lane : 0);
+    const int token_bytes = __shfl_sync(0xffffffffu, stream.bytes, 0);
+    bytes = token_bytes + kBlockTiles * (Policy::kTileBytes + Policy::kTileScales) +
+            (Policy::kGroups ? token_bytes / kTileK * 4 : 0);
+  }
+
+  __device__ __forceinline__ void issue(GemmShared<Policy>& shared, Ring<Policy::kStages>& ring, int steps) {
+    for (int k = 0; k < steps; k++) {
+      barrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
+      const uint32_t full = shared_address(&shared.full[ring.slot]);
+      if (lane == 0) barrier_expect(full, bytes);
+      if (lane < kStreams<Policy>) copy_bulk(stream.to + ring.slot * stream.to_stride, stream.from, stream.bytes, full);
+      stream.from = static_cast<const uint8_t*>(stream.from) + stream.stride;
+      ring.advance();
+    }
+  }
+};
+
+// One warp. The next item is asked for before a tile's first half is copied and looked up before its second half.
 template <class Policy>
 __device__ __forceinline__ void produce(const GemmArgs& args, GemmShared<Policy>& shared) {
-  const int tiles_total = *args.schedule.tiles_total, lane = threadIdx.x % 32;
+  const int blocks = (args.row_tiles + kBlockTiles - 1) / kBlockTiles, items = *args.schedule.tiles_total * blocks;
+  const int lane = threadIdx.x % 32;
   Ring<kWorkSlots> work_ring;
   Ring<Policy::kStages> ring;
-  int item = blockIdx.x;
+  Item item = load_item(args, blockIdx.x, blocks, items);
   while (true) {
-    const Work work = find_work(args, tiles_total, item);
+    const Work work = work_of(item, blocks);
     barrier_wait(shared_address(&shared.work_empty[work_ring.slot]), work_ring.parity ^ 1);
     if (lane == 0) publish(args, shared, work, work_ring.slot);
     work_ring.advance();
     if (work.expert < 0) break;
-    if (lane == 0) item = gridDim.x + atomicAdd(args.next_item, 1);   // its latency passes while the tile is loaded
-    copy_stages(args, shared, work, ring);
-    item = __shfl_sync(0xffffffffu, item, 0);
+    int next = 0;
+    if (lane == 0) next = gridDim.x + atomicAdd(args.next_item, 1);
+    Copies<Policy> copies(args, shared, work);
+    const int first = args.k_tiles / 2;
+    copies.issue(shared, ring, first);
+    item = load_item(args, __shfl_sync(0xffffffffu, next, 0), blocks, items);
+    copies.issue(shared, ring, args.k_tiles - first);
   }
 }
 

@@ -11,6 +11,7 @@ constexpr int kThreads = 1024;
 struct ScheduleArgs {
   W4a8Problem problem;
   Schedule schedule;
+  int widest;    // tokens of a tile
 };
 
 __device__ void list_expert(const Schedule& schedule, int expert, int start, int count, int first, int tiles) {
@@ -41,7 +42,7 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_kernel(const __grid_cons
     schedule.rank[slot] = id >= 0 && id < p.experts ? atomicAdd(&counts[id], 1) : -1;
   }
   __syncthreads();
-  const int count = counts[expert], tiles = tiles_for(count);
+  const int count = counts[expert], tiles = tiles_for(count, args.widest);
   int rows_total, tiles_total;
   const int start = prefix_sum<kThreads>(round_up(count, 8), warp_sums, rows_total);
   const int first = prefix_sum<kThreads>(tiles, warp_sums, tiles_total);
@@ -55,8 +56,8 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_kernel(const __grid_cons
 
 }  // namespace
 
-cudaError_t launch_schedule(const W4a8Problem& p, const Schedule& schedule) {
-  return launch_after(schedule_kernel, ScheduleArgs{p, schedule}, 1, kThreads, 0, p.stream);
+cudaError_t launch_schedule(const W4a8Problem& p, const Schedule& schedule, int widest) {
+  return launch_after(schedule_kernel, ScheduleArgs{p, schedule, widest}, 1, kThreads, 0, p.stream);
 }
 
 }  // namespace moeq::sm90::w4a8

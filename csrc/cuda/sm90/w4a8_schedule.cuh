@@ -59,11 +59,12 @@ __host__ __device__ inline int tiles_cost(int count, int tiles) {
   return tiles * (16 + (width < 64 ? 64 : width));
 }
 
-__host__ __device__ inline int tiles_for(int count) {
-  const int least = (count + kMaxWidth - 1) / kMaxWidth;
+// Tiles of at most `widest` tokens.
+__host__ __device__ inline int tiles_for(int count, int widest) {
+  const int least = (count + widest - 1) / widest;
   return least > 1 && tiles_cost(count, least + 1) < tiles_cost(count, least) ? least + 1 : least;
 }
 
-cudaError_t launch_schedule(const W4a8Problem& p, const Schedule& schedule);
+cudaError_t launch_schedule(const W4a8Problem& p, const Schedule& schedule, int widest);
 
 }  // namespace moeq::sm90::w4a8

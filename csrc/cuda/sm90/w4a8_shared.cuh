@@ -26,24 +26,28 @@ constexpr int kBlockTiles = 2;                              // row tiles of a bl
 constexpr int kWorkSlots = 2;
 constexpr int kConsumerThreads = 128 * kBlockTiles;
 constexpr int kGemmThreads = kConsumerThreads + 128;
-constexpr int kTurnBarrier = 1;                             // and the next: whose turn it is to multiply
-constexpr int kTokenBytes = kMaxWidth * kTileK;
 
+// Tiles of at most `width` tokens: kMaxWidth, or kMaxSingle and a longer ring of stages.
+template <int width>
 struct Packed {
-  static constexpr int kStages = 5;
+  static constexpr int kWidth = width;
+  static constexpr int kStages = width <= kMaxSingle ? 7 : 5;
   static constexpr int kTileBytes = kPackedBytes;
   static constexpr int kTileScales = kScaleBytes;
   static constexpr bool kGroups = false;                    // scales of tokens for each 128 of K
 };
 
+template <int width>
 struct Rows {
-  static constexpr int kStages = 4;
+  static constexpr int kWidth = width;
+  static constexpr int kStages = width <= kMaxSingle ? 6 : 4;
   static constexpr int kTileBytes = kFp8Bytes;
   static constexpr int kTileScales = 0;
   static constexpr bool kGroups = false;
 };
 
-struct Blocks : Rows {
+template <int width>
+struct Blocks : Rows<width> {
   static constexpr bool kGroups = true;
 };
 
@@ -58,17 +62,24 @@ struct Work {
   int padded;      // rows of the expert there
 };
 
+// What the sums of a block's rows are multiplied by, and what is added.
+struct RowFactors {
+  float scale[kBlockTiles * kTileRows];   // of the expert, times that of the row
+  float bias[kBlockTiles * kTileRows];
+};
+
 template <class Policy>
 struct __align__(1024) GemmShared {
-  uint8_t tokens[Policy::kStages][kTokenBytes];
+  uint8_t tokens[Policy::kStages][Policy::kWidth * kTileK];
   uint8_t weights[Policy::kStages][kBlockTiles * Policy::kTileBytes];
   uint8_t scales[Policy::kStages][kBlockTiles * Policy::kTileScales + (Policy::kTileScales == 0 ? 16 : 0)];
-  alignas(16) float groups[Policy::kGroups ? Policy::kStages : 1][Policy::kGroups ? kMaxWidth : 4];
+  alignas(16) float groups[Policy::kGroups ? Policy::kStages : 1][Policy::kGroups ? Policy::kWidth : 4];
   Work work[kWorkSlots];
-  alignas(16) float factor[kWorkSlots][kMaxWidth];   // of the work's tokens
-  alignas(16) int slots[kWorkSlots][kMaxWidth];
+  alignas(16) float factor[kWorkSlots][Policy::kWidth];   // of the work's tokens
+  alignas(16) int slots[kWorkSlots][Policy::kWidth];
+  RowFactors rows[kWorkSlots];
   uint64_t full[Policy::kStages], empty[Policy::kStages];
-  uint64_t work_full[kWorkSlots], work_empty[kWorkSlots];
+  uint64_t work_full[kWorkSlots], work_empty[kWorkSlots], rows_full[kWorkSlots];
 };
 
 template <class Policy>
@@ -79,6 +90,7 @@ __device__ __forceinline__ void init_barriers(GemmShared<Policy>& shared) {
   }
   for (int i = 0; i < kWorkSlots; i++) {
     barrier_init(shared_address(&shared.work_full[i]), 1);
+    barrier_init(shared_address(&shared.rows_full[i]), 32);
     barrier_init(shared_address(&shared.work_empty[i]), kConsumerThreads / 32);
   }
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
