@@ -21,8 +21,8 @@ import torch_moe_ops as moe
 # Forms of a layer: scheme, what `prepare` is told, experts, top_k, hidden, inter, and numbers of tokens that give every
 # kernel: for few tokens, with grid barriers, slim, narrow and wide tiles of prefill, two launches of it, fp8, bf16.
 LAYERS: tuple[tuple[str, dict[str, str], tuple[int, int, int, int], tuple[int, ...]], ...] = (
-    ("nvfp4", {"act_format": "none"}, (112, 8, 2048, 256), (1, 8, 12, 60, 500, 1500)),
-    ("nvfp4", {"act_format": "nvfp4"}, (16, 2, 1024, 704), (2, 13, 100)),
+    ("nvfp4", {"act_format": "none"}, (56, 8, 4096, 128), (1, 3, 12, 60, 500, 1500)),
+    ("nvfp4", {"act_format": "nvfp4"}, (16, 2, 1024, 704), (2, 8, 13, 100)),
     ("mxfp4", {"act_format": "none"}, (24, 4, 2880, 128), (3, 14, 200)),
     ("nvfp4", {"act_format": "fp8", "weight_policy": "packed"}, (16, 2, 1024, 704), (70, 600)),
     ("nvfp4", {"act_format": "fp8", "weight_policy": "folded"}, (16, 2, 1024, 704), (9, 300)),
@@ -56,19 +56,19 @@ def jobs_of(at: int) -> list[Job]:
     g = torch.Generator("cuda").manual_seed(at)
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=g, device="cuda")
+        return torch.randn(shape, generator=g, device="cuda", dtype=torch.bfloat16)
 
     w13, w2 = random(experts, 2 * inter, hidden) / hidden**0.5, random(experts, hidden, inter) / inter**0.5
-    w = moe.prepare(moe.quantize_experts(w13.bfloat16(), w2.bfloat16(), scheme), **settings)
+    w = moe.prepare(moe.quantize_experts(w13, w2, scheme), **settings)
     assert w.backend.startswith("cuda_sm90"), w.backend
     routing = moe.Routing("renormalize", top_k)
     found = []
     for tokens in all_tokens:
-        x, chosen = random(tokens, hidden).bfloat16(), moe.route(random(tokens, experts), routing)
+        x, chosen = random(tokens, hidden), moe.route(random(tokens, experts), routing)
         name = f"{w.backend} {scheme} {settings['act_format']} M={tokens}"
         found.append(job(name, lambda x=x, chosen=chosen: moe.fused_moe_routed(x, *chosen, w)))
     for tokens in FROM_LOGITS if at == 0 else ():
-        x, logits = random(tokens, hidden).bfloat16(), random(tokens, experts)
+        x, logits = random(tokens, hidden), random(tokens, experts)
         found.append(job(f"logits M={tokens}", lambda x=x, logits=logits: moe.fused_moe(x, logits, w, routing=routing)))
     return found
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from sm90_cases import why_not_here
 from sm90_streams import SCENARIOS
 
@@ -18,9 +19,13 @@ REASON = why_not_here()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(REASON), reason=REASON or "it is there")]
 PROGRAM = Path(__file__).parent / "sm90_streams.py"
 SECONDS = 120
+GIGABYTES = 4  # of a process, with its context
 
 
 def start(scenario: str) -> subprocess.Popen[str]:
+    free = torch.cuda.mem_get_info()[0] / 2**30
+    if free < 2 * GIGABYTES:
+        pytest.skip(f"needs {2 * GIGABYTES} GiB of free GPU memory, got {free:.1f}")
     command = [sys.executable, str(PROGRAM), scenario]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -41,8 +46,10 @@ def test_results_are_those_alone(scenario: str) -> None:
 
 
 def test_two_processes_at_once() -> None:
-    both = [start("eager"), start("graphs")]
+    both: list[subprocess.Popen[str]] = []
     try:
+        for scenario in ("eager", "graphs"):
+            both.append(start(scenario))
         for process in both:
             finish(process)
     finally:

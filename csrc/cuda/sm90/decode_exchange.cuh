@@ -18,6 +18,9 @@ __device__ __forceinline__ uint32_t epoch_of(int block) {
   return epoch;
 }
 
+// Launches have odd and even numbers in turn, and none has 0, which is what memory holds that was never written.
+__device__ __forceinline__ uint32_t epoch_after(uint32_t epoch) { return epoch == 0xffffffffu ? 2 : epoch + 1; }
+
 __device__ __forceinline__ void set_epoch(uint32_t epoch) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(epochs + blockIdx.x), "r"(epoch) : "memory");
 }

@@ -2,25 +2,32 @@
 //
 // One thread block per multiprocessor, all of them resident. The weights that a block multiplies are an equal and fixed
 // share, known as soon as the ids are, so that its copies of both GEMMs' weights are under way from the start. Blocks
-// exchange sums through memory without barriers (decode_exchange.cuh): the intermediate is made of GEMM1's sums by the
-// blocks that multiply it, or by those that have all sums of a row tile, and outputs are combined from GEMM2's sums.
+// exchange through memory without barriers (decode_exchange.cuh): GEMM1's row tiles, finished or as sums where rounding
+// needs more of them, and GEMM2's sums.
+//
+// Every warp has one task: 16 multiply (decode_few_gemm.cuh), one copies (decode_few_feed.cuh), seven help
+// (decode_few_help.cuh). What is not needed before the first copy is done beside it, not before: barriers, tokens,
+// router weights, alphas.
 #include <atomic>
 
 #include "decode_few_combine.cuh"
 #include "decode_few_feed.cuh"
 #include "decode_few_gemm.cuh"
-#include "decode_few_sort.cuh"
+#include "decode_few_help.cuh"
+#include "decode_few_prepare.cuh"
 
 namespace moeq::sm90::few {
 
-// Of slots and entries, loaded while the first weights are under way.
+// Of slots and entries, loaded while the first weights are under way. Helpers.
 __device__ __forceinline__ void load_shares(const Args& args, Fixed& fixed) {
   const Problem& p = args.p;
-  const int slot = threadIdx.x;
+  const int slot = threadIdx.x - 32 * kFirstHelper;
   if (slot < args.slots && fixed.place[slot] != kForeign) {
     const int expert = fixed.entries[fixed.place[slot]].expert;
-    const float weight = p.router.logits != nullptr ? fixed.weights[slot] : p.topk_weights[slot];
-    fixed.shares[slot] = {(p.g2_alphas == nullptr ? 1.0f : p.g2_alphas[expert]) * args.scale, weight};
+    if (p.router.logits == nullptr) {
+      fixed.weights[slot] = p.topk_weights[slot];
+    }
+    fixed.output_alphas[slot] = (p.g2_alphas == nullptr ? 1.0f : p.g2_alphas[expert]) * args.scale;
     float2 alphas = {1.0f, 1.0f};
     if (p.g1_alphas != nullptr) {
       const float* of = p.g1_alphas + static_cast<int64_t>(expert) * p.alphas13;
@@ -29,43 +36,42 @@ __device__ __forceinline__ void load_shares(const Args& args, Fixed& fixed) {
     fixed.alphas[fixed.place[slot]] = alphas;   // the same from all slots of an entry
   }
 }
+static_assert(kHelperThreads >= kMaxSlots, "a thread for each slot");
 
 template <class Format, Kind kKind>
 __device__ __forceinline__ void work(const Args& args, Fixed& fixed, uint8_t* base) {
-  load_shares(args, fixed);
   barrier_wait(shared_address(&fixed.tokens), 0);
   if (Case<kKind>::quantizes_tokens(args.p)) {
     quantize_tokens<kKind>(args, fixed, base + args.x_offset);
   }
-  Turn turn = {0, 0};
+  Turn turn = {0, 0, 0};
   int number = 0;
 #pragma unroll 1
   for (int gemm = 0; gemm < 2; ++gemm) {
     run_gemm<Format, kKind>(args, fixed, base, gemm, turn, number);
   }
-  sync_workers();   // the shares of other threads, where there was nothing to multiply
-  combine<kKind>(args, fixed);
 }
 
-__device__ __forceinline__ void touch_parameters(const Args& args) {
-  constexpr int kLine = 64 / sizeof(int);
-  const int word = threadIdx.x / 32 * kLine;
-  if (word < static_cast<int>(sizeof(Args) / sizeof(int))) {
-    asm volatile("" ::"r"(reinterpret_cast<const int*>(&args)[word]));
+// The warp that copies. It asks for ids first, and for weights as soon as it has sorted them.
+template <class Format>
+__device__ __forceinline__ void copy(const Args& args, Fixed& fixed, uint8_t* base, bool few_slots) {
+  const int lane = lane_of_warp();
+  int id = -1;
+  if (lane < args.slots && args.p.router.logits == nullptr) {
+    id = args.p.topk_ids[lane];   // on its way while barriers are made
   }
-}
-
-// Beyond the tokens' ends: zeros up to whole tiles.
-__device__ __forceinline__ void clear_padding(const Args& args, Fixed& fixed, uint8_t* base) {
-  const int tail = args.k_tiles[0] * kTileK - args.p.hidden;
-  if (static_cast<int>(threadIdx.x) < tail) {
-    for (int token = 0; token < args.p.tokens; ++token) {
-      uint8_t* row = base + args.x_offset + token * args.x_stride;
-      reinterpret_cast<__nv_bfloat16*>(row)[args.p.hidden + threadIdx.x] = __float2bfloat16_rn(0.0f);
-    }
+  touch_parameters(args, lane);
+  const Work work = share_of(args, lane & 1, args.slots);
+  named_barrier(kBarriersMade, kThreads + 32);
+  if (few_slots) {
+    sort_slots(args, fixed, work, id);
+    __syncwarp();
+    named_arrive(kPrepared, kBlockThreads);
+  } else {
+    named_barrier(kPrepared, kBlockThreads);
   }
-  if (threadIdx.x < kMaxTokens) {
-    fixed.amax[threadIdx.x] = 0;
+  if (lane == 0) {
+    copy_weights<Format>(args, fixed, base);
   }
 }
 
@@ -73,38 +79,29 @@ template <class Format, Kind kKind>
 __global__ void __launch_bounds__(kBlockThreads, 1) decode_few_kernel(const __grid_constant__ Args args) {
   extern __shared__ __align__(128) uint8_t base[];
   Fixed& fixed = *reinterpret_cast<Fixed*>(base);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  touch_parameters(args);
-  const bool routes = args.p.router.logits != nullptr;
-  if (warp == kWarps) {
-    const bool sorts = args.slots <= 32 && !routes;
-    const int id = sorts && lane < args.slots ? args.p.topk_ids[lane] : 0;   // on its way meanwhile
-    start_block(args, fixed, base);
-    if (sorts) {
-      sort_few(args, fixed, lane < args.slots ? local_expert(args.p, id) : -1);
-    }
-  } else if (warp < kWarps) {
-    clear_padding(args, fixed, base);
-    if (routes) {
-      route_tokens(args, fixed);
-      sync_workers();
-    }
-    if (threadIdx.x < kMaxSlots && (args.slots > 32 || routes)) {
-      sort_many(args, fixed);
-    }
+  const int warp = threadIdx.x / 32;
+  const bool few_slots = args.slots <= kFewSlots;
+  if (warp == kCopier) {
+    copy<Format>(args, fixed, base, few_slots);
+    return;
   }
-  __syncthreads();
-  if (warp == kWarps) {
-    if (lane == 0) {
-      copy_weights<Format>(args, fixed, base);
-    }
-    __syncwarp();
-    await_epochs(fixed.epoch);
-  } else if (warp > kWarps) {
-    finish_units<kKind>(args, fixed, base);
-  } else {
+  prepare_block(args, fixed, base, few_slots);
+  named_barrier(kPrepared, kBlockThreads);
+  if (warp < kWarps) {
     work<Format, kKind>(args, fixed, base);
+  } else {
+    load_shares(args, fixed);
+    if (Case<kKind>::dynamic_tokens(args.p)) {
+      named_barrier(kFactorsKnown, kThreads + kHelperThreads);
+    }
+    sync_helpers();
+    help<kKind>(args, fixed, base);
   }
+  named_barrier(kMultiplied, kThreads + kHelperThreads);
+  if (warp == 0) {   // it has nothing to combine, or comes last
+    await_epochs(fixed.epoch);
+  }
+  combine<kKind>(args, fixed);
 }
 
 template <class Format>

@@ -4,21 +4,25 @@
 
 namespace moeq::sm90::few {
 
-constexpr int kWarps = 16;                       // that multiply; one more copies, and four add up
+constexpr int kWarps = 16;                       // that multiply; one more copies
 constexpr int kThreads = 32 * kWarps;
-constexpr int kFinishers = 4;
-constexpr int kBlockThreads = kThreads + 32 + 32 * kFinishers;
+constexpr int kCopier = kWarps;
+constexpr int kFirstHelper = kCopier + 1;
+constexpr int kHelpers = 7;                      // add up what the warps leave, make GEMM2's operand and the outputs
+constexpr int kHelperThreads = 32 * kHelpers;
+constexpr int kBlockThreads = 32 * (kFirstHelper + kHelpers);
 constexpr int kWorkers = 8;                      // pairs of warps, each takes every eighth tile
 constexpr int kMaxSlots = 128;                   // tokens * top_k
+constexpr int kFewSlots = 32;                    // a lane for each
 constexpr int kMaxTokens = 8;                    // more take as long in the other kernel, or less
 constexpr int kColumns = 8;                      // tokens of an entry at most: the N of mma.m16n8k16
 constexpr int kMaxStages = 12;
 constexpr int kTileBytes = 2048 + 256;           // that a stage has for a tile, whatever its format
-constexpr int kMaxParts = 4;
+constexpr int kMaxPartBits = 2;                  // K is cut into 1, 2 or 4 parts
 constexpr int64_t kExchangePairs = 1 << 18;      // of 16 bytes, see decode_exchange.cuh
 
-// What the kernel is compiled for, as code far apart takes long to fetch: W4A16 or W4A4 with given scales where the
-// activation is silu or swiglu and nothing has a bias, and everything.
+// What the kernel is compiled for, so that questions are answered before it runs: W4A16 or W4A4 with given scales where
+// the activation is silu or swiglu and nothing has a bias, and everything.
 enum class Kind : int { kPlain, kQuantized, kGeneral };
 
 struct Args {
@@ -28,10 +32,15 @@ struct Args {
   int columns;                                   // of an entry at most: 1, 2, 4 or 8
   int stage_tiles, stages;
   int x_stride, h_stride;                        // bytes of an operand's row in shared memory
+  int h_buffers;                                 // 2, or 1 where there is no room
   int x_offset, h_offset, sums_offset, ring_offset;   // in shared memory
+  float inverse_grid, inverse_row_tiles[2], inverse_top_k, inverse_pairs;   // of divisors; pairs: of a token's columns
+  float inverse_part_pairs[kMaxPartBits + 1];    // of the intermediate's columns
+  int part_tiles[2][kMaxPartBits + 1], part_stage_tiles[2][kMaxPartBits + 1];
+  int part_groups[2][kMaxPartBits + 1];          // of the warps that multiply, each takes every other unit: 1 or 2
   float scale;                                   // what sums of decoded weights lack
   int outputs;                                   // where GEMM2's sums begin in the exchange
-  uint8_t parts[2][kMaxSlots + 1];               // equal parts of K for that many entries: all blocks get the same
+  uint8_t part_bits[2][kMaxSlots + 1];           // parts of K for that many entries: all blocks get the same
 };
 
 struct Plan {

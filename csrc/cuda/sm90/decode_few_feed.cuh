@@ -5,48 +5,71 @@
 
 namespace moeq::sm90::few {
 
-__device__ __forceinline__ void start_block(const Args& args, Fixed& fixed, uint8_t* base) {
+// A worker's part of the barriers: each warp has some, as one thread would take long.
+__device__ __forceinline__ void init_barriers(Fixed& fixed) {
+  const int warp = threadIdx.x / 32;
+  if (lane_of_warp() == 0) {
+    if (warp < kMaxStages) {
+      barrier_init(shared_address(&fixed.full[warp]), 1);
+      barrier_init(shared_address(&fixed.empty[warp]), kWarps);
+    } else if (warp < kMaxStages + 2) {
+      const int buffer = warp - kMaxStages;
+      barrier_init(shared_address(&fixed.summed[buffer]), kWarps);
+      barrier_init(shared_address(&fixed.freed[buffer]), kHelpers);
+    } else {
+      const int buffer = warp - kMaxStages - 2;
+      barrier_init(shared_address(&fixed.made[buffer]), kHelpers);
+      fixed.asked = 0;
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+}
+static_assert(kMaxStages + 4 == kWarps, "a warp for each pair of barriers");
+
+// One warp: the tokens are on their way.
+__device__ __forceinline__ void copy_tokens(const Args& args, Fixed& fixed, uint8_t* base) {
   const Problem& p = args.p;
-  const int lane = threadIdx.x % 32;
-  uint32_t epoch = 0;
-  if (lane == 0) {
-    epoch = epoch_of(blockIdx.x);
-  }
-  if (lane < args.stages) {
-    barrier_init(shared_address(&fixed.full[lane]), 1);
-    barrier_init(shared_address(&fixed.empty[lane]), kWarps);
-  }
+  const int lane = lane_of_warp();
   const uint32_t tokens = shared_address(&fixed.tokens);
-  if (lane < 2) {
-    barrier_init(shared_address(&fixed.summed[lane]), kWarps);
-    barrier_init(shared_address(&fixed.freed[lane]), kFinishers);
-  }
   if (lane == 0) {
     barrier_init(tokens, 1);
-  }
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  if (lane == 0) {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     barrier_expect(tokens, p.tokens * p.hidden * 2);
+#pragma unroll 1
+    for (int token = 0; token < p.tokens; ++token) {
+      copy_bulk(shared_address(base + args.x_offset) + token * args.x_stride,
+                static_cast<const __nv_bfloat16*>(p.x) + static_cast<int64_t>(token) * p.hidden, p.hidden * 2, tokens);
+    }
   }
-  __syncwarp();
-  if (lane < p.tokens) {
-    const uint32_t to = shared_address(base + args.x_offset) + lane * args.x_stride;
-    copy_bulk(to, static_cast<const __nv_bfloat16*>(p.x) + static_cast<int64_t>(lane) * p.hidden, p.hidden * 2, tokens);
-  }
-  if (lane == 0) {
-    fixed.epoch = epoch + 1;
-    set_epoch(epoch + 1);
-  }
+}
+
+// One thread: the number of this launch.
+__device__ __forceinline__ void count_launch(Fixed& fixed) {
+  fixed.epoch = epoch_after(epoch_of(blockIdx.x));
+  set_epoch(fixed.epoch);
+}
+
+// A group of warps does not see the phases of the other group's stages, so that a barrier's parity alone may be that of
+// two phases ago: it waits until its own phase has begun.
+__device__ __forceinline__ void announce_stages(Fixed& fixed, int number) {
+  asm volatile("st.release.cta.shared.s32 [%0], %1;" ::"r"(shared_address(&fixed.asked)), "r"(number) : "memory");
+}
+
+__device__ __forceinline__ void await_announcement(const Fixed& fixed, int number) {
+  int asked;
+  do {
+    asm volatile("ld.acquire.cta.shared.s32 %0, [%1];" : "=r"(asked) : "r"(shared_address(&fixed.asked)) : "memory");
+  } while (asked <= number);
 }
 
 // One thread.
 template <class Format>
-__device__ __forceinline__ void copy_weights(const Args& args, const Fixed& fixed, uint8_t* base) {
+__device__ __forceinline__ void copy_weights(const Args& args, Fixed& fixed, uint8_t* base) {
   const Problem& p = args.p;
   const uint32_t ring = shared_address(base + args.ring_offset);
   const uint32_t full = shared_address(fixed.full), empty = shared_address(fixed.empty);
   const int stage_bytes = args.stage_tiles * kTileBytes;
-  Turn turn = {0, 1};
+  Turn turn = {0, 1, 0};
 #pragma unroll 1
   for (int gemm = 0; gemm < 2; ++gemm) {
     Work work = fixed.work[gemm];
@@ -70,6 +93,7 @@ __device__ __forceinline__ void copy_weights(const Args& args, const Fixed& fixe
                   tiles * Format::kTileScaleBytes, bar);
         tile += tiles;
         next_stage(turn, args.stages);
+        announce_stages(fixed, turn.number);
       }
       next_unit(work, row_tiles);
     }

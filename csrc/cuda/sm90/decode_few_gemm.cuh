@@ -1,6 +1,6 @@
-// What the multiplying warps of a decode of very few tokens do, and the finishers, who add up what they leave.
+// What the multiplying warps of a decode of very few tokens do, for the helpers to finish.
 #pragma once
-#include "decode_few_hidden.cuh"
+#include "decode_few_feed.cuh"
 #include "decode_multiply.cuh"
 #include "formats.cuh"
 
@@ -11,14 +11,14 @@ struct Sums {
   float v[2][4];
 };
 
-// This warp's share of a stage: 32 rows of tiles `first`, first + kWorkers, ... Both blocks of rows multiply the same
+// This warp's share of a stage: 32 rows of tiles `first`, first + workers, ... Both blocks of rows multiply the same
 // tokens, which are read once for both.
 template <class Format>
 __device__ __forceinline__ void multiply_stage(const uint8_t* codes, const uint8_t* scales, const uint8_t* row,
-                                               int first, int tiles, Sums& sums) {
+                                               int first, int tiles, int workers, Sums& sums) {
   using Word = typename Format::ScaleWord;
 #pragma unroll 1
-  for (int tile = first; tile < tiles; tile += kWorkers) {
+  for (int tile = first; tile < tiles; tile += workers) {
     const uint8_t* code_at = codes + tile * kTileCodeBytes;
     const uint8_t* scale_at = scales + tile * Format::kTileScaleBytes;
     const uint4 code[2] = {*reinterpret_cast<const uint4*>(code_at),
@@ -52,18 +52,18 @@ __device__ __forceinline__ void multiply_stage(const uint8_t* codes, const uint8
   }
 }
 
-// A warp's sums of a unit, the `number`-th of this block, for the finishers.
+// A warp's sums of a unit, the `number`-th of this block, for the helpers.
 template <Kind kKind>
-__device__ __forceinline__ void leave_sums(const Args& args, Fixed& fixed, uint8_t* base, int gemm, int count,
-                                           int number, Sums& sums) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, buffer = number % 2;
+__device__ __forceinline__ void leave_sums(const Args& args, Fixed& fixed, uint8_t* base, const float* factors,
+                                           int count, int number, int groups, Sums& sums) {
+  const int lane = lane_of_warp(), warp = threadIdx.x / 32, buffer = number % 2;
   barrier_wait(shared_address(&fixed.freed[buffer]), number / 2 % 2 ^ 1);
   const int column = lane % 4 * 2;
-  float* to = sums_of(args, base, buffer, warp / 2, column) + warp % 2 * 16 + lane / 4;
+  float* to = sums_of(args, base, buffer, (warp / 2) & (kWorkers / groups - 1), column) + warp % 2 * 16 + lane / 4;
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
     if (column + j < count) {
-      const float factor = gemm == 1 && Case<kKind>::dynamic_hidden(args.p) ? fixed.h_factor[column + j] : 1.0f;
+      const float factor = Case<kKind>::dynamic_hidden(args.p) && factors != nullptr ? factors[column + j] : 1.0f;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         to[j * kTileRows + 32 * i] = sums.v[i][j] * factor;
@@ -74,49 +74,69 @@ __device__ __forceinline__ void leave_sums(const Args& args, Fixed& fixed, uint8
   sums = {};
   __syncwarp();
   if (lane == 0) {
-    barrier_arrive(shared_address(&fixed.summed[buffer]));
+    barrier_arrive_times(shared_address(&fixed.summed[buffer]), groups);
   }
 }
 
-// Adds up what the warps leave of all units, and sends it. Each finisher takes every fourth column.
-template <Kind kKind>
-__device__ __forceinline__ void finish_units(const Args& args, Fixed& fixed, uint8_t* base) {
-  const int lane = threadIdx.x % 32, finisher = threadIdx.x / 32 - kWarps - 1;
-  const uint32_t epoch = fixed.epoch;
-  int number = 0;
+// Where a warp is in a GEMM's units. In two groups of warps, each of which takes every other unit, warps wait less for
+// each other; in one, the last unit is done sooner.
+struct Place {
+  int groups, workers;      // workers: pairs of warps in a group
+  int pair, group;          // this warp's
+  int offset;               // of the next unit: warps that had one tile less come first
+  int known;                // entry and part of K that `row` belongs to
+  int count;                // of its slots
+  int run, met;             // operands of GEMM2 so far, and those that have been waited for
+  const uint8_t* row;       // this thread's token
+  const float* factors;
+};
+
+__device__ __forceinline__ Place begin_gemm(const Work& work) {
+  Place place = {};
+  place.groups = work.groups;
+  place.workers = kWorkers / work.groups;
+  place.pair = threadIdx.x / 64;
+  place.group = work.groups == 1 ? 0 : place.pair / place.workers;
+  place.known = -1;
+  return place;
+}
+
+// Leaves out the stages of a unit that the other group multiplies.
+__device__ __forceinline__ void skip_stages(const Args& args, const Work& work, int tiles, Turn& turn) {
 #pragma unroll 1
-  for (int gemm = 0; gemm < 2; ++gemm) {
-    Work work = fixed.work[gemm];
-    const int row_tiles = gemm == 0 ? args.row_tiles[0] : args.row_tiles[1];
-    const bool whole = gemm == 0 && finishes_hidden<kKind>(args, fixed);
+  for (int k = 0; k < tiles; k += work.stage_tiles) {
+    next_stage(turn, args.stages);
+  }
+}
+
+// Whose token `place.row` is, if another entry or part of K comes.
+__device__ __forceinline__ void find_row(const Args& args, const Fixed& fixed, uint8_t* base, int gemm,
+                                         const Work& work, Place& place) {
+  const int operand = (work.entry << work.part_bits) + work.part;
+  if (operand == place.known) {
+    return;
+  }
+  place.known = operand;
+  const Entry entry = fixed.entries[work.entry];
+  const int lane = lane_of_warp();
+  const int column = min(lane / 4, entry.count - 1);   // columns without a token repeat the last one
+  place.count = entry.count;
+  if (gemm == 0) {
+    const int token = quotient(fixed.slots[entry.first + column], args.inverse_top_k);
+    place.row = base + args.x_offset + token * args.x_stride + lane % 4 * 32;
+  } else {
+    const int buffer = place.run++ & (args.h_buffers - 1);
+    place.row = base + args.h_offset + (buffer * args.columns + column) * args.h_stride + lane % 4 * 32;
+    place.factors = fixed.h_factor[buffer];
+  }
+}
+
+// All operands up to this one: a barrier's phases must not be skipped.
+__device__ __forceinline__ void await_operand(const Args& args, const Fixed& fixed, Place& place) {
+  const int last = args.h_buffers - 1;
 #pragma unroll 1
-    for (; work.count > 0; --work.count, ++number) {
-      const int buffer = number % 2;
-      const Entry entry = fixed.entries[work.entry];
-      barrier_wait(shared_address(&fixed.summed[buffer]), number / 2 % 2);
-#pragma unroll 1
-      for (int column = finisher; column < entry.count; column += kFinishers) {
-        float2 all = {0.0f, 0.0f};
-#pragma unroll
-        for (int w = 0; w < kWorkers; ++w) {
-          const float2 one = *reinterpret_cast<const float2*>(sums_of(args, base, buffer, w, column) + 2 * lane);
-          all.x += one.x, all.y += one.y;
-        }
-        const int slot = fixed.slots[entry.first + column];
-        if (whole) {
-          send_hidden<kKind>(args, fixed, entry, work.entry, slot, work.row_tile, all);
-        } else {
-          const int64_t line = static_cast<int64_t>(work.part) * args.slots + slot;
-          send_pair((gemm == 0 ? 0 : args.outputs) + (line * row_tiles + work.row_tile) * (kTileRows / 2) + lane, all.x,
-                    all.y, epoch);
-        }
-      }
-      __syncwarp();
-      if (lane == 0) {
-        barrier_arrive(shared_address(&fixed.freed[buffer]));
-      }
-      next_unit(work, row_tiles);
-    }
+  for (; place.met < place.run; ++place.met) {
+    barrier_wait(shared_address(&fixed.made[place.met & last]), place.met >> last & 1);
   }
 }
 
@@ -124,48 +144,44 @@ __device__ __forceinline__ void finish_units(const Args& args, Fixed& fixed, uin
 template <class Format, Kind kKind>
 __device__ __forceinline__ void run_gemm(const Args& args, Fixed& fixed, uint8_t* base, int gemm, Turn& turn,
                                          int& number) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, thread = threadIdx.x % 64;
+  const int thread = threadIdx.x % 64;
   const int row_tiles = gemm == 0 ? args.row_tiles[0] : args.row_tiles[1];
   const int k_tiles = gemm == 0 ? args.k_tiles[0] : args.k_tiles[1];
   const int stage_bytes = args.stage_tiles * kTileBytes;
   const uint32_t full = shared_address(fixed.full), empty = shared_address(fixed.empty);
   const int scales_at = args.stage_tiles * kTileCodeBytes + Format::scale_offset(thread);
   Work work = fixed.work[gemm];
-  int known = -1;
-  Entry entry = {};
-  const uint8_t* row = nullptr;
+  Place place = begin_gemm(work);
   Sums sums = {};
 #pragma unroll 1
-  for (int unit = 0; unit < work.count; ++unit) {
-    const int begin = work.part * work.part_tiles, end = min(begin + work.part_tiles, k_tiles);
-    if (work.entry * kMaxParts + work.part != known) {
-      known = work.entry * kMaxParts + work.part;
-      entry = fixed.entries[work.entry];
-      const int column = min(lane / 4, entry.count - 1);   // columns without a token repeat the last one
-      if (gemm == 0) {
-        const int token = fixed.slots[entry.first + column] / args.p.top_k;
-        row = base + args.x_offset + token * args.x_stride + begin * 128 + lane % 4 * 32;
-      } else {
-        gather_hidden<kKind>(args, fixed, work, k_tiles, base + args.h_offset);
-        row = base + args.h_offset + column * args.h_stride + lane % 4 * 32;
-      }
+  for (int unit = 0; unit < work.count; ++unit, ++number, next_unit(work, row_tiles)) {
+    const int begin = work.part * work.part_tiles, all = min(work.part_tiles, k_tiles - begin);
+    find_row(args, fixed, base, gemm, work, place);
+    if ((unit & (place.groups - 1)) != place.group) {
+      skip_stages(args, work, all, turn);
+      continue;
+    }
+    if (gemm == 1) {
+      await_operand(args, fixed, place);
     }
 #pragma unroll 1
-    for (int k = begin; k < end; k += work.stage_tiles) {
+    for (int done = 0; done < all; done += work.stage_tiles) {
       const uint8_t* codes = base + args.ring_offset + turn.stage * stage_bytes;
-      const int done = k - begin;
+      if (place.groups > 1) {
+        await_announcement(fixed, turn.number);
+      }
       barrier_wait(full + 8 * turn.stage, turn.parity);
-      multiply_stage<Format>(codes + 16 * thread, codes + scales_at, row + done * 128,
-                     (warp / 2 - done) & (kWorkers - 1), min(work.stage_tiles, end - k), sums);
+      multiply_stage<Format>(codes + 16 * thread, codes + scales_at, place.row + done * 128,
+                             (place.pair - done - place.offset) & (place.workers - 1),
+                             min(work.stage_tiles, all - done), place.workers, sums);
       __syncwarp();
-      if (lane == 0) {
-        barrier_arrive(empty + 8 * turn.stage);
+      if (lane_of_warp() == 0) {
+        barrier_arrive_times(empty + 8 * turn.stage, place.groups);
       }
       next_stage(turn, args.stages);
     }
-    leave_sums<kKind>(args, fixed, base, gemm, entry.count, number, sums);
-    ++number;
-    next_unit(work, row_tiles);
+    leave_sums<kKind>(args, fixed, base, place.factors, place.count, number, place.groups, sums);
+    place.offset += all;
   }
 }
 

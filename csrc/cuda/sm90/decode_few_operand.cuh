@@ -28,17 +28,45 @@ __device__ __noinline__ inline Two quantize_pair(Two v, float gscale, bool apart
   return {decode::quantize_value(v.a, block.quantize_by, scale), decode::quantize_value(v.b, block.quantize_by, scale)};
 }
 
+// A block of 16 values by each thread: less work in all, but fewer threads have some.
+__device__ __forceinline__ void quantize_many_tokens(const Args& args, uint8_t* x) {
+  const int all = args.p.tokens * (args.p.hidden / 16);
+  const float gscale = args.p.a1_gscale[0];
+#pragma unroll 1
+  for (int at = threadIdx.x; at < all; at += kThreads) {
+    const int token = quotient(at, args.inverse_pairs * 8.0f), block = at - token * (args.p.hidden / 16);
+    uint4* to = reinterpret_cast<uint4*>(x + token * args.x_stride) + 2 * block;
+    const uint4 raw[2] = {to[0], to[1]};
+    float values[16];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const uint4 four = raw[i / 4];
+      const uint32_t word = i % 4 == 0 ? four.x : i % 4 == 1 ? four.y : i % 4 == 2 ? four.z : four.w;
+      values[2 * i] = __uint_as_float(word << 16);
+      values[2 * i + 1] = __uint_as_float(word & 0xffff0000u);
+    }
+    decode::quantize_block(values, gscale);
+    decode::store_block(reinterpret_cast<__nv_bfloat16*>(to), values);
+  }
+  sync_workers();
+}
+
 // All workers. Eight neighbouring threads have a block of 16 values.
 template <Kind kKind>
 __device__ __forceinline__ void quantize_tokens(const Args& args, Fixed& fixed, uint8_t* x) {
   const Problem& p = args.p;
   const int per_token = p.hidden / 2, all = p.tokens * per_token;
   const bool dynamic = Case<kKind>::dynamic_tokens(p);
+  constexpr int kManyTokens = 3;
+  if (!dynamic && p.tokens >= kManyTokens) {
+    quantize_many_tokens(args, x);
+    return;
+  }
 #pragma unroll 1
   for (int pass = dynamic ? 0 : 1; pass < 2; ++pass) {
 #pragma unroll 1
     for (int first = threadIdx.x / 32 * 32; first < all; first += kThreads) {   // whole warps
-      const int at = min(first + static_cast<int>(threadIdx.x) % 32, all - 1), token = at / per_token;
+      const int at = min(first + static_cast<int>(threadIdx.x) % 32, all - 1), token = quotient(at, args.inverse_pairs);
       uint32_t* pair = reinterpret_cast<uint32_t*>(x + token * args.x_stride) + (at - token * per_token);
       const uint32_t word = *pair;
       const Two v = {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
@@ -62,8 +90,11 @@ __device__ __forceinline__ void quantize_tokens(const Args& args, Fixed& fixed, 
     }
     sync_workers();
   }
-  if (threadIdx.x < kColumns) {
-    fixed.amax[threadIdx.x] = 0;
+  if (dynamic) {
+    if (threadIdx.x < kColumns) {
+      fixed.amax[threadIdx.x] = 0;
+    }
+    named_arrive(kFactorsKnown, kThreads + kHelperThreads);   // helpers need factors, and find maxima themselves
   }
 }
 

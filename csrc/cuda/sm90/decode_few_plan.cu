@@ -6,27 +6,28 @@ namespace moeq::sm90::few {
 
 namespace {
 
-// All units should keep all blocks busy to the end; each costs about as much as three tiles more. `longest`: a long
-// operand of many tokens would leave little room for the ring.
-int parts_for(int units, int k_tiles, int grid, int most, int longest) {
-  constexpr int kOfUnit = 3;
-  int best = 1;
+// GEMM2's parts, as the exponent of 2: all units should keep all blocks busy to the end; each costs about as much as
+// three tiles more. A long operand of many tokens would leave little room for the ring.
+int part_bits_for(int units, int k_tiles, int grid, int most) {
+  constexpr int kOfUnit = 3, kLong = 64;
+  int best = 0;
   double best_cost = 0.0;
-  for (int parts = 1; parts <= most; parts *= 2) {
-    const int tiles = ceil_div(k_tiles, parts);
-    const double cost = ceil_div(units * parts, grid) * (tiles + kOfUnit);
-    if (parts == 1 || cost < best_cost || (tiles * 2 > longest && cost <= 1.1 * best_cost)) {
-      best = parts;
+  for (int bits = 0; bits <= most; ++bits) {
+    const int tiles = ceil_div(k_tiles, 1 << bits);
+    const double cost = ceil_div(units << bits, grid) * (tiles + kOfUnit);
+    if (bits == 0 || cost < best_cost || (tiles * 2 > kLong && cost <= 1.1 * best_cost)) {
+      best = bits;
       best_cost = cost;
     }
   }
   return best;
 }
 
-int longest_part(const Args& args, int gemm) {
+// Of GEMM2's K.
+int longest_part(const Args& args) {
   int tiles = 0;
   for (int entries = 1; entries <= args.slots; ++entries) {
-    const int part = ceil_div(args.k_tiles[gemm], args.parts[gemm][entries]);
+    const int part = ceil_div(args.k_tiles[1], 1 << args.part_bits[1][entries]);
     tiles = part > tiles ? part : tiles;
   }
   return tiles;
@@ -48,7 +49,98 @@ Kind kind_of(const Problem& p) {
 }
 
 bool fits_kernel(const Problem& p) {
-  return p.tokens <= kMaxTokens && p.tokens * p.top_k <= kMaxSlots && !p.weight_on_input && p.a1 != ActScale::kExpert;
+  constexpr int kMaxHidden = 1 << 18;   // quotients of larger indices might not be exact
+  const bool few = p.tokens <= kMaxTokens && p.tokens * p.top_k <= kMaxSlots && p.hidden < kMaxHidden;
+  return few && !p.weight_on_input && p.a1 != ActScale::kExpert;
+}
+
+// The odd 16 bytes spread eight tokens' reads over all banks.
+constexpr int operand_stride(int k_tiles) { return k_tiles * kTileK * 2 + 16; }
+
+constexpr int sums_bytes(int columns) {
+  return 2 * kWorkers * columns * kTileRows * static_cast<int>(sizeof(float));
+}
+
+// What lies before the ring in shared memory. `h_tiles`: of a part of GEMM2's K.
+constexpr int bytes_before_ring(int tokens, int columns, int x_tiles, int h_tiles, int h_buffers) {
+  const int operands = tokens * operand_stride(x_tiles) + h_buffers * columns * operand_stride(h_tiles);
+  return (fixed_bytes() + sums_bytes(columns) + operands + 127) / 128 * 128;
+}
+
+constexpr int kLeastStages = 4, kLongStage = 16, kShortStage = 8;
+
+// The sizes that docs/hopper.md names as taken, in the shared memory of a Hopper block: Qwen3-30B, gpt-oss,
+// DeepSeek-V3, Mixtral.
+constexpr bool takes(int tokens, int columns, int x_tiles, int h_tiles) {
+  constexpr int kShared = 227 * 1024;
+  return bytes_before_ring(tokens, columns, x_tiles, h_tiles, 1) + kLeastStages * kLongStage * kTileBytes <= kShared;
+}
+static_assert(takes(8, 8, 32, 12) && takes(4, 4, 45, 45) && takes(3, 4, 112, 32) && takes(4, 4, 64, 56), "see there");
+
+// Where slots are more than a warp's lanes, sorting needs 16 bytes for each expert.
+bool experts_fit(const Args& args) {
+  return args.slots <= kFewSlots || args.p.experts * 16 <= sums_bytes(args.columns);
+}
+
+void set_divisors(Args& args, int grid) {
+  args.inverse_grid = 1.0f / static_cast<float>(grid);
+  args.inverse_top_k = 1.0f / static_cast<float>(args.p.top_k);
+  args.inverse_pairs = 1.0f / static_cast<float>(args.p.hidden / 2);
+  for (int gemm = 0; gemm < 2; ++gemm) {
+    args.inverse_row_tiles[gemm] = 1.0f / static_cast<float>(args.row_tiles[gemm]);
+    for (int bits = 0; bits <= kMaxPartBits; ++bits) {
+      const int part = ceil_div(args.k_tiles[gemm], 1 << bits);
+      args.part_tiles[gemm][bits] = part;
+      if (gemm == 1) {
+        args.inverse_part_pairs[bits] = 1.0f / static_cast<float>(part * (kTileK / 2));
+      }
+      const int stages = ceil_div(part, args.stage_tiles);
+      args.part_stage_tiles[gemm][bits] = ceil_div(part, stages);
+      args.part_groups[gemm][bits] = 2 * stages <= args.stages ? 2 : 1;   // the ring should hold a unit of each
+    }
+  }
+}
+
+// Into how many parts each GEMM's K is cut for each number of entries; false if the exchange has no room. GEMM1's is
+// not cut: whole sums can be activated and rounded where they are.
+bool choose_parts(Args& args, int grid) {
+  const Problem& p = args.p;
+  const int64_t hidden_pairs = int64_t{args.slots} * args.row_tiles[0] * (kTileRows / 2);
+  const int64_t output_pairs = int64_t{args.slots} * args.row_tiles[1] * (kTileRows / 2);
+  args.outputs = static_cast<int>(hidden_pairs);
+  int most = p.a2 == ActScale::kToken ? 0 : kMaxPartBits;
+  while (most > 0 && hidden_pairs + (output_pairs << most) > kExchangePairs) {
+    --most;
+  }
+  for (int entries = 0; entries <= args.slots; ++entries) {
+    args.part_bits[0][entries] = 0;
+    const int units = entries * args.row_tiles[1];
+    args.part_bits[1][entries] = static_cast<uint8_t>(part_bits_for(units, args.k_tiles[1], grid, most));
+  }
+  return hidden_pairs + (output_pairs << most) <= kExchangePairs;
+}
+
+// False if there is no room for a ring.
+bool place_in_shared(Args& args, int grid, int shared) {
+  // Long stages cost less; short ones are there sooner, where a block has few of them.
+  constexpr int kMany = 200;
+  const int tiles = args.row_tiles[0] * args.k_tiles[0] + args.row_tiles[1] * args.k_tiles[1];
+  const int part = longest_part(args), x_tiles = args.k_tiles[0], tokens = args.p.tokens;
+  args.stage_tiles = args.slots * tiles / grid > kMany ? kLongStage : kShortStage;
+  const auto stages_beside = [&](int h_buffers) {
+    const int before = bytes_before_ring(tokens, args.columns, x_tiles, part, h_buffers);
+    const int stages = (shared - before) / (args.stage_tiles * kTileBytes);
+    return stages < kMaxStages ? stages : kMaxStages;
+  };
+  args.h_buffers = stages_beside(2) == stages_beside(1) || args.stage_tiles == kShortStage ? 2 : 1;
+  args.stages = stages_beside(args.h_buffers);
+  args.x_stride = operand_stride(x_tiles);
+  args.h_stride = operand_stride(part);
+  args.sums_offset = fixed_bytes();
+  args.x_offset = args.sums_offset + sums_bytes(args.columns);
+  args.h_offset = args.x_offset + tokens * args.x_stride;
+  args.ring_offset = bytes_before_ring(tokens, args.columns, x_tiles, part, args.h_buffers);
+  return args.stages >= kLeastStages;
 }
 
 }  // namespace
@@ -80,40 +172,11 @@ cudaError_t make_plan(const Problem& p, Plan& plan, bool& fits) {
   args.k_tiles[0] = k_tiles(p.hidden);
   args.row_tiles[1] = ceil_div(p.hidden, kTileRows);
   args.k_tiles[1] = k_tiles(p.inter);
-  int64_t pairs[2] = {};
-  // Fewer parts where the exchange has no room for more.
-  for (int most = kMaxParts; most > 0; most /= 2) {
-    for (int gemm = 0; gemm < 2; ++gemm) {
-      const int limit = gemm == 0 ? (most < 2 ? most : 2) : p.a2 == ActScale::kToken ? 1 : most;
-      int used = 1;
-      for (int entries = 1; entries <= args.slots; ++entries) {
-        const int units = entries * args.row_tiles[gemm];
-        const int parts = parts_for(units, args.k_tiles[gemm], plan.grid, limit, gemm == 0 ? 1 << 20 : 64);
-        args.parts[gemm][entries] = static_cast<uint8_t>(parts);
-        used = parts > used ? parts : used;
-      }
-      pairs[gemm] = int64_t{used} * args.slots * args.row_tiles[gemm] * (kTileRows / 2);
-    }
-    if (pairs[0] + pairs[1] <= kExchangePairs) {
-      break;
-    }
+  fits = choose_parts(args, plan.grid) && place_in_shared(args, plan.grid, shared) && experts_fit(args);
+  if (fits) {
+    set_divisors(args, plan.grid);
+    plan.shared_bytes = shared;
   }
-  args.outputs = static_cast<int>(pairs[0]);
-  args.x_stride = args.k_tiles[0] * kTileK * 2 + 16;   // the odd 16 bytes spread eight tokens' reads over all banks
-  args.h_stride = longest_part(args, 1) * kTileK * 2 + 16;
-  args.sums_offset = fixed_bytes();
-  args.x_offset = args.sums_offset + 2 * kWorkers * args.columns * kTileRows * static_cast<int>(sizeof(float));
-  args.h_offset = args.x_offset + p.tokens * args.x_stride;
-  args.ring_offset = (args.h_offset + args.columns * args.h_stride + 127) / 128 * 128;
-  const int room = shared - args.ring_offset;
-  // Long stages cost less; short ones are there sooner, where a block has few of them.
-  constexpr int kMany = 200;
-  const int tiles = args.row_tiles[0] * args.k_tiles[0] + args.row_tiles[1] * args.k_tiles[1];
-  args.stage_tiles = args.slots * tiles / plan.grid > kMany ? 16 : 8;
-  args.stages = room / (args.stage_tiles * kTileBytes);
-  args.stages = args.stages < kMaxStages ? args.stages : kMaxStages;
-  plan.shared_bytes = shared;
-  fits = pairs[0] + pairs[1] <= kExchangePairs && args.stages >= 4;
   return cudaSuccess;
 }
 

@@ -12,15 +12,12 @@ struct Entry {
   int expert, first, count;
 };
 
-struct Share {
-  float alpha, weight;
-};
-
 // A thread block's share of one GEMM: `count` units from this one on. A unit is a part of K of a row tile; units lie in
 // the order entry, part, row tile.
 struct Work {
   int entry, part, row_tile, count;
-  int parts, part_tiles, stage_tiles;
+  int part_bits, part_tiles, stage_tiles;
+  int groups;   // of the warps that multiply, each takes every other unit
 };
 
 constexpr uint32_t kForeign = 0xffffffffu;
@@ -29,27 +26,29 @@ struct Fixed {
   uint64_t full[kMaxStages];     // a stage's weights have landed
   uint64_t empty[kMaxStages];    // all warps have left it
   uint64_t summed[2];            // all warps have left their sums of a unit in a buffer
-  uint64_t freed[2];             // the finishers have read them
+  uint64_t freed[2];             // the helpers have read them
+  uint64_t made[2];              // a buffer has GEMM2's operand of an entry and part
   uint64_t tokens;               // the tokens' rows have landed
   uint64_t unused;
   Work work[2];
-  int entry_count;
+  int asked;                     // stages that the copying warp has asked for
   uint32_t epoch;
+  Router router;
   Entry entries[kMaxSlots];
-  Share shares[kMaxSlots];       // of slots
+  float output_alphas[kMaxSlots];   // GEMM2's, of slots
   float2 alphas[kMaxSlots];      // GEMM1's, of entries
   uint32_t place[kMaxSlots];     // entry of a slot, or kForeign
   int slots[kMaxSlots];          // sorted by entry, ascending within one
-  int experts[kMaxSlots];        // of slots, where the routing takes more than a warp
+  alignas(16) int experts[kMaxSlots];        // of slots, where the routing takes more than a warp
   int ids[kMaxSlots];            // of slots, and their weights, where they come from logits
   float weights[kMaxSlots];
   uint32_t openers[4];           // of four warps' slots: how many open an entry << 16 | slots of theirs
   uint32_t amax[kMaxTokens];     // of rows that are being quantized
-  float x_factor[kMaxTokens], h_factor[kColumns];
+  float x_factor[kMaxTokens], h_factor[2][kColumns];
 };
 static_assert(offsetof(Fixed, experts) % 16 == 0, "read 16 bytes at a time");
 
-// [2, workers, columns, rows of a tile]: what is left of a unit for the finishers.
+// [2, workers, columns, rows of a tile]: what is left of a unit for the helpers.
 __device__ __forceinline__ float* sums_of(const Args& args, uint8_t* base, int buffer, int worker, int column) {
   const int place = (buffer * kWorkers + worker) * args.columns + column;
   return reinterpret_cast<float*>(base + args.sums_offset) + place * kTileRows;
@@ -78,14 +77,47 @@ struct Case {
 
 __host__ __device__ constexpr int fixed_bytes() { return (static_cast<int>(sizeof(Fixed)) + 127) / 128 * 128; }
 
-__device__ __forceinline__ void sync_workers() { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); }
+// Comes to a barrier without waiting for the others.
+__device__ __forceinline__ void named_arrive(int name, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
+}
+
+// Named barriers. 0 is everybody's.
+enum Meeting : int {
+  kWorkersMeet = 1,
+  kSortersMeet,
+  kHelpersMeet,
+  kFactorsKnown,     // of dynamically quantized tokens: workers know them, helpers need them
+  kBarriersMade,     // workers have made the barriers of the ring, the copying warp needs them
+  kPrepared,         // all threads: slots are sorted, the tokens' barrier is made
+  kIdsKnown,         // routing warps have ids, those that sort need them
+  kMultiplied        // workers and helpers
+};
+
+__device__ __forceinline__ void sync_helpers() { named_barrier(kHelpersMeet, kHelperThreads); }
+
+// n / d for the inverse of d, where n < 2^21.
+__device__ __forceinline__ int quotient(int n, float inverse) {
+  return __float2int_rz((static_cast<float>(n) + 0.5f) * inverse);
+}
+
+__device__ __forceinline__ void sync_workers() { named_barrier(kWorkersMeet, kThreads); }
+
+__device__ __forceinline__ int lane_of_warp() { return threadIdx.x % 32; }
+
+// Comes to an mbarrier for several.
+__device__ __forceinline__ void barrier_arrive_times(uint32_t barrier, int times) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(times) : "memory");
+}
 
 struct Turn {
   int stage;
   uint32_t parity;
+  int number;   // of all stages before
 };
 
 __device__ __forceinline__ void next_stage(Turn& turn, int stages) {
+  ++turn.number;
   if (++turn.stage == stages) {
     turn.stage = 0;
     turn.parity ^= 1;
@@ -95,7 +127,7 @@ __device__ __forceinline__ void next_stage(Turn& turn, int stages) {
 __device__ __forceinline__ void next_unit(Work& work, int row_tiles) {
   if (++work.row_tile == row_tiles) {
     work.row_tile = 0;
-    if (++work.part == work.parts) {
+    if (++work.part == 1 << work.part_bits) {
       work.part = 0;
       ++work.entry;
     }

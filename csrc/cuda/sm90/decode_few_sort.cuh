@@ -6,23 +6,27 @@
 
 namespace moeq::sm90::few {
 
-// Of GEMM `gemm`, by one thread.
-__device__ __forceinline__ void take_share(const Args& args, Fixed& fixed, int gemm, int entries) {
-  const int parts = entries == 0 ? 1 : args.parts[gemm][entries];
-  const int row_tiles = args.row_tiles[gemm];
-  const uint32_t units = static_cast<uint32_t>(entries * parts * row_tiles);
-  const uint32_t begin = units * blockIdx.x / gridDim.x, end = units * (blockIdx.x + 1) / gridDim.x;
+// A block's share of GEMM `gemm`: as many units as others have, or one more. The first blocks have more of GEMM1, the
+// last ones of GEMM2.
+__device__ __forceinline__ Work share_of(const Args& args, int gemm, int entries) {
+  const int bits = args.part_bits[gemm][entries], row_tiles = args.row_tiles[gemm];
+  const int units = (entries * row_tiles) << bits, block = blockIdx.x, grid = gridDim.x;
+  const int each = quotient(units, args.inverse_grid), more = units - each * grid;
+  const int early = gemm == 0 ? more : 0, late = gemm == 0 ? grid : grid - more;
+  const int begin = block * each + min(block, early) + max(block - late, 0);
+  const int stripe = quotient(begin, args.inverse_row_tiles[gemm]);
   Work work;
-  const uint32_t stripe = begin / row_tiles;
   work.row_tile = begin - stripe * row_tiles;
-  work.entry = stripe / parts;
-  work.part = stripe - work.entry * parts;
-  work.count = end - begin;
-  work.parts = parts;
-  work.part_tiles = (args.k_tiles[gemm] + parts - 1) / parts;
-  const int stages = (work.part_tiles + args.stage_tiles - 1) / args.stage_tiles;
-  work.stage_tiles = (work.part_tiles + stages - 1) / stages;
-  fixed.work[gemm] = work;
+  work.entry = stripe >> bits;
+  work.part = stripe & ((1 << bits) - 1);
+  work.count = each + (block < early || block >= late ? 1 : 0);
+  // Where GEMM2's first operand has one unit, the other group would not wait for it and could miss a phase of `made`.
+  const bool skips = work.count == 1 || (gemm == 1 && work.row_tile == row_tiles - 1);
+  work.groups = skips ? 1 : args.part_groups[gemm][bits];
+  work.part_bits = bits;
+  work.part_tiles = args.part_tiles[gemm][bits];
+  work.stage_tiles = args.part_stage_tiles[gemm][bits];
+  return work;
 }
 
 // -1 if it is not one of ours. Any id may come.
@@ -31,15 +35,33 @@ __device__ __forceinline__ int local_expert(const Problem& p, int id) {
   return local < static_cast<uint32_t>(p.experts) ? static_cast<int>(local) : -1;
 }
 
-// Up to 32 slots, a lane each of one warp. Entries come in the order of their first slots.
-__device__ __forceinline__ void sort_few(const Args& args, Fixed& fixed, int expert) {
-  const int lane = threadIdx.x % 32, last = args.columns - 1;
+// One token: each of its slots is an entry. A lane each of one warp. `work` is the share of GEMM `lane` if all experts
+// are ours, worked out before they were known.
+__device__ __forceinline__ void sort_one(const Args& args, Fixed& fixed, Work work, int expert) {
+  const int lane = lane_of_warp();
+  const uint32_t ours = __ballot_sync(0xffffffffu, expert >= 0);
+  const int entry = __popc(ours & ((1u << lane) - 1));
+  fixed.place[lane] = expert < 0 ? kForeign : entry;
+  if (expert >= 0) {
+    fixed.entries[entry] = {expert, entry, 1};
+    fixed.slots[entry] = lane;
+  }
+  if (lane < 2) {
+    fixed.work[lane] = __popc(ours) == args.slots ? work : share_of(args, lane, __popc(ours));
+  }
+}
+
+// Up to 32 slots of several tokens, a lane each of one warp. Entries come in the order of their first slots; returns
+// how many. Not inlined, like the following: more code between what every launch runs is slower. It gets values, as the
+// parameters of a kernel by reference are read from memory, 700 cycles each.
+__device__ __noinline__ inline int sort_few(Fixed& fixed, int columns, int expert) {
+  const int lane = lane_of_warp(), last = columns - 1;
   const uint32_t same = __match_any_sync(0xffffffffu, expert);
   const uint32_t below = (1u << lane) - 1;
   const int rank = __popc(same & below);
   const bool opens = expert >= 0 && (rank & last) == 0;
   const uint32_t openers = __ballot_sync(0xffffffffu, opens);
-  const int count = opens ? min(__popc(same) - rank, args.columns) : 0;
+  const int count = opens ? min(__popc(same) - rank, columns) : 0;
   int first = count;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
@@ -59,35 +81,60 @@ __device__ __forceinline__ void sort_few(const Args& args, Fixed& fixed, int exp
   if (expert >= 0) {
     fixed.slots[my_first + (rank & last)] = lane;
   }
-  const int entries = __popc(openers);
-  if (lane < 2) {
-    take_share(args, fixed, lane, entries);
+  return __popc(openers);
+}
+
+// 128 bits for each expert: the slots that chose it. They lie where sums will.
+__device__ __forceinline__ uint4* slots_of_experts(const Args& args, uint8_t* base) {
+  return reinterpret_cast<uint4*>(base + args.sums_offset);
+}
+
+// All workers, before they meet.
+__device__ __forceinline__ void clear_slots_of_experts(const Args& args, uint8_t* base) {
+#pragma unroll 1
+  for (int expert = threadIdx.x; expert < args.p.experts; expert += kThreads) {
+    slots_of_experts(args, base)[expert] = {0, 0, 0, 0};
   }
 }
 
-// Any number of slots, one of each of the first four warps' threads.
-__device__ __noinline__ inline void sort_many(const Args& args, Fixed& fixed) {
-  const int slot = threadIdx.x, lane = slot % 32, warp = slot / 32, last = args.columns - 1;
-  int expert = -1;
-  if (slot < args.slots) {
-    expert = local_expert(args.p, args.p.router.logits != nullptr ? fixed.ids[slot] : args.p.topk_ids[slot]);
-  }
-  fixed.experts[slot] = expert;
-  named_barrier(2, kMaxSlots);
-  int rank = 0, total = 0, opener = slot;
-  for (int other = 0; other < args.slots; other += 4) {
-    const int4 four = *reinterpret_cast<const int4*>(&fixed.experts[other]);
-    const int experts[4] = {four.x, four.y, four.z, four.w};
+// A slot among those of its expert: how many come before it, how many there are, and which one opens its entry.
+struct Rank {
+  int rank, total, opener;
+};
+
+__device__ __forceinline__ Rank rank_of(uint4 slots, int slot, int columns) {
+  uint32_t words[4] = {slots.x, slots.y, slots.z, slots.w};
+  Rank r = {0, 0, slot};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const bool same = experts[i] == expert, before = same && other + i < slot;
-      opener = same && other + i <= slot && (total & last) == 0 ? other + i : opener;
-      rank += before;
-      total += same;
+  for (int w = 0; w < 4; ++w) {
+    const uint32_t below = slot >= 32 * (w + 1) ? 0xffffffffu : slot < 32 * w ? 0u : (1u << slot % 32) - 1;
+    r.rank += __popc(words[w] & below);
+    r.total += __popc(words[w]);
+  }
+  int left = r.rank & -columns;   // only a token that chose an expert twice makes more entries than one
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+#pragma unroll 1
+    for (uint32_t word = words[w]; word != 0 && left >= 0; word &= word - 1) {
+      r.opener = 32 * w + __ffs(word) - 1;
+      --left;
     }
   }
+  return r;
+}
+
+// Any number of slots, one of each of the first four warps' threads.
+__device__ __noinline__ inline int sort_many(Fixed& fixed, uint4* slots_of, int columns, int expert) {
+  const int slot = threadIdx.x, lane = slot % 32, warp = slot / 32, last = columns - 1;
+  uint4* of_expert = slots_of + max(expert, 0);
+  if (expert >= 0) {
+    atomicOr(reinterpret_cast<uint32_t*>(of_expert) + warp, 1u << lane);
+  }
+  named_barrier(kSortersMeet, kMaxSlots);
+  const Rank ranked = rank_of(*of_expert, slot, columns);
+  const int rank = ranked.rank, total = ranked.total, opener = ranked.opener;
   const bool opens = expert >= 0 && (rank & last) == 0;
-  const uint32_t mine = opens ? 1u << 16 | static_cast<uint32_t>(min(total - rank, args.columns)) : 0;
+  const uint32_t mine = opens ? 1u << 16 | static_cast<uint32_t>(min(total - rank, columns)) : 0;
   uint32_t sum = mine;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
@@ -97,7 +144,7 @@ __device__ __noinline__ inline void sort_many(const Args& args, Fixed& fixed) {
   if (lane == 31) {
     fixed.openers[warp] = sum;
   }
-  named_barrier(2, kMaxSlots);
+  named_barrier(kSortersMeet, kMaxSlots);
   uint32_t all = 0;
   sum -= mine;
 #pragma unroll
@@ -109,24 +156,33 @@ __device__ __noinline__ inline void sort_many(const Args& args, Fixed& fixed) {
   if (opens) {
     fixed.entries[sum >> 16] = {expert, static_cast<int>(sum & 0xffff), static_cast<int>(mine & 0xffff)};
   }
-  named_barrier(2, kMaxSlots);
+  named_barrier(kSortersMeet, kMaxSlots);
   const uint32_t of_opener = static_cast<uint32_t>(fixed.experts[opener]);
   fixed.place[slot] = expert < 0 ? kForeign : of_opener >> 16;
   if (expert >= 0) {
     fixed.slots[(of_opener & 0xffff) + (rank & last)] = slot;
   }
-  if (slot < 2) {
-    take_share(args, fixed, slot, static_cast<int>(all >> 16));
-  }
+  return static_cast<int>(all >> 16);
 }
 
-// Warps 0 to 15, a token each.
-__device__ __noinline__ inline void route_tokens(const Args& args, Fixed& fixed) {
-  const Problem& p = args.p;
-  const int token = threadIdx.x / 32;
-  if (token < p.tokens) {
-    route_token(p.router, token, fixed.ids + token * p.top_k, fixed.weights + token * p.top_k);
+// One warp: ids and weights of a token. The threads that sort, `waiting` with those of all routing warps, go on as soon
+// as all tokens' ids are there.
+__device__ __noinline__ inline void route_one(Fixed& fixed, int token, int waiting) {
+  const int first = token * fixed.router.top_k;
+  route_token(fixed.router, token, fixed.ids + first, fixed.weights + first, [&] {
+    __syncwarp();
+    named_arrive(kIdsKnown, waiting);
+  });
+}
+
+// The router's parameters, for what is not inlined.
+__device__ __forceinline__ void keep_router(const Args& args, Fixed& fixed) {
+  static_assert(sizeof(Router) % 4 == 0 && sizeof(Router) <= 128, "a word for each lane");
+  const int lane = lane_of_warp();
+  if (lane < static_cast<int>(sizeof(Router) / 4)) {
+    reinterpret_cast<uint32_t*>(&fixed.router)[lane] = reinterpret_cast<const uint32_t*>(&args.p.router)[lane];
   }
+  __syncwarp();
 }
 
 }  // namespace moeq::sm90::few

@@ -8,6 +8,7 @@ namespace {
 void route_sm90(Tensor ids, Tensor weights, Tensor router_logits, OptionalTensor routing_bias, std::string score,
                 std::string weight, bool renormalize, int64_t n_group, int64_t topk_group, double factor) {
   STD_TORCH_CHECK(ids.is_cuda() && ids.dim() == 2, "moeq_C::route_sm90: ids must be a CUDA matrix");
+  if (ids.numel() == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(ids.get_device_index());
   Problem p{};
   p.tokens = size_of(ids, 0);

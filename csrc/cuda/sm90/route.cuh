@@ -100,6 +100,25 @@ __device__ __forceinline__ void make_scores(Score score, Softmax softmax, float 
   }
 }
 
+// Lane g's key of group g, where groups have 32 experts: the g-th of each lane.
+template <int each>
+__device__ __forceinline__ int key_of_register_group(const Router& r, const int (&keys)[each]) {
+  const int lane = threadIdx.x % 32, lowest = ordered_key(-CUDART_INF_F);
+  int mine = kKeyOfTaken;
+#pragma unroll
+  for (int group = 0; group < each; ++group) {
+    const int key = max(keys[group], lowest);   // a NaN counts as the lowest
+    const int best = __reduce_max_sync(kAllLanes, key);
+    float score = of_ordered_key(best);
+    if (r.bias != nullptr) {
+      const int taken = __ffs(__ballot_sync(kAllLanes, key == best)) - 1;
+      score += of_ordered_key(__reduce_max_sync(kAllLanes, lane == taken ? lowest : key));
+    }
+    mine = lane == group && group < r.groups ? ordered_key(score) : mine;
+  }
+  return mine;
+}
+
 // Takes the experts of all but the best groups out of `keys`: best by their largest choice, or by the sum of their two
 // largest where there is a bias. Groups are at most kRouteGroups; equal ones go by their number.
 template <int each>
@@ -108,8 +127,8 @@ __device__ __forceinline__ void keep_best_groups(const Router& r, int (&keys)[ea
   int group_of[each];
 #pragma unroll
   for (int i = 0; i < each; ++i) group_of[i] = (32 * i + lane) / size;
-  int key_of_group = kKeyOfTaken;  // of group `lane`
-  for (int group = 0; group < r.groups; ++group) {
+  int key_of_group = size == 32 ? key_of_register_group(r, keys) : kKeyOfTaken;   // of group `lane`
+  for (int group = 0; size != 32 && group < r.groups; ++group) {
     const int lowest = ordered_key(-CUDART_INF_F);
     int first = lowest, at = INT_MAX;
 #pragma unroll
@@ -181,46 +200,96 @@ __device__ __forceinline__ float weight_of(const Router& r, float z, Softmax sof
   return weight * r.factor;
 }
 
-// For up to 32 * each experts.
+// A lane's value of `z` that belongs to its `expert`.
 template <int each>
-__device__ __forceinline__ void route_by_warp(const Router& r, int64_t token, int32_t* ids, float* weights) {
-  const int lane = threadIdx.x % 32;
-  const int64_t row = token * r.row_stride;
-  float z[each], bias[each];
-  bool valid[each];
-  int keys[each];
-  load_logits(r, row, lane, r.experts, z);
+__device__ __forceinline__ float value_of_expert(const float (&z)[each], int expert) {
+  float value = 0.0f;
 #pragma unroll
   for (int i = 0; i < each; ++i) {
-    valid[i] = 32 * i + lane < r.experts;
-    bias[i] = valid[i] && r.bias != nullptr ? r.bias[32 * i + lane] : 0.0f;
+    const float other = __shfl_sync(kAllLanes, z[i], expert % 32);
+    value = expert / 32 == i ? other : value;
   }
-  Softmax softmax = {0.0f, 1.0f};
-  if (r.score == Score::kSoftmax) softmax = softmax_of(z, valid);
+  return value;
+}
+
+// Softmax keeps the order of logits, so that experts can be chosen without it; but different logits may round to the
+// same score, and equal scores go by their number. -1 on all lanes where that cannot be excluded: where neighbours in
+// the order, the first expert that is not chosen among them, are close together or far below the largest.
+template <int each>
+__device__ __forceinline__ int choose_by_logits(const Router& r, const float (&z)[each], const bool (&valid)[each]) {
+  constexpr float kApart = 1e-4f, kBelow = 60.0f;
+  const int lane = threadIdx.x % 32, last = min(r.top_k, r.experts - 1);
+  int keys[each];
+#pragma unroll
+  for (int i = 0; i < each; ++i) keys[i] = valid[i] ? ordered_key(z[i]) : kKeyOfTaken;
+  const int expert = take_best(last + 1, keys);
+  const float mine = value_of_expert(z, expert), top = __shfl_sync(kAllLanes, mine, 0);
+  const float next = __shfl_down_sync(kAllLanes, mine, 1);
+  const bool clear = (mine == next || mine - next > kApart) && next - top > -kBelow;
+  return __all_sync(kAllLanes, clear || lane >= last) ? expert : -1;
+}
+
+// The same by scores, and biases, and groups.
+template <int each>
+__device__ __forceinline__ int choose_by_scores(const Router& r, const float (&logits)[each], const bool (&valid)[each],
+                                                Softmax softmax) {
+  const int lane = threadIdx.x % 32;
+  float z[each];
+  int keys[each];
+#pragma unroll
+  for (int i = 0; i < each; ++i) z[i] = logits[i];
   make_scores(r.score, softmax, z);
 #pragma unroll
   for (int i = 0; i < each; ++i) {
-    keys[i] = valid[i] ? ordered_key(z[i] + bias[i]) : kKeyOfTaken;
+    const float bias = valid[i] && r.bias != nullptr ? r.bias[32 * i + lane] : 0.0f;
+    keys[i] = valid[i] ? ordered_key(z[i] + bias) : kKeyOfTaken;
   }
   if (r.topk_group < r.groups) keep_best_groups(r, keys);
-  const int expert = take_best(r.top_k, keys);
-  float chosen[1];
-  load_logits(r, row, expert, lane < r.top_k ? r.experts : 0, chosen);
-  const float weight = weight_of(r, chosen[0], softmax);
-  if (lane < r.top_k) {
-    ids[lane] = expert;
-    weights[lane] = weight;
+  return take_best(r.top_k, keys);
+}
+
+// Lane j < top_k has the expert that comes j-th; for up to 32 * each experts. Calls `announce` when ids are written:
+// weights take longer.
+template <int each, typename Announce>
+__device__ __forceinline__ void route_by_warp(const Router& r, int64_t token, int32_t* ids, float* weights,
+                                              Announce announce) {
+  const int lane = threadIdx.x % 32;
+  float z[each];
+  bool valid[each];
+  load_logits(r, token * r.row_stride, lane, r.experts, z);
+#pragma unroll
+  for (int i = 0; i < each; ++i) valid[i] = 32 * i + lane < r.experts;
+  const bool by_logits = r.score == Score::kSoftmax && r.bias == nullptr && r.topk_group >= r.groups && r.top_k < 32;
+  Softmax softmax = {0.0f, 1.0f};
+  int expert = by_logits ? choose_by_logits(r, z, valid) : -1;
+  const bool late = expert >= 0;   // of all lanes
+  if (!late) {
+    if (r.score == Score::kSoftmax) softmax = softmax_of(z, valid);
+    expert = choose_by_scores(r, z, valid, softmax);
   }
+  if (lane < r.top_k) ids[lane] = expert;
+  announce();
+  if (late) softmax = softmax_of(z, valid);
+  const float chosen = value_of_expert(z, expert);   // all lanes come
+  const float weight = weight_of(r, lane < r.top_k ? chosen : 0.0f, softmax);
+  if (lane < r.top_k) weights[lane] = weight;
+}
+
+template <int each>
+__device__ __forceinline__ void route_by_warp(const Router& r, int64_t token, int32_t* ids, float* weights) {
+  route_by_warp<each>(r, token, ids, weights, [] {});
 }
 
 // Up to kRouteInPlace experts. All 32 lanes of a warp come together; lane j writes ids[j] and weights[j], j < top_k.
-__device__ inline void route_token(const Router& r, int64_t token, int32_t* ids, float* weights) {
+template <typename Announce>
+__device__ __forceinline__ void route_token(const Router& r, int64_t token, int32_t* ids, float* weights,
+                                            Announce announce) {
   if (r.experts <= 128) {
-    route_by_warp<4>(r, token, ids, weights);
+    route_by_warp<4>(r, token, ids, weights, announce);
   } else if (r.experts <= 256) {
-    route_by_warp<8>(r, token, ids, weights);
+    route_by_warp<8>(r, token, ids, weights, announce);
   } else {
-    route_by_warp<16>(r, token, ids, weights);
+    route_by_warp<16>(r, token, ids, weights, announce);
   }
 }
 

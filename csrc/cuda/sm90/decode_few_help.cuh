@@ -1,0 +1,125 @@
+// What the helping warps do: they add up what the multiplying warps leave of a unit and send it, and between the GEMMs
+// they make what GEMM2 multiplies.
+#pragma once
+#include "decode_few_hidden.cuh"
+
+namespace moeq::sm90::few {
+
+// A warp's row pairs of a whole unit of GEMM1 -> two values of the intermediate: on every lane where not gated, else on
+// those that hold gate rows.
+template <Kind kKind>
+__device__ __forceinline__ void send_hidden(const Args& args, const Fixed& fixed, const Entry& entry, int entry_number,
+                                            int slot, int row_tile, float2 sums) {
+  const Problem& p = args.p;
+  const int lane = threadIdx.x % 32;
+  const bool is_up = Case<kKind>::gated(p) && lane % 8 >= 4;
+  const int pair = Case<kKind>::gated(p) ? row_tile * (kTileRows / 4) + lane / 8 * 4 + lane % 4
+                                         : row_tile * (kTileRows / 2) + lane;
+  const float2 alphas = fixed.alphas[entry_number];
+  const float alpha = (is_up ? alphas.y : alphas.x) * args.scale;
+  float2 v = {sums.x * alpha, sums.y * alpha};
+  const bool inside = 2 * pair < p.inter;
+  if (Case<kKind>::bias13(p) && inside) {
+    const int64_t rows = (Case<kKind>::gated(p) ? 2 : 1) * static_cast<int64_t>(p.inter);
+    const float* of = p.w13_bias + entry.expert * rows + 2 * pair + (is_up ? p.inter : 0);
+    v.x += of[0], v.y += of[1];
+  }
+  float2 up = v;
+  if (Case<kKind>::gated(p)) {
+    up.x = __shfl_xor_sync(0xffffffffu, v.x, 4);
+    up.y = __shfl_xor_sync(0xffffffffu, v.y, 4);
+  }
+  Two h = {activate_few<kKind>(p, v.x, up.x), activate_few<kKind>(p, v.y, up.y)};
+  if (Case<kKind>::quantizes_hidden(p)) {
+    h = quantize_pair(h, p.a2_gscale[p.a2 == ActScale::kExpert ? entry.expert : 0], Case<kKind>::gated(p));
+  }
+  if (inside && !is_up) {
+    const int64_t line = static_cast<int64_t>(slot) * args.row_tiles[0] * kTileRows;
+    send_rounded(line + pair, h.a, h.b, fixed.epoch);
+  }
+}
+
+// Adds up what the warps left of a unit, the `number`-th of this block, and sends it. Each helper takes every seventh
+// column.
+template <Kind kKind>
+__device__ __forceinline__ void finish_unit(const Args& args, Fixed& fixed, uint8_t* base, const Work& work, int gemm,
+                                            bool whole, int number) {
+  const int lane = lane_of_warp(), buffer = number % 2;
+  const int row_tiles = gemm == 0 ? args.row_tiles[0] : args.row_tiles[1];
+  const Entry entry = fixed.entries[work.entry];
+  const int groups = work.groups;
+  barrier_wait(shared_address(&fixed.summed[buffer]), number / 2 % 2);
+#pragma unroll 1
+  for (int column = threadIdx.x / 32 - kFirstHelper; column < entry.count; column += kHelpers) {
+    float2 all = {0.0f, 0.0f};
+#pragma unroll
+    for (int w = 0; w < kWorkers; ++w) {
+      if (w < kWorkers / 2 || groups == 1) {
+        const float2 one = *reinterpret_cast<const float2*>(sums_of(args, base, buffer, w, column) + 2 * lane);
+        all.x += one.x, all.y += one.y;
+      }
+    }
+    const int slot = fixed.slots[entry.first + column];
+    if (whole) {
+      send_hidden<kKind>(args, fixed, entry, work.entry, slot, work.row_tile, all);
+    } else {
+      const int line = work.part * args.slots + slot;
+      send_pair((gemm == 0 ? 0 : args.outputs) + (line * row_tiles + work.row_tile) * (kTileRows / 2) + lane, all.x,
+                all.y, fixed.epoch);
+    }
+  }
+  __syncwarp();
+  if (lane == 0) {
+    barrier_arrive(shared_address(&fixed.freed[buffer]));
+  }
+}
+
+// The units of an entry and part of K from here on, and the work behind them.
+__device__ __forceinline__ int units_of_run(const Args& args, const Work& work) {
+  return min(work.count, args.row_tiles[1] - work.row_tile);
+}
+
+__device__ __forceinline__ void next_run(const Args& args, Work& work) {
+  work.count -= units_of_run(args, work);
+  work.row_tile = args.row_tiles[1] - 1;
+  next_unit(work, args.row_tiles[1]);
+}
+
+// All units of both GEMMs; of GEMM2 the operand of an entry and part of K, then the units of those before it, where
+// there are two buffers. A buffer is made again when all units that multiplied it are finished.
+template <Kind kKind>
+__device__ __forceinline__ void help(const Args& args, Fixed& fixed, uint8_t* base) {
+  int number = 0;
+  const bool whole = finishes_hidden<kKind>(args.p);
+  Work first = fixed.work[0];
+#pragma unroll 1
+  for (; first.count > 0; --first.count) {
+    finish_unit<kKind>(args, fixed, base, first, 0, whole, number++);
+    next_unit(first, args.row_tiles[0]);
+  }
+  Work making = fixed.work[1], work = making;
+  const int last = args.h_buffers - 1;
+#pragma unroll 1
+  for (int run = 0; work.count > 0; ++run) {
+    if (making.count > 0) {
+      const int buffer = run & last;
+      make_rows<kKind>(args, fixed, making, buffer, base + args.h_offset + buffer * args.columns * args.h_stride);
+      __syncwarp();
+      if (lane_of_warp() == 0) {
+        barrier_arrive(shared_address(&fixed.made[buffer]));
+      }
+      next_run(args, making);
+    }
+    if (run < last) {
+      continue;
+    }
+#pragma unroll 1
+    for (int units = units_of_run(args, work); units > 0; --units) {
+      finish_unit<kKind>(args, fixed, base, work, 1, false, number++);
+      --work.count;
+      next_unit(work, args.row_tiles[1]);
+    }
+  }
+}
+
+}  // namespace moeq::sm90::few

@@ -1,0 +1,102 @@
+// What a block does before it multiplies: barriers, slots sorted, tokens on their way, the launch counted.
+#pragma once
+#include "decode_few_feed.cuh"
+#include "decode_few_sort.cuh"
+
+namespace moeq::sm90::few {
+
+// The parameters that will be read, asked for at once: of this warp alone, or one line by each warp.
+__device__ __forceinline__ void touch_parameters(const Args& args, int line) {
+  constexpr int kLine = 64 / sizeof(int);
+  const int word = line * kLine;
+  if (word < static_cast<int>(sizeof(Args) / sizeof(int))) {
+    asm volatile("" ::"r"(reinterpret_cast<const int*>(&args)[word]));
+  }
+}
+
+// Beyond the tokens' ends: zeros up to whole tiles.
+__device__ __forceinline__ void clear_padding(const Args& args, Fixed& fixed, uint8_t* base) {
+  const int tail = args.k_tiles[0] * kTileK - args.p.hidden;
+  if (static_cast<int>(threadIdx.x) < tail) {
+#pragma unroll 1
+    for (int token = 0; token < args.p.tokens; ++token) {
+      uint8_t* row = base + args.x_offset + token * args.x_stride;
+      reinterpret_cast<__nv_bfloat16*>(row)[args.p.hidden + threadIdx.x] = __float2bfloat16_rn(0.0f);
+    }
+  }
+  if (threadIdx.x < kMaxTokens) {
+    fixed.amax[threadIdx.x] = 0;
+  }
+}
+
+// By the warp that copies: nothing is under way before it knows the experts. `id` is a lane's, where ids are given.
+__device__ __forceinline__ void sort_slots(const Args& args, Fixed& fixed, const Work& work, int id) {
+  const int lane = lane_of_warp();
+  if (args.p.router.logits != nullptr) {
+    named_barrier(kIdsKnown, 32 * args.p.tokens + 32);
+    id = fixed.ids[lane];
+  }
+  const int expert = lane < args.slots ? local_expert(args.p, id) : -1;
+  if (args.columns == 1) {
+    sort_one(args, fixed, work, expert);
+  } else {
+    const int entries = sort_few(fixed, args.columns, expert);
+    if (lane < 2) {
+      fixed.work[lane] = share_of(args, lane, entries);
+    }
+  }
+}
+
+// By the warps that multiply. The first four sort, where slots are many; the next ones route a token each.
+constexpr int kFirstRouter = 4;
+static_assert(32 * kFirstRouter == kMaxSlots && kFirstRouter + kMaxTokens <= kWarps, "a warp has one task");
+
+__device__ __forceinline__ void prepare_slots(const Args& args, Fixed& fixed, uint8_t* base, bool few_slots) {
+  const int thread = threadIdx.x, router = thread / 32 - kFirstRouter;
+  const bool routes = args.p.router.logits != nullptr, sorts = !few_slots && thread < kMaxSlots;
+  int id = -1;
+  if (sorts && !routes && thread < args.slots) {
+    id = args.p.topk_ids[thread];   // on its way meanwhile
+  }
+  if (!few_slots) {
+    clear_slots_of_experts(args, base);
+    sync_workers();
+  }
+  if (routes && router >= 0 && router < args.p.tokens) {
+    keep_router(args, fixed);   // each for itself: all write the same
+    route_one(fixed, router, 32 * args.p.tokens + (few_slots ? 32 : kMaxSlots));
+  }
+  if (sorts) {
+    if (routes) {
+      named_barrier(kIdsKnown, 32 * args.p.tokens + kMaxSlots);
+      id = fixed.ids[thread];
+    }
+    const int expert = thread < args.slots ? local_expert(args.p, id) : -1;
+    const int entries = sort_many(fixed, slots_of_experts(args, base), args.columns, expert);
+    if (thread < 2) {
+      fixed.work[thread] = share_of(args, thread, entries);
+    }
+  }
+}
+
+// By all but the warp that copies.
+__device__ __forceinline__ void prepare_block(const Args& args, Fixed& fixed, uint8_t* base, bool few_slots) {
+  const int warp = threadIdx.x / 32;
+  if (warp < kWarps) {
+    init_barriers(fixed);
+    named_arrive(kBarriersMade, kThreads + 32);
+  }
+  touch_parameters(args, warp);
+  if (warp == kFirstHelper) {
+    copy_tokens(args, fixed, base);
+  } else if (warp == kFirstHelper + 1) {
+    if (lane_of_warp() == 0) {
+      count_launch(fixed);
+    }
+  } else if (warp < kWarps) {
+    clear_padding(args, fixed, base);
+    prepare_slots(args, fixed, base, few_slots);
+  }
+}
+
+}  // namespace moeq::sm90::few
