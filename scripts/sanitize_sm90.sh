@@ -34,6 +34,7 @@ check() {
 export -f check
 
 names=$("$PYTHON" tests/sm90_sanitizer.py list ${KERNELS:+--kernels "$KERNELS"} | tr ' ' '\n' | grep -E "${GROUPS_OF:-.}")
+[ -n "$names" ] || { echo "no group of kernels to run"; exit 2; }
 for tool in ${TOOLS:-racecheck memcheck synccheck}; do
   for name in $names; do echo "$tool $name"; done
 done | xargs -P "${JOBS:-$(nproc)}" -I '{}' bash -c 'check {}'

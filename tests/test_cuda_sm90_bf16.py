@@ -117,13 +117,13 @@ class TestKernels:
         assert (out.double() - oracle).norm() < BF16 * oracle.norm()
 
 
-@pytest.mark.parametrize(("tokens", "own"), ((40, False), (127, False), (128, True), (4000, True)))
+@pytest.mark.parametrize(("tokens", "own"), ((40, False), (159, False), (160, True), (4000, True)))
 def test_few_tokens_are_for_triton(tokens: int, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = []
     monkeypatch.setattr(cuda_sm90_bf16, "run_kernel", lambda call, out: chosen.append("own"))
     monkeypatch.setattr(triton, "run", lambda call, out: chosen.append("triton"))
     call = make_call("none", tokens=tokens, top_k=2, experts=8)
-    assert cuda_sm90_bf16.min_tokens(8, 2) == 128
+    assert cuda_sm90_bf16.min_tokens(8, 2) == 160
     cuda_sm90_bf16.run(call, torch.empty(0))
     assert chosen == ["own" if own else "triton"]
 
@@ -136,6 +136,15 @@ def test_weights_at_an_odd_address_are_for_triton(monkeypatch: pytest.MonkeyPatc
     buffer = torch.empty(call.w2.numel() + 1, dtype=torch.bfloat16)
     cuda_sm90_bf16.run(call._replace(w2=buffer[1:].view(call.w2.shape)), torch.empty(0))
     assert chosen == ["triton"]
+
+
+def test_float16_hidden_states_are_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = []
+    monkeypatch.setattr(cuda_sm90_bf16, "run_kernel", lambda call, out: chosen.append("own"))
+    monkeypatch.setattr(triton, "run", lambda call, out: chosen.append("triton"))
+    call = make_call("none", tokens=4000, top_k=2, experts=8)
+    cuda_sm90_bf16.run(call._replace(hidden_states=call.hidden_states.half()), torch.empty(0))
+    assert chosen == ["triton"] and set(BACKENDS[NAME].hidden_dtypes) >= {torch.float16, torch.bfloat16}
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def _forget() -> None:
 
 def _load(where: Path) -> None:
     tuned_kernels.load(where)
-    _forget()
+    tuned.name_of_device.cache_clear()
 
 
 def _choice(**changes: Any) -> choice.Choice:
@@ -229,6 +229,8 @@ def test_noise_makes_no_switch_and_rules_go_on_where_nothing_was_timed() -> None
     late = {512: {"slim": 5.0, "narrow": 6.0}}
     assert kernels.switches_of(late, RULES) == (("slim", 512), ("narrow", 1280), ("wide", None))
     assert kernels.switches_of({900: {"narrow": 6.0, "wide": 5.0}}, RULES) == (("wide", None),)
+    latest = {2000: {"slim": 5.0, "narrow": 6.0}}  # beyond what the rules have narrow for
+    assert kernels.switches_of(latest, RULES) == (("slim", 2000), ("wide", None))
 
 
 def test_what_is_hopeless_is_not_timed() -> None:

@@ -111,6 +111,23 @@ def test_layers_of_a_checkpoint(tmp_path: Path) -> None:
     assert _options("--checkpoint", str(copy), "--top-k", "3")[0].key.top_k == 3
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("--scheme", "int4"),
+            "must be for one of nvfp4 with nvfp4, nvfp4 with none, mxfp4 with none, got int4 with none",
+        ),
+        (("--shapes", "8:2:2000:512"), "hidden_size must be a multiple of 64, got 2000"),
+        (("--shapes", "1025:2:64:64"), "num_experts must be at most 1024, got 1025"),
+    ],
+)
+def test_layers_that_cuda_sm90_does_not_run(arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _options("--backend", "cuda_sm90", *arguments)
+    _options(*arguments)  # triton does
+
+
 def test_tokens_are_sorted_and_distinct() -> None:
     assert tokens_of("64,1, 8,64") == [1, 8, 64]
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ Table = dict[str, dict[Key, Switches]]
 TABLE: Table = {}  # the user's
 SHIPPED: Table = {}
 FOLDER = "cuda_sm90"
+FORGET: list[Callable[[], None]] = []  # what drops choices made from the tables
 
 
 def key_of(scheme: str, act_format: str, num_experts: int, top_k: int, hidden: int, inter: int) -> Key:
@@ -88,7 +90,8 @@ def load(where: Path | None = None) -> None:
     """Fill TABLE from the files of a folder (None: the configured one); a damaged file warns and counts for nothing."""
     _fill(TABLE, folder() if where is None else where)
     _fill(SHIPPED, tuned.SHIPPED_FOLDER / FOLDER)
-    lookup.cache_clear()
+    for forget in FORGET:
+        forget()
 
 
 def _fill(table: Table, where: Path | None) -> None:
@@ -137,4 +140,5 @@ def lookup(device_name: str, key: Key) -> tuple[Switches, str] | None:
     return None
 
 
+FORGET.append(lookup.cache_clear)
 load()

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch_moe_ops import tuned
 from torch_moe_ops.backends._sm90_layout import TILE
-from torch_moe_ops.tuned_kernels import DECODE_MAX_SLOTS, KERNELS, Switches, key_of, lookup
+from torch_moe_ops.tuned_kernels import DECODE_MAX_SLOTS, FORGET, KERNELS, Switches, key_of, lookup
 
 # Measured on an H200 (docs/hopper.md, section 5). An expert's w2 of so many values is read at the rate of memory by
 # the decode kernel even where an expert has several tokens.
@@ -79,3 +79,6 @@ def choice_of(
     switches, source = switches_of(device, scheme, act_format, num_experts, top_k, hidden, inter)
     names, bounds = zip(*switches, strict=True)
     return Choice(tuple(KERNELS.index(name) for name in names), tuple(bounds[:-1]), source)
+
+
+FORGET.append(choice_of.cache_clear)

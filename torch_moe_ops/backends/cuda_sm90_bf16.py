@@ -1,7 +1,7 @@
 """The `cuda_sm90_bf16` backend: unquantized bfloat16 weights on Hopper, in csrc/cuda/sm90/bf16* (docs/hopper.md).
 
 Weights stay in the linear layout. Many tokens are multiplied by this backend's own kernels, few by those of `triton`,
-which read the same tensors and are as fast as memory there.
+which read the same tensors and are as fast as memory there; so is a layer on float16 hidden states.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch_moe_ops.backends.registry import Backend, Problem, Requirement, avail
 from torch_moe_ops.ops.call import ExpertsCall
 
 SIZE_MULTIPLE = 16  # bytes that a copy moves, and eight rows of gate beside eight of up
-MIN_TOKENS_OF_EXPERT = 32  # in the mean, from which on these kernels run
+MIN_TOKENS_OF_EXPERT = 40  # in the mean, from which on these kernels run
 
 
 def min_tokens(num_experts: int, top_k: int) -> int:
-    """From this many tokens on these kernels run (docs/hopper.md, section 5). num_experts: local ones."""
+    """From this many tokens on these kernels run (docs/hopper.md, section 11). num_experts: local ones."""
     return -(-MIN_TOKENS_OF_EXPERT * num_experts // top_k)
 
 
@@ -41,7 +41,8 @@ def run(call: ExpertsCall, out: Tensor) -> None:
     """Fill `out` [num_tokens, hidden_size] (bfloat16, float16 or float32, contiguous) from a checked call."""
     tokens, top_k = call.topk_ids.shape
     aligned = call.w13.data_ptr() % 16 == 0 and call.w2.data_ptr() % 16 == 0
-    if tokens >= min_tokens(call.w13.shape[0], top_k) and aligned:
+    ours = call.hidden_states.dtype == torch.bfloat16 and aligned
+    if ours and tokens >= min_tokens(call.w13.shape[0], top_k):
         run_kernel(call, out)
     else:
         _triton().run(call, out)
@@ -72,8 +73,11 @@ def _sizes_reason(problem: Problem) -> str | None:
 def _notes(problem: Problem) -> str:
     """From which number of tokens on the kernels are these, and not Triton's."""
     if problem.top_k is None:
-        return f"triton's kernels up to {MIN_TOKENS_OF_EXPERT} tokens an expert in the mean"
-    return f"triton's kernels below {min_tokens(problem.num_local_experts, problem.top_k)} tokens"
+        return (
+            f"triton's kernels below {MIN_TOKENS_OF_EXPERT} tokens an expert in the mean, and for float16 hidden states"
+        )
+    tokens = min_tokens(problem.num_local_experts, problem.top_k)
+    return f"triton's kernels below {tokens} tokens, and for float16 hidden states"
 
 
 register(
@@ -89,7 +93,6 @@ register(
         prepare=linear.prepare,
         restore=linear.restore,
         run=run,
-        hidden_dtypes=(torch.bfloat16,),
         notes=_notes,
     )
 )

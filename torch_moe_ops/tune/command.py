@@ -14,7 +14,8 @@ import torch
 
 from torch_moe_ops import _ext, tuned, tuned_kernels
 from torch_moe_ops.backends import cuda_sm90
-from torch_moe_ops.backends._sm90_common import CAPABILITY
+from torch_moe_ops.backends._sm90_common import CAPABILITY, MAX_EXPERTS
+from torch_moe_ops.backends._sm90_layout import TILE
 from torch_moe_ops.backends.triton import device_reason, package_reason
 from torch_moe_ops.checkpoints import CheckpointError
 from torch_moe_ops.schemes import SCHEMES
@@ -69,9 +70,21 @@ def layers_of(options: argparse.Namespace) -> list[Layer]:
                 found += [layers.of_shape(shape, scheme, act or layers.default_act(scheme)) for act in acts]
     for layer in found:
         layers.check(layer)
-        if options.backend == "cuda_sm90" and layer.act_format not in cuda_sm90.FORMATS.get(layer.raw.scheme, ()):
-            raise ValueError(f"--backend: cuda_sm90 must have {layer.raw.scheme} with {layer.act_format}")
+        if options.backend == "cuda_sm90":
+            _check_for_sm90(layer)
     return found
+
+
+def _check_for_sm90(layer: Layer) -> None:
+    """ValueError where `cuda_sm90` does not run the layer."""
+    raw = layer.raw
+    if layer.act_format not in cuda_sm90.FORMATS.get(raw.scheme, ()):
+        known = ", ".join(f"{scheme} with {act}" for scheme, acts in cuda_sm90.FORMATS.items() for act in acts)
+        raise ValueError(f"--backend: cuda_sm90 must be for one of {known}, got {raw.scheme} with {layer.act_format}")
+    if raw.hidden_size % TILE:
+        raise ValueError(f"{layer.name}: hidden_size must be a multiple of {TILE}, got {raw.hidden_size}")
+    if raw.num_experts > MAX_EXPERTS:
+        raise ValueError(f"{layer.name}: num_experts must be at most {MAX_EXPERTS}, got {raw.num_experts}")
 
 
 def tokens_of(text: str) -> list[int]:

@@ -121,9 +121,10 @@ def switches_of(times: Times, rules: Switches) -> Switches:
         if path[at + 1] != kernel:
             switches.append((kernel, _bound(times, rows[at], rows[at + 1], kernel, path[at + 1])))
     order = KERNELS.index(path[-1])
-    later = [step for step in rules if KERNELS.index(step[0]) > order]
     before = [most or 0 for name, most in rules if KERNELS.index(name) <= order]
-    return (*switches, (path[-1], max(rows[-1], *before) if later else None), *later)
+    last = max(rows[-1], *before)
+    later = [(name, most) for name, most in rules if KERNELS.index(name) > order and (most is None or most > last)]
+    return (*switches, (path[-1], last if later else None), *later)
 
 
 def _best_path(times: Times) -> tuple[str, ...]:
