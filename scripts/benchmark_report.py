@@ -23,6 +23,7 @@ BEGIN, END = "<!-- speed table: made by scripts/benchmark_report.py -->", "<!-- 
 
 EARLIER = "h200_moe_before.jsonl"  # runs of kernels that have changed since
 FILES = (EARLIER, "h200_moe.jsonl")  # in the order of their runs
+SWEEP = "h200_sm90_sweep.jsonl"
 MARK = "†"
 MARKED = f"{MARK} from an earlier run, of kernels that have changed since."
 MODELS = {
@@ -33,6 +34,8 @@ MODELS = {
 }
 # Weight formats in the order of the page, with what the library runs beside the plain format.
 FORMATS = {"nvfp4": "NVFP4", "mxfp4": "MXFP4", "int4": "int4", "fp8": "FP8, 128x128 blocks", "bf16": "bfloat16"}
+README_FORMATS = ("nvfp4", "mxfp4")
+README_TOKENS = (1, 8, 64, 256, 1024, 4096)
 OURS = (
     *("cuda_sm90", "cuda_sm90_bf16", "cuda_sm90_fp8", "cuda_sm90_packed", "cuda_sm90_folded"),
     *("triton", "triton_fp8"),
@@ -145,13 +148,15 @@ def best(cell: Cell, ours: bool) -> tuple[str, float] | None:
 
 
 def readme_table(cells: dict[Key, Cell]) -> str:
-    """NVFP4 W4A16: the library's preferred backend and the fastest of the others, with the ratio."""
-    ms = sorted({m for _, fmt, m in cells if fmt == "nvfp4"})
+    """Four-bit weights, W4A16: the library's preferred backend and the fastest of the others, with the ratio."""
+    four_bits = {key: cell for key, cell in cells.items() if key[1] in README_FORMATS}
+    ms = sorted({m for _, _, m in four_bits})
     lines = _header("us a layer: ours / best other (their time over ours)", ms)
-    for shape, name in MODELS.items():
-        row = []
+    timed: dict[str, list[str]] = {}  # the other libraries of a row -> rows
+    for fmt, (shape, model) in itertools.product(README_FORMATS, MODELS.items()):
+        name, row = f"{model}, {FORMATS[fmt]}", []
         for m in ms:
-            cell = cells.get((shape, "nvfp4", m))
+            cell = cells.get((shape, fmt, m))
             mine, other = (best(cell, True), best(cell, False)) if cell else (None, None)
             if mine is None or other is None:
                 row.append(_us(mine[1]) if mine else "")
@@ -160,16 +165,51 @@ def readme_table(cells: dict[Key, Cell]) -> str:
             row.append(f"{_us(mine[1])} / {_us(other[1])} ({other[1] / mine[1]:.2f}){cell.mark}")
         if any(row):
             lines.append(f"| {name} | " + " | ".join(row) + " |")
-    timed: dict[str, list[str]] = {}  # the other libraries of a row -> models
-    for shape, name in MODELS.items():
-        peers = [title(layer) for layer in rows_of(cells, shape, "nvfp4")[1] if not is_ours(layer)]
+        peers = [title(layer) for layer in rows_of(cells, shape, fmt)[1] if not is_ours(layer)]
         if peers:
             timed.setdefault(", ".join(peers), []).append(name)
-    backends = {title(b[0]) for (_, f, _), c in cells.items() if f == "nvfp4" and (b := best(c, True))}
-    others = "; ".join(f"{peers} ({', '.join(names)})" for peers, names in timed.items())
-    if any(cell.earlier for (_, fmt, _), cell in cells.items() if fmt == "nvfp4"):
+    if any(cell.earlier for cell in four_bits.values()):
         lines += ["", MARKED]
-    return "\n".join([*lines, "", f"Ours: {', '.join(sorted(backends))}. Others that were timed: {others}."])
+    lines += ["", "Others that were timed:", ""]
+    return "\n".join([*lines, *(f"- {peers}: {'; '.join(names)}" for peers, names in timed.items())])
+
+
+Times = dict[tuple[str, int], float]  # model, tokens -> us
+
+
+def sweep(path: Path, backend: str) -> Times:
+    """Of a backend's NVFP4 layers in a file of bench_hopper_sweep.py."""
+    records = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    return {(r["shape"], r["M"]): r["us"] for r in records
+            if r["event"] == "bench" and r["layer"] == f"{backend}/nvfp4"}  # fmt: skip
+
+
+def sweep_rows(path: Path) -> dict[tuple[str, int], str]:
+    """Model, tokens -> microseconds of cuda_sm90, and triton's time over that."""
+    mine, other = sweep(path, "cuda_sm90"), sweep(path, "triton")
+    return {key: f"{_us(us)} ({other[key] / us:.2f})" for key, us in mine.items() if key in other}
+
+
+def readme_sweep(path: Path, ms: Iterable[int]) -> str:
+    """The columns of the README's other table, for the models of a sweep."""
+    rows, columns = sweep_rows(path), list(ms)
+    lines = _header("us a layer, NVFP4: `cuda_sm90` (time of `triton` over it)", columns)
+    for shape, name in MODELS.items():
+        row = [rows.get((shape, m), "") for m in columns]
+        if any(row):
+            lines.append(f"| {name} | " + " | ".join(row) + " |")
+    return "\n".join(lines)
+
+
+def sweep_text(path: Path) -> list[str]:
+    """All numbers of tokens of a sweep."""
+    rows = sweep_rows(path)
+    shapes = [shape for shape in MODELS if any(s == shape for s, _ in rows)]
+    lines = ["## NVFP4 by number of tokens: `cuda_sm90`, and the time of `triton` over it", ""]
+    lines += ["| tokens | " + " | ".join(MODELS[shape] for shape in shapes) + " |", "|---:|" + "---:|" * len(shapes)]
+    for m in sorted({m for _, m in rows}):
+        lines.append(f"| {m} | " + " | ".join(rows.get((shape, m), "") for shape in shapes) + " |")
+    return lines
 
 
 def emulation_text(path: Path) -> list[str]:
@@ -211,30 +251,9 @@ def example_text(path: Path) -> list[str]:
     return lines + [f"| {r['tokens']} | {r['eager_ms']:.2f} | {r['compiled_ms']:.2f} |" for r in data["records"]]
 
 
-def windows_text(path: Path) -> list[str]:
-    """Layers of ours that were timed by themselves."""
-    records = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-    times = {(r["shape"], r["layer"], r["M"]): r["us"] for r in records}
-    ms = sorted({m for _, _, m in times})
-    lines = ["## The Triton engine by itself", ""]
-    lines += ["The present kernels and tiles, each layer timed without others beside it (medians of CUDA graphs over"]
-    lines += [
-        "rotating routings, `torch_moe_ops.tune.measure`; gpt-oss with biases and its activation). The Hopper kernels"
-    ]
-    lines += ["by themselves:"]
-    lines += ["[docs/hopper.md](../../docs/hopper.md), section 7.", "", *_header("us a layer", ms)]
-    for layer in sorted({layer for _, layer, _ in times}, key=lambda x: (list(FORMATS).index(weight_format(x)), x)):
-        for shape, name in MODELS.items():
-            row = [times.get((shape, layer, m)) for m in ms]
-            if any(row):
-                what = f"{title(layer)}, {FORMATS[weight_format(layer)]}: {name}"
-                lines.append(f"| {what} | " + " | ".join(_us(us) if us else "" for us in row) + " |")
-    return lines
-
-
 _BEFORE = "_before"  # in the name of a file of kernels that have changed since
 _EXTRAS = {
-    "h200_windows.jsonl": windows_text,
+    SWEEP: sweep_text,
     "h200_emulation.jsonl": emulation_text,
     "h200_route.jsonl": route_text,
     "h200_example.json": example_text,
@@ -274,11 +293,14 @@ def page(cells: dict[Key, Cell], folder: Path = RESULTS) -> str:
     return "\n".join(lines) + "\n"
 
 
-def readme_with_table(text: str, cells: dict[Key, Cell]) -> str:
-    """The README with its table replaced."""
+def readme_with_table(text: str, cells: dict[Key, Cell], folder: Path = RESULTS) -> str:
+    """The README with its tables replaced."""
     before, rest = text.split(BEGIN)
     after = rest.split(END)[1]
-    return f"{before}{BEGIN}\n\n{readme_table(cells)}\n\n{END}{after}"
+    tables = [readme_table(cells)]
+    if (folder / SWEEP).exists():
+        tables.insert(0, readme_sweep(folder / SWEEP, README_TOKENS))
+    return "\n\n".join([before + BEGIN, *tables, END + after])
 
 
 def plot(cells: dict[Key, Cell], shape: str, to: Path) -> None:

@@ -57,9 +57,8 @@ def test_a_cell_takes_all_its_layers_from_the_last_run(report: ModuleType, tmp_p
 
 def test_the_table_of_the_readme(report: ModuleType, tmp_path: Path) -> None:
     table = report.readme_table(report.read([_write(tmp_path / "a", FIRST), _write(tmp_path / "b", SECOND)]))
-    assert table.splitlines()[2] == "| Mixtral-8x7B | 50.0 / 75.0 (1.50) | 300 / 900 (3.00) |"
-    others = "Others that were timed: Marlin (vLLM), humming, indexed (Mixtral-8x7B)."
-    assert table.endswith(f"Ours: `cuda_sm90`, `triton`. {others}")
+    assert table.splitlines()[2] == "| Mixtral-8x7B, NVFP4 | 50.0 / 75.0 (1.50) | 300 / 900 (3.00) |"
+    assert table.endswith("Others that were timed:\n\n- Marlin (vLLM), humming, indexed: Mixtral-8x7B, NVFP4")
 
 
 def test_the_full_table(report: ModuleType, tmp_path: Path) -> None:
@@ -79,17 +78,20 @@ def test_what_earlier_kernels_took_is_marked(report: ModuleType, tmp_path: Path)
     cells = report.read([earlier, _write(tmp_path / "b", SECOND)])
     assert report.full_table(cells, "mixtral", "nvfp4")[0] == "| Mixtral-8x7B, NVFP4 | M=1 | M=64† |"
     table = report.readme_table(cells).splitlines()
-    assert table[2] == "| Mixtral-8x7B | 50.0 / 75.0 (1.50) | 300 / 900 (3.00)† |"
+    assert table[2] == "| Mixtral-8x7B, NVFP4 | 50.0 / 75.0 (1.50) | 300 / 900 (3.00)† |"
     assert report.MARKED in table
     assert report.MARKED not in report.readme_table(report.read([_write(tmp_path / "b", SECOND)]))
 
 
-def test_layers_timed_by_themselves(report: ModuleType, tmp_path: Path) -> None:
-    records = [_bench("triton/nvfp4", 8, 50.0), _bench("triton/nvfp4", 64, 130.2), _bench("triton_fp8/fp8", 8, 60.0)]
-    _write(tmp_path / "h200_windows.jsonl", records)
-    lines = report.page({}, tmp_path).splitlines()
-    assert "| `triton`, NVFP4: Mixtral-8x7B | 50.0 | 130 |" in lines
-    assert "| `triton_fp8`, FP8, 128x128 blocks: Mixtral-8x7B | 60.0 |  |" in lines
+def test_a_sweep_is_set_against_triton(report: ModuleType, tmp_path: Path) -> None:
+    records = [_bench("cuda_sm90/nvfp4", 8, 50.0), _bench("triton/nvfp4", 8, 60.0), _bench("cuda_sm90/nvfp4", 12, 70.0)]
+    path = _write(tmp_path / report.SWEEP, [ENV, *records, _bench("cuda_sm90/nvfp4", 64, 99.9, shape="dsv3")])
+    assert report.readme_sweep(path, (8, 12)).splitlines()[2:] == ["| Mixtral-8x7B | 50.0 (1.20) |  |"]
+    assert report.page({}, tmp_path).splitlines()[-3:] == [
+        "| tokens | Mixtral-8x7B |",
+        "|---:|---:|",
+        "| 8 | 50.0 (1.20) |",
+    ]
 
 
 def test_other_results_are_added_where_they_are(report: ModuleType, tmp_path: Path) -> None:
