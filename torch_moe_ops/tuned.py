@@ -21,9 +21,10 @@ import os
 import re
 import tempfile
 import warnings
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -35,6 +36,7 @@ MAX_BYTES = 16 << 20
 # A configuration serves numbers of tokens up to this factor away from the one that it was tuned for.
 REACH = 1.5
 
+T = TypeVar("T")
 Fields = tuple[tuple[int, ...], ...]  # (blocks, gemm1, gemm2), as configs.Config has them
 
 
@@ -164,8 +166,9 @@ def read(path: Path, any_library: bool = False) -> tuple[str, dict[Key, tuple[En
 
 def load(where: Path | None = None) -> None:
     """Fill TABLE from the files of a folder (None: the configured one); a damaged file warns and counts for nothing."""
-    _fill(TABLE, folder() if where is None else where)
-    _fill(SHIPPED, SHIPPED_FOLDER)
+    fill(TABLE, folder() if where is None else where, read, "tile sizes")
+    fill(SHIPPED, SHIPPED_FOLDER, partial(read, any_library=True), "tile sizes")
+    _nearest.cache_clear()
 
 
 def files_of(where: Path | None) -> list[Path]:
@@ -176,14 +179,16 @@ def files_of(where: Path | None) -> list[Path]:
         return []
 
 
-def _fill(table: Table, where: Path | None) -> None:
+def fill(
+    table: dict[str, dict[Key, T]], where: Path | None, read: Callable[[Path], tuple[str, dict[Key, T]]], what: str
+) -> None:
+    """Make a table of a folder's files, by device. One that `read` refuses warns, as tuned `what`, and is left out."""
     table.clear()
-    _nearest.cache_clear()
     for path in files_of(where):
         try:
-            device, problems = read(path, any_library=table is SHIPPED)
+            device, problems = read(path)
         except ValueError as error:
-            warnings.warn(f"tuned tile sizes are ignored: {error}", stacklevel=3)
+            warnings.warn(f"tuned {what} are ignored: {error}", stacklevel=3)
             continue
         if problems:
             table.setdefault(device, {}).update(problems)

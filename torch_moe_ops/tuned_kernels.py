@@ -14,9 +14,8 @@ used. All are read once, when the library is imported: never while a layer runs,
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -88,22 +87,10 @@ def read(path: Path, any_library: bool = False) -> tuple[str, dict[Key, Switches
 
 def load(where: Path | None = None) -> None:
     """Fill TABLE from the files of a folder (None: the configured one); a damaged file warns and counts for nothing."""
-    _fill(TABLE, folder() if where is None else where)
-    _fill(SHIPPED, tuned.SHIPPED_FOLDER / FOLDER)
+    tuned.fill(TABLE, folder() if where is None else where, read, "kernels")
+    tuned.fill(SHIPPED, tuned.SHIPPED_FOLDER / FOLDER, partial(read, any_library=True), "kernels")
     for forget in FORGET:
         forget()
-
-
-def _fill(table: Table, where: Path | None) -> None:
-    table.clear()
-    for path in tuned.files_of(where):
-        try:
-            device, layers = read(path, any_library=table is SHIPPED)
-        except ValueError as error:
-            warnings.warn(f"tuned kernels are ignored: {error}", stacklevel=3)
-            continue
-        if layers:
-            table.setdefault(device, {}).update(layers)
 
 
 def save(device_name: str, key: Key, switches: Switches, where: Path) -> Path:
