@@ -52,7 +52,7 @@ taken = 0
 for _ in range(4000):
     sizes = [64 * draw.randint(1, 160), 16 * draw.randint(1, 1200)]
     top_k = draw.randint(1, 22)
-    problem = (draw.randint(1, 9), top_k, draw.randint(top_k, 512), *sizes)
+    problem = (draw.randint(0, 9), top_k, draw.randint(top_k, 512), *sizes)
     found = plan(*draw.choice(((132, 232448), (78, 232448), (114, 232448), (132, 101376))), *problem,
                  draw.randint(0, 1), draw.randint(0, 1), draw.randint(0, 4))
     assert found >= 0, problem
