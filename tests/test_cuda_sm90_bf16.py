@@ -128,6 +128,16 @@ def test_few_tokens_are_for_triton(tokens: int, own: bool, monkeypatch: pytest.M
     assert chosen == ["own" if own else "triton"]
 
 
+@pytest.mark.parametrize(("tokens", "own"), ((160, False), (639, False), (640, True)))
+def test_tokens_are_shared_by_the_experts_of_all_ranks(tokens: int, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = []
+    monkeypatch.setattr(cuda_sm90_bf16, "run_kernel", lambda call, out: chosen.append("own"))
+    monkeypatch.setattr(triton, "run", lambda call, out: chosen.append("triton"))
+    call = make_call("none", tokens=tokens, top_k=2, experts=8)._replace(num_experts=32)
+    cuda_sm90_bf16.run(call, torch.empty(0))
+    assert chosen == ["own" if own else "triton"]
+
+
 def test_weights_at_an_odd_address_are_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = []
     monkeypatch.setattr(cuda_sm90_bf16, "run_kernel", lambda call, out: chosen.append("own"))

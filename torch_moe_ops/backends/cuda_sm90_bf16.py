@@ -21,7 +21,7 @@ MIN_TOKENS_OF_EXPERT = 40  # in the mean, from which on these kernels run
 
 
 def min_tokens(num_experts: int, top_k: int) -> int:
-    """From this many tokens on these kernels run (docs/hopper.md, section 11). num_experts: local ones."""
+    """From this many tokens on these kernels run (docs/hopper.md, section 11). num_experts: of all ranks."""
     return -(-MIN_TOKENS_OF_EXPERT * num_experts // top_k)
 
 
@@ -42,7 +42,8 @@ def run(call: ExpertsCall, out: Tensor) -> None:
     tokens, top_k = call.topk_ids.shape
     aligned = call.w13.data_ptr() % 16 == 0 and call.w2.data_ptr() % 16 == 0
     ours = call.hidden_states.dtype == torch.bfloat16 and aligned
-    if ours and tokens >= min_tokens(call.w13.shape[0], top_k):
+    experts = max(call.num_experts, call.w13.shape[0])  # 0: all are here
+    if ours and tokens >= min_tokens(experts, top_k):
         run_kernel(call, out)
     else:
         _triton().run(call, out)
@@ -76,7 +77,7 @@ def _notes(problem: Problem) -> str:
         return (
             f"triton's kernels below {MIN_TOKENS_OF_EXPERT} tokens an expert in the mean, and for float16 hidden states"
         )
-    tokens = min_tokens(problem.num_local_experts, problem.top_k)
+    tokens = min_tokens(problem.num_experts, problem.top_k)
     return f"triton's kernels below {tokens} tokens, and for float16 hidden states"
 
 
