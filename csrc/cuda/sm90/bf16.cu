@@ -3,26 +3,22 @@
 #include "bf16.h"
 
 #include "bf16_variant.h"
-#include "prefill_kernels.cuh"
+#include "prefill_plan.h"
 #include "tensor_map.h"
-#include "workspace.h"
 
 namespace moeq::sm90 {
 
 namespace {
 
-bool is_wide(const Problem& p) { return p.out_type != OutType::kBfloat16; }
-int64_t result_bytes(const Problem& p) { return is_wide(p) ? 4 : 2; }
-
-// The longest array decides.
-int tokens_of_piece(const Problem& p) {
-  return tokens_at_once(p, (p.hidden > p.inter ? p.hidden : p.inter) * result_bytes(p) * p.top_k);
-}
-
 Bf16Kernel kernel_for(const Problem& p) {
-  if (!p.gated) return bf16_kernel_of<Finish::kPlain>();
-  const bool swiglu = p.activation == Activation::kSilu || p.activation == Activation::kSwigluoai;
-  return swiglu ? bf16_kernel_of<Finish::kSwiglu>() : bf16_kernel_of<Finish::kGated>();
+  switch (finish_of(p)) {
+    case Finish::kSwiglu:
+      return bf16_kernel_of<Finish::kSwiglu>();
+    case Finish::kGated:
+      return bf16_kernel_of<Finish::kGated>();
+    default:
+      return bf16_kernel_of<Finish::kPlain>();
+  }
 }
 
 struct Plan {
@@ -36,27 +32,16 @@ struct Plan {
 Plan make_plan(const Problem& p) {
   Plan plan{};
   Arena arena(p.workspace);
-  const int slots = p.tokens * p.top_k, rows = max_rows(slots, p.experts);
-  const int hidden_padded = k_tiles(p.hidden) * kTileK, inter_padded = k_tiles(p.inter) * kTileK;
+  const int slots = p.tokens * p.top_k;
   const Bf16Kernel kernel = kernel_for(p);
   const Schedule schedule = take_sorted_schedule(arena, slots, p.experts);
-  plan.operand = {p, schedule, nullptr, nullptr, nullptr, rows, hidden_padded, kernel.max_width};
-  plan.operand.operand = arena.take<__nv_bfloat16>(int64_t{rows} * hidden_padded);
   GemmArgs& gemm = plan.gemm.gemm;
-  gemm.problem = p;
-  gemm.schedule = schedule;
-  gemm.rows = rows;
+  gemm = gemms_of(p, schedule, kernel.block_tiles);
+  plan.operand = {p, schedule, nullptr, nullptr, nullptr, gemm.rows, gemm.hidden_padded, kernel.max_width};
+  plan.operand.operand = arena.take<__nv_bfloat16>(int64_t{gemm.rows} * gemm.hidden_padded);
   gemm.operand = plan.operand.operand;
-  gemm.h = arena.take<__nv_bfloat16>(int64_t{rows} * inter_padded);
+  gemm.h = arena.take<__nv_bfloat16>(int64_t{gemm.rows} * gemm.inter_padded);
   gemm.y = arena.take<uint8_t>(int64_t{slots} * p.hidden * result_bytes(p));
-  gemm.y_wide = is_wide(p);
-  gemm.hidden_padded = hidden_padded;
-  gemm.inter_padded = inter_padded;
-  gemm.tiles13 = row_tiles13(p.inter, p.gated);
-  gemm.tiles2 = ceil_div(p.hidden, kTileRows);
-  gemm.blocks13 = ceil_div(gemm.tiles13, kernel.block_tiles);
-  gemm.blocks2 = ceil_div(gemm.tiles2, kernel.block_tiles);
-  gemm.first = gemm.second = true;
   plan.combine = {p, gemm.y, gemm.y_wide};
   plan.bytes = arena.used();
   return plan;

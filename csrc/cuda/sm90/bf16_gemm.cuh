@@ -2,7 +2,7 @@
 // copied and multiplied.
 #pragma once
 #include "bf16_config.cuh"
-#include "gemm_wgmma_shared.cuh"
+#include "gemm_wgmma.cuh"
 
 namespace moeq::sm90 {
 
@@ -20,9 +20,7 @@ __device__ __forceinline__ void load_weights(const Bf16Args& args, GemmShared<Bf
   Ring<kWorkSlots> work_ring;
   Ring<Bf16Config::kWeightStages> ring;
   while (true) {
-    const Work work = wait_for_work(shared, work_ring);
-    barrier_arrive(shared_address(&shared.work_empty[work_ring.slot]));
-    work_ring.advance();
+    const Work work = take_work(shared, work_ring);
     if (work.expert < 0) return;
     const CUtensorMap& map = work.second ? args.w2 : args.w13;
     const bool turns = !work.second && args.gemm.problem.gated;
@@ -82,25 +80,7 @@ __device__ __forceinline__ void multiply_tile(Accumulators<Bf16Config>& acc, Gem
 
 template <Finish finish>
 __global__ void __launch_bounds__(Sizes<Bf16Config>::kThreads, 1) bf16_kernel(const __grid_constant__ Bf16Args args) {
-  using C = Bf16Config;
-  extern __shared__ uint8_t dynamic_shared[];
-  auto& shared = *reinterpret_cast<GemmShared<C>*>(
-      dynamic_shared + (1024 - shared_address(dynamic_shared) % 1024) % 1024);
-  if (threadIdx.x == 0) init_barriers(shared);
-  __syncthreads();
-  wait_for_previous_kernel();
-  if (threadIdx.x >= 128 * C::kConsumers) {
-    registers_shrink<C::kProducerRegisters>();
-    const int thread = threadIdx.x - 128 * C::kConsumers;
-    if (thread == 0) load_weights(args, shared);
-    if (thread == 32) load_tokens(args.gemm, shared);
-    if (thread == 64) find_all_work(args.gemm, shared);
-    if (thread == 96) announce_intermediates(args.gemm, shared);
-    allow_next_kernel();
-  } else {
-    registers_grow<C::kConsumerRegisters>();
-    consume<C, finish>(args.gemm, shared);
-  }
+  run_block<Bf16Config, finish>(args.gemm, args);
 }
 
 template <Finish finish>

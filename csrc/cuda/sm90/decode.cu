@@ -4,33 +4,12 @@
 // The row tiles of all active experts are dealt out to the blocks; two warps of each copy them into a ring in shared
 // memory, sixteen multiply them on the tensor cores. Two grid barriers: the intermediate must be complete before GEMM2
 // multiplies it (its weights are under way by then), and GEMM2's sums before they are combined.
-#include <atomic>
-
+#include "cooperative_launch.h"
 #include "decode_few.h"
 #include "decode_plan.h"
 #include "route.cuh"
 
 namespace moeq::sm90::decode {
-
-// Once for each device and kernel; repeated by a race at worst.
-cudaError_t allow_shared_memory(const void* kernel, Format format, int groups, int bytes) {
-  constexpr int kDevices = 64;
-  constexpr int kFormats = static_cast<int>(Format::kInt4Zero) + 1;
-  static std::atomic<bool> done[kDevices][kFormats][5];
-  int device = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) {
-    return error;
-  }
-  std::atomic<bool>* known = device < kDevices ? &done[device][static_cast<int>(format)][groups] : nullptr;
-  if (known == nullptr || !*known) {
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (known != nullptr) {
-      *known = error == cudaSuccess;
-    }
-  }
-  return error;
-}
 
 const void* kernel_of(Format format, int groups) {
   switch (format) {
@@ -83,22 +62,13 @@ cudaError_t decode_run(const Problem& p) {
     return error;
   }
   const void* kernel = decode::kernel_of(p.format, plan.groups);
-  error = decode::allow_shared_memory(kernel, p.format, plan.groups, plan.shared_bytes);
+  constexpr int kFormats = static_cast<int>(Format::kInt4Zero) + 1;
+  static KnownDevices known[kFormats][5];
+  error = allow_shared_memory(kernel, plan.shared_bytes, known[static_cast<int>(p.format)][plan.groups]);
   if (error != cudaSuccess) {
     return error;
   }
-  cudaLaunchAttribute cooperative;
-  cooperative.id = cudaLaunchAttributeCooperative;
-  cooperative.val.cooperative = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(plan.grid);
-  config.blockDim = dim3(decode::kBlockThreads);
-  config.dynamicSmemBytes = plan.shared_bytes;
-  config.stream = p.stream;
-  config.attrs = &cooperative;
-  config.numAttrs = 1;
-  void* arguments[] = {&plan.args};
-  return cudaLaunchKernelExC(&config, kernel, arguments);
+  return launch_together(kernel, plan.args, plan.grid, decode::kBlockThreads, plan.shared_bytes, p.stream);
 }
 
 }  // namespace moeq::sm90

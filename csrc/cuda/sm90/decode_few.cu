@@ -8,8 +8,7 @@
 // Every warp has one task: 16 multiply (decode_few_gemm.cuh), one copies (decode_few_feed.cuh), seven help
 // (decode_few_help.cuh). What is not needed before the first copy is done beside it, not before: barriers, tokens,
 // router weights, alphas.
-#include <atomic>
-
+#include "cooperative_launch.h"
 #include "decode_few_combine.cuh"
 #include "decode_few_feed.cuh"
 #include "decode_few_gemm.cuh"
@@ -127,34 +126,16 @@ const void* kernel_of(Format format, Kind kind) {
 }
 
 cudaError_t run(const Plan& plan) {
-  constexpr int kDevices = 64;
   constexpr int kFormats = 5, kKinds = 3;
-  static std::atomic<bool> done[kDevices][kFormats * kKinds];
-  const int which = static_cast<int>(plan.args.p.format) * kKinds + static_cast<int>(plan.kind);
-  const void* kernel = kernel_of(plan.args.p.format, plan.kind);
-  int device = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess && (device >= kDevices || !done[device][which])) {
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_bytes);
-    if (device < kDevices) {
-      done[device][which] = error == cudaSuccess;
-    }
-  }
+  static KnownDevices known[kFormats][kKinds];
+  const Problem& p = plan.args.p;
+  const void* kernel = kernel_of(p.format, plan.kind);
+  const cudaError_t error = allow_shared_memory(kernel, plan.shared_bytes,
+                                                known[static_cast<int>(p.format)][static_cast<int>(plan.kind)]);
   if (error != cudaSuccess) {
     return error;
   }
-  cudaLaunchAttribute cooperative;
-  cooperative.id = cudaLaunchAttributeCooperative;
-  cooperative.val.cooperative = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(plan.grid);
-  config.blockDim = dim3(kBlockThreads);
-  config.dynamicSmemBytes = plan.shared_bytes;
-  config.stream = plan.args.p.stream;
-  config.attrs = &cooperative;
-  config.numAttrs = 1;
-  void* arguments[] = {const_cast<Args*>(&plan.args)};
-  return cudaLaunchKernelExC(&config, kernel, arguments);
+  return launch_together(kernel, plan.args, plan.grid, kBlockThreads, plan.shared_bytes, p.stream);
 }
 
 }  // namespace moeq::sm90::few

@@ -1,6 +1,7 @@
 // The routing, which every thread block works out for itself: slots sorted by expert, the entries that they make, and
 // the block's share of their weights.
 #pragma once
+#include "decode_chunks.cuh"
 #include "decode_few_shared.cuh"
 #include "route.cuh"
 
@@ -55,33 +56,16 @@ __device__ __forceinline__ void sort_one(const Args& args, Fixed& fixed, Work wo
 // how many. Not inlined, like the following: more code between what every launch runs is slower. It gets values, as the
 // parameters of a kernel by reference are read from memory, 700 cycles each.
 __device__ __noinline__ inline int sort_few(Fixed& fixed, int columns, int expert) {
-  const int lane = lane_of_warp(), last = columns - 1;
-  const uint32_t same = __match_any_sync(0xffffffffu, expert);
-  const uint32_t below = (1u << lane) - 1;
-  const int rank = __popc(same & below);
-  const bool opens = expert >= 0 && (rank & last) == 0;
-  const uint32_t openers = __ballot_sync(0xffffffffu, opens);
-  const int count = opens ? min(__popc(same) - rank, columns) : 0;
-  int first = count;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(0xffffffffu, first, step);
-    first += lane >= step ? other : 0;
+  const int lane = lane_of_warp();
+  const Chunk chunk = chunk_of(expert, columns);
+  if (chunk.opens) {
+    fixed.entries[chunk.opened_number] = {expert, chunk.opened_first, chunk.count};
   }
-  first -= count;
-  const int entry = __popc(openers & below);
-  const int opening = rank & ~last;
-  const int opener = expert < 0 ? lane : opening == 0 ? __ffs(same) - 1 : __fns(same, 0, opening + 1);
-  const int my_entry = __shfl_sync(0xffffffffu, entry, opener);
-  const int my_first = __shfl_sync(0xffffffffu, first, opener);
-  if (opens) {
-    fixed.entries[entry] = {expert, first, count};
-  }
-  fixed.place[lane] = expert < 0 ? kForeign : my_entry;
+  fixed.place[lane] = expert < 0 ? kForeign : chunk.number;
   if (expert >= 0) {
-    fixed.slots[my_first + (rank & last)] = lane;
+    fixed.slots[chunk.first + chunk.column] = lane;
   }
-  return __popc(openers);
+  return chunk.chunks;
 }
 
 // 128 bits for each expert: the slots that chose it. They lie where sums will.

@@ -1,5 +1,6 @@
 // The routing, which every thread block works out for itself: slots sorted by expert, and the entries that they make.
 #pragma once
+#include "decode_chunks.cuh"
 #include "decode_shared.cuh"
 
 namespace moeq::sm90::decode {
@@ -35,38 +36,20 @@ __device__ inline void route_few(const Args& args, const Shared& s) {
     const int lane = threadIdx.x;
     const Problem& p = args.p;
     const int expert = lane < args.slots ? local_expert(p, lane) : -1;
-    const uint32_t same = __match_any_sync(0xffffffffu, expert);
-    const uint32_t below = (1u << lane) - 1;
-    const int rank = __popc(same & below);
-    const bool opens = expert >= 0 && rank % kColumns == 0;
-    const uint32_t openers = __ballot_sync(0xffffffffu, opens);
-    // Slots of a chunk lie together: after the slots of all chunks that open before this one.
-    const int count = opens ? min(__popc(same) - rank, kColumns) : 0;
-    int first = count;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(0xffffffffu, first, step);
-      first += lane >= step ? other : 0;
-    }
-    first -= count;
-    const int entry = __popc(openers & below);
-    // The lane that opened my chunk: the one of rank `rank - rank % kColumns` among `same`.
-    const int opening = rank - rank % kColumns;
-    const int opener = expert < 0 ? lane : opening == 0 ? __ffs(same) - 1 : __fns(same, 0, opening + 1);
-    const int my_entry = __shfl_sync(0xffffffffu, entry, opener);
-    const int my_first = __shfl_sync(0xffffffffu, first, opener);
-    if (opens) {
-      s.entries[entry] = {static_cast<uint16_t>(expert), static_cast<uint16_t>(first), static_cast<uint16_t>(count), 0};
+    const Chunk chunk = chunk_of(expert, kColumns);
+    if (chunk.opens) {
+      s.entries[chunk.opened_number] = {static_cast<uint16_t>(expert), static_cast<uint16_t>(chunk.opened_first),
+                                        static_cast<uint16_t>(chunk.count), 0};
     }
     if (lane < args.slots) {
-      s.place[lane] = expert < 0 ? kForeign : static_cast<uint32_t>(my_entry << 8 | rank % kColumns);
+      s.place[lane] = expert < 0 ? kForeign : static_cast<uint32_t>(chunk.number << 8 | chunk.column);
       if (expert >= 0) {
-        s.slots[my_first + rank % kColumns] = static_cast<uint16_t>(lane);
+        s.slots[chunk.first + chunk.column] = static_cast<uint16_t>(lane);
       }
     }
-    const int widest = __reduce_max_sync(0xffffffffu, count);
+    const int widest = __reduce_max_sync(0xffffffffu, chunk.count);
     if (lane == 0) {
-      s.fixed->entries = __popc(openers);
+      s.fixed->entries = chunk.chunks;
       s.fixed->widest = widest;
     }
   }

@@ -36,8 +36,9 @@ __device__ __forceinline__ void consume(const GemmArgs& args, GemmShared<C>& sha
   }
 }
 
-template <class C, Finish finish>
-__global__ void __launch_bounds__(Sizes<C>::kThreads, C::kBlocks) gemm_kernel(const __grid_constant__ GemmArgs args) {
+// What a block of the kernel does, in 1024 bytes more than GemmShared. `weights`: what load_weights needs.
+template <class C, Finish finish, class WeightArgs>
+__device__ __forceinline__ void run_block(const GemmArgs& args, const WeightArgs& weights) {
   extern __shared__ uint8_t dynamic_shared[];
   auto& shared = *reinterpret_cast<GemmShared<C>*>(
       dynamic_shared + (1024 - shared_address(dynamic_shared) % 1024) % 1024);
@@ -47,7 +48,7 @@ __global__ void __launch_bounds__(Sizes<C>::kThreads, C::kBlocks) gemm_kernel(co
   if (threadIdx.x >= 128 * C::kConsumers) {
     registers_shrink<C::kProducerRegisters>();
     const int thread = threadIdx.x - 128 * C::kConsumers;
-    if (thread == 0) load_weights(args, shared);
+    if (thread == 0) load_weights(weights, shared);
     if (thread == 32) load_tokens(args, shared);
     if (thread == 64) find_all_work(args, shared);
     if (thread == 96) announce_intermediates(args, shared);
@@ -56,6 +57,11 @@ __global__ void __launch_bounds__(Sizes<C>::kThreads, C::kBlocks) gemm_kernel(co
     registers_grow<C::kConsumerRegisters>();
     consume<C, finish>(args, shared);
   }
+}
+
+template <class C, Finish finish>
+__global__ void __launch_bounds__(Sizes<C>::kThreads, C::kBlocks) gemm_kernel(const __grid_constant__ GemmArgs args) {
+  run_block<C, finish>(args, args);
 }
 
 template <class C, Finish finish>

@@ -1,10 +1,7 @@
 // A warpgroup's share of a tile: 64 or 128 weight rows, decoded in registers, times `width` tokens in shared memory.
 #pragma once
 #include "gemm_shared.cuh"
-#include "gemm_wgmma_narrow.cuh"
-#include "gemm_wgmma_narrow_pair.cuh"
-#include "gemm_wgmma_slim_pair.cuh"
-#include "gemm_wgmma_wide.cuh"
+#include "gemm_wgmma.cuh"
 
 namespace moeq::sm90 {
 

@@ -89,9 +89,7 @@ __device__ __forceinline__ void load_weights(const GemmArgs& args, GemmShared<C>
   Ring<kWorkSlots> work_ring;
   Ring<C::kWeightStages> ring;
   while (true) {
-    const Work work = wait_for_work(shared, work_ring);
-    barrier_arrive(shared_address(&shared.work_empty[work_ring.slot]));
-    work_ring.advance();
+    const Work work = take_work(shared, work_ring);
     if (work.expert < 0) return;
     WeightStream<C> weights(args, work);
     const int stages = (work.k_tiles + kWeightSteps - 1) / kWeightSteps;
@@ -117,9 +115,7 @@ __device__ __forceinline__ void load_tokens(const GemmArgs& args, GemmShared<C>&
   Ring<kWorkSlots> work_ring;
   Ring<C::kTokenStages> ring;
   while (true) {
-    const Work work = wait_for_work(shared, work_ring);
-    barrier_arrive(shared_address(&shared.work_empty[work_ring.slot]));
-    work_ring.advance();
+    const Work work = take_work(shared, work_ring);
     if (work.expert < 0) return;
     const __nv_bfloat16* tokens = (work.second ? args.h : args.operand) + int64_t{work.first_row} * kTileK;
     const int64_t step = int64_t{args.rows} * kTileK;

@@ -50,6 +50,15 @@ __device__ __forceinline__ Work wait_for_work(GemmShared<C>& shared, const Ring<
   return shared.work[ring.slot];
 }
 
+// The same by one thread, which keeps nothing in the slot.
+template <class C>
+__device__ __forceinline__ Work take_work(GemmShared<C>& shared, Ring<kWorkSlots>& ring) {
+  const Work work = wait_for_work(shared, ring);
+  barrier_arrive(shared_address(&shared.work_empty[ring.slot]));
+  ring.advance();
+  return work;
+}
+
 template <class C>
 __device__ __forceinline__ void release_work(GemmShared<C>& shared, Ring<kWorkSlots>& ring) {
   __syncwarp();

@@ -2,10 +2,30 @@
 #pragma once
 #include <cstdint>
 
+#include "wgmma_operands.h"
+
 namespace moeq::sm90 {
 
 // The upper word of the operand's description: atoms of 1024 bytes one after another, swizzled over 128 bytes.
 constexpr uint32_t kTokenOperandHigh = 1u << 30 | 1024 / 16;
+
+// clang-format off
+// One product of 16 in K. `end`: what the instruction says of b's order, and of a's where it is in shared memory.
+#define MOEQ_PRODUCT(width, sums, a, b, end) \
+  "wgmma.mma_async.sync.aligned.m64n" #width "k16.f32.bf16.bf16 {" sums "}, " a ", " b ", 1, 1, 1, " end "; "
+#define MOEQ_STEP(width, sums, a0, a1, a2, a3, b0, b1, b2, b3, end)                                        \
+  MOEQ_PRODUCT(width, sums, a0, b0, end) MOEQ_PRODUCT(width, sums, a1, b1, end)                            \
+  MOEQ_PRODUCT(width, sums, a2, b2, end) MOEQ_PRODUCT(width, sums, a3, b3, end)
+#define MOEQ_WIDTH(width, products) \
+  "w" #width ": wgmma.fence.sync.aligned; " products "wgmma.commit_group.sync.aligned; bra.uni done; "
+#define MOEQ_BEGIN "{ .reg .b64 a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7; .reg .b32 low; "
+#define MOEQ_DESCRIPTOR(name, base, offset, high) \
+  "add.u32 low, " base ", " #offset "; mov.b64 " name ", {low, " high "}; "
+#define MOEQ_TOKENS(base, high)                                                                            \
+  MOEQ_DESCRIPTOR("b0", base, 0, high) MOEQ_DESCRIPTOR("b1", base, 2, high)                                \
+  MOEQ_DESCRIPTOR("b2", base, 4, high) MOEQ_DESCRIPTOR("b3", base, 6, high)
+#define MOEQ_BRANCH(index, labels) "targets: .branchtargets " labels "; brx.idx.uni " index ", targets; "
+#define MOEQ_END "done: }"
 
 // d[64 rows, tokens] += a[64, 64] * b[64, tokens] for 8 * (index + 1) tokens, at most max_width: bfloat16 with float32
 // sums, a in registers, b in shared memory (its address / 16; K-major, swizzled over 128 bytes, see kTokenOperandHigh).
@@ -15,16 +35,103 @@ constexpr uint32_t kTokenOperandHigh = 1u << 30 | 1024 / 16;
 template <int max_width>
 __device__ __forceinline__ void multiply_step(float* d, const uint32_t (&a)[4][4], uint32_t b, int index);
 
+#define MOEQ_ONE_STEP(width, ...) \
+  MOEQ_WIDTH(width, MOEQ_STEP(width, MOEQ_D##width, __VA_ARGS__, "b0", "b1", "b2", "b3", "0"))
+
+template <>
+__device__ __forceinline__ void multiply_step<96>(float* d, const uint32_t (&a)[4][4], uint32_t b, int index) {
+  asm volatile(
+    MOEQ_BEGIN MOEQ_TOKENS("%64", "%66") MOEQ_BRANCH("%65", MOEQ_LABELS_96)
+    MOEQ_TO_96(MOEQ_ONE_STEP, "{%48, %49, %50, %51}", "{%52, %53, %54, %55}",
+               "{%56, %57, %58, %59}", "{%60, %61, %62, %63}") MOEQ_END
+    : MOEQ_OUT16(0), MOEQ_OUT16(16), MOEQ_OUT16(32)
+    : MOEQ_IN16(a), "r"(b), "r"(index), "r"(kTokenOperandHigh));
+}
+
+template <>
+__device__ __forceinline__ void multiply_step<160>(float* d, const uint32_t (&a)[4][4], uint32_t b, int index) {
+  asm volatile(
+    MOEQ_BEGIN MOEQ_TOKENS("%96", "%98") MOEQ_BRANCH("%97", MOEQ_LABELS_160)
+    MOEQ_TO_160(MOEQ_ONE_STEP, "{%80, %81, %82, %83}", "{%84, %85, %86, %87}",
+                "{%88, %89, %90, %91}", "{%92, %93, %94, %95}") MOEQ_END
+    : MOEQ_OUT64(0), MOEQ_OUT16(64)
+    : MOEQ_IN16(a), "r"(b), "r"(index), "r"(kTokenOperandHigh));
+}
+
 // Two steps, the tokens of the second where a stage of tokens of max_width has them.
 template <int max_width>
 __device__ __forceinline__ void multiply_two_steps(float* d, const uint32_t (&a)[2][4][4], uint32_t b, int index);
+
+#define MOEQ_TWO_STEPS(width, a0, a1, a2, a3, ...)                                                         \
+  MOEQ_WIDTH(width, MOEQ_STEP(width, MOEQ_D##width, a0, a1, a2, a3, "b0", "b1", "b2", "b3", "0")           \
+                    MOEQ_STEP(width, MOEQ_D##width, __VA_ARGS__, "b4", "b5", "b6", "b7", "0"))
+
+template <>
+__device__ __forceinline__ void multiply_two_steps<96>(float* d, const uint32_t (&a)[2][4][4], uint32_t b, int index) {
+  asm volatile(
+    MOEQ_BEGIN MOEQ_TOKENS("%80", "%82")
+    MOEQ_DESCRIPTOR("b4", "%80", 768, "%82") MOEQ_DESCRIPTOR("b5", "%80", 770, "%82")
+    MOEQ_DESCRIPTOR("b6", "%80", 772, "%82") MOEQ_DESCRIPTOR("b7", "%80", 774, "%82")
+    MOEQ_BRANCH("%81", MOEQ_LABELS_96)
+    MOEQ_TO_96(MOEQ_TWO_STEPS, "{%48, %49, %50, %51}", "{%52, %53, %54, %55}",
+               "{%56, %57, %58, %59}", "{%60, %61, %62, %63}",
+               "{%64, %65, %66, %67}", "{%68, %69, %70, %71}", "{%72, %73, %74, %75}", "{%76, %77, %78, %79}") MOEQ_END
+    : MOEQ_OUT16(0), MOEQ_OUT16(16), MOEQ_OUT16(32)
+    : MOEQ_IN16(a[0]), MOEQ_IN16(a[1]), "r"(b), "r"(index), "r"(kTokenOperandHigh));
+}
 
 // One step of two tiles of weights: d[2][max_width / 2].
 template <int max_width>
 __device__ __forceinline__ void multiply_two_tiles(float* d, const uint32_t (&a)[2][4][4], uint32_t b, int index);
 
+#define MOEQ_TWO_TILES(width, a0, a1, a2, a3, ...)                                                         \
+  MOEQ_WIDTH(width, MOEQ_STEP(width, MOEQ_D##width, a0, a1, a2, a3, "b0", "b1", "b2", "b3", "0")           \
+                    MOEQ_STEP(width, MOEQ_NEXT_OF_32_##width, __VA_ARGS__, "b0", "b1", "b2", "b3", "0"))
+
+template <>
+__device__ __forceinline__ void multiply_two_tiles<32>(float* d, const uint32_t (&a)[2][4][4], uint32_t b, int index) {
+  asm volatile(
+    MOEQ_BEGIN MOEQ_TOKENS("%64", "%66") MOEQ_BRANCH("%65", MOEQ_LABELS_32)
+    MOEQ_TO_32(MOEQ_TWO_TILES, "{%32, %33, %34, %35}", "{%36, %37, %38, %39}",
+               "{%40, %41, %42, %43}", "{%44, %45, %46, %47}",
+               "{%48, %49, %50, %51}", "{%52, %53, %54, %55}", "{%56, %57, %58, %59}", "{%60, %61, %62, %63}") MOEQ_END
+    : MOEQ_OUT16(0), MOEQ_OUT16(16)
+    : MOEQ_IN16(a[0]), MOEQ_IN16(a[1]), "r"(b), "r"(index), "r"(kTokenOperandHigh));
+}
+
 // The same with a in shared memory, too, like b: tiles of 64 rows, 8192 bytes each, one after another.
 template <int max_width>
 __device__ __forceinline__ void multiply_shared(float* d, uint32_t a, uint32_t b, int index);
+
+#define MOEQ_TWO_SHARED(width, ...)                                                                        \
+  MOEQ_WIDTH(width, MOEQ_STEP(width, MOEQ_D##width, "a0", "a1", "a2", "a3", "b0", "b1", "b2", "b3", "0, 0") \
+                    MOEQ_STEP(width, MOEQ_NEXT_OF_192_##width, "a4", "a5", "a6", "a7", "b0", "b1", "b2", "b3", "0, 0"))
+
+template <>
+__device__ __forceinline__ void multiply_shared<192>(float* d, uint32_t a, uint32_t b, int index) {
+  asm volatile(
+    MOEQ_BEGIN
+    MOEQ_DESCRIPTOR("a0", "%192", 0, "%195") MOEQ_DESCRIPTOR("a1", "%192", 2, "%195")
+    MOEQ_DESCRIPTOR("a2", "%192", 4, "%195") MOEQ_DESCRIPTOR("a3", "%192", 6, "%195")
+    MOEQ_DESCRIPTOR("a4", "%192", 512, "%195") MOEQ_DESCRIPTOR("a5", "%192", 514, "%195")
+    MOEQ_DESCRIPTOR("a6", "%192", 516, "%195") MOEQ_DESCRIPTOR("a7", "%192", 518, "%195")
+    MOEQ_TOKENS("%193", "%195") MOEQ_BRANCH("%194", MOEQ_LABELS_192) MOEQ_TO_192(MOEQ_TWO_SHARED, ) MOEQ_END
+    : MOEQ_OUT64(0), MOEQ_OUT64(64), MOEQ_OUT64(128)
+    : "r"(a), "r"(b), "r"(index), "r"(kTokenOperandHigh));
+}
+
+#undef MOEQ_TWO_SHARED
+#undef MOEQ_TWO_TILES
+#undef MOEQ_TWO_STEPS
+#undef MOEQ_ONE_STEP
+#undef MOEQ_END
+#undef MOEQ_BRANCH
+#undef MOEQ_TOKENS
+#undef MOEQ_DESCRIPTOR
+#undef MOEQ_BEGIN
+#undef MOEQ_WIDTH
+#undef MOEQ_STEP
+#undef MOEQ_PRODUCT
+// clang-format on
 
 }  // namespace moeq::sm90

@@ -1,22 +1,10 @@
 // A layer on many tokens: sort and prepare, both GEMMs in one persistent kernel, combine.
 #include <atomic>
 
-#include "gemm_variant.h"
-#include "prefill_kernels.cuh"
-#include "workspace.h"
+#include "prefill_plan.h"
 
 namespace moeq::sm90 {
 namespace {
-
-int64_t element_bytes(bool wide) { return wide ? 4 : 2; }
-
-// Results of single slots keep float32 where the output is finer than bfloat16.
-bool is_wide(const Problem& p) { return p.out_type != OutType::kBfloat16; }
-
-// The longest array decides.
-int tokens_of_piece(const Problem& p) {
-  return tokens_at_once(p, (p.hidden > p.inter ? p.hidden : p.inter) * element_bytes(is_wide(p)) * p.top_k);
-}
 
 struct Plan {
   Shape shape;
@@ -28,11 +16,6 @@ struct Plan {
 };
 
 constexpr int kFormats = 5, kFinishes = 3;
-
-Finish finish_of(const Problem& p) {
-  if (!p.gated) return Finish::kPlain;
-  return p.activation == Activation::kSilu || p.activation == Activation::kSwigluoai ? Finish::kSwiglu : Finish::kGated;
-}
 
 template <class Format>
 GemmVariants variants_of(Finish finish) {
@@ -70,39 +53,28 @@ Plan make_plan(const Problem& p, Shape shape) {
   Arena arena(p.workspace);
   const int slots = p.tokens * p.top_k;
   const Schedule schedule = take_sorted_schedule(arena, slots, p.experts);
-  const int rows = max_rows(slots, p.experts);
-  const int hidden_padded = k_tiles(p.hidden) * kTileK, inter_padded = k_tiles(p.inter) * kTileK;
   const GemmVariant variant = variant_for(p, shape);
+  GemmArgs& gemm = plan.gemm;
+  gemm = gemms_of(p, schedule, variant.block_tiles);
+  const int rows = gemm.rows;
   OperandArgs& operand = plan.operand;
-  operand = {p, schedule, nullptr, nullptr, nullptr, rows, hidden_padded, variant.max_width};
-  operand.operand = arena.take<__nv_bfloat16>(int64_t{rows} * hidden_padded);
+  operand = {p, schedule, nullptr, nullptr, nullptr, rows, gemm.hidden_padded, variant.max_width};
+  operand.operand = arena.take<__nv_bfloat16>(int64_t{rows} * gemm.hidden_padded);
   if (p.a1 == ActScale::kToken) {
     operand.row_gscale = arena.take<float>(p.tokens);
     operand.factor = arena.take<float>(p.tokens);
   }
-  GemmArgs& gemm = plan.gemm;
-  gemm.problem = p;
-  gemm.schedule = schedule;
-  gemm.rows = rows;
   gemm.operand = operand.operand;
   gemm.operand_factor = operand.factor;
   float* h_factor = nullptr;
   if (p.a2 == ActScale::kToken) {
-    gemm.h_wide = arena.take<float>(int64_t{rows} * inter_padded);
+    gemm.h_wide = arena.take<float>(int64_t{rows} * gemm.inter_padded);
     h_factor = arena.take<float>(rows);
     gemm.h_factor = h_factor;
   }
-  gemm.h = arena.take<__nv_bfloat16>(int64_t{rows} * inter_padded);
-  gemm.y = arena.take<uint8_t>(int64_t{slots} * p.hidden * element_bytes(is_wide(p)));
-  gemm.y_wide = is_wide(p);
-  gemm.hidden_padded = hidden_padded;
-  gemm.inter_padded = inter_padded;
-  gemm.tiles13 = row_tiles13(p.inter, p.gated);
-  gemm.tiles2 = ceil_div(p.hidden, kTileRows);
-  gemm.blocks13 = ceil_div(gemm.tiles13, variant.block_tiles);
-  gemm.blocks2 = ceil_div(gemm.tiles2, variant.block_tiles);
-  gemm.first = gemm.second = true;
-  plan.requantize = {p, schedule, gemm.h_wide, gemm.h, h_factor, rows, inter_padded};
+  gemm.h = arena.take<__nv_bfloat16>(int64_t{rows} * gemm.inter_padded);
+  gemm.y = arena.take<uint8_t>(int64_t{slots} * p.hidden * result_bytes(p));
+  plan.requantize = {p, schedule, gemm.h_wide, gemm.h, h_factor, rows, gemm.inter_padded};
   plan.combine = {p, gemm.y, gemm.y_wide};
   plan.bytes = arena.used();
   return plan;

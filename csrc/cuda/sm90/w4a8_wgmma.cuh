@@ -7,31 +7,11 @@
 #pragma once
 #include <cstdint>
 
+#include "wgmma_operands.h"
+
 namespace moeq::sm90::w4a8 {
 
 // clang-format off
-// The accumulators of so many tokens.
-#define MOEQ_D8 "%0, %1, %2, %3"
-#define MOEQ_D16 MOEQ_D8 ", %4, %5, %6, %7"
-#define MOEQ_D24 MOEQ_D16 ", %8, %9, %10, %11"
-#define MOEQ_D32 MOEQ_D24 ", %12, %13, %14, %15"
-#define MOEQ_D40 MOEQ_D32 ", %16, %17, %18, %19"
-#define MOEQ_D48 MOEQ_D40 ", %20, %21, %22, %23"
-#define MOEQ_D56 MOEQ_D48 ", %24, %25, %26, %27"
-#define MOEQ_D64 MOEQ_D56 ", %28, %29, %30, %31"
-#define MOEQ_D72 MOEQ_D64 ", %32, %33, %34, %35"
-#define MOEQ_D80 MOEQ_D72 ", %36, %37, %38, %39"
-#define MOEQ_D88 MOEQ_D80 ", %40, %41, %42, %43"
-#define MOEQ_D96 MOEQ_D88 ", %44, %45, %46, %47"
-#define MOEQ_D104 MOEQ_D96 ", %48, %49, %50, %51"
-#define MOEQ_D112 MOEQ_D104 ", %52, %53, %54, %55"
-#define MOEQ_D120 MOEQ_D112 ", %56, %57, %58, %59"
-#define MOEQ_D128 MOEQ_D120 ", %60, %61, %62, %63"
-#define MOEQ_D136 MOEQ_D128 ", %64, %65, %66, %67"
-#define MOEQ_D144 MOEQ_D136 ", %68, %69, %70, %71"
-#define MOEQ_D152 MOEQ_D144 ", %72, %73, %74, %75"
-#define MOEQ_D160 MOEQ_D152 ", %76, %77, %78, %79"
-
 #define MOEQ_STEP(width, a, b, add)                                                                       \
   "wgmma.mma_async.sync.aligned.m64n" #width "k32.f32.e4m3.e4m3 {" MOEQ_D##width "}, " a ", " b ", " add ", 1, 1; "
 #define MOEQ_COMMIT "wgmma.commit_group.sync.aligned; "
@@ -63,45 +43,34 @@ namespace moeq::sm90::w4a8 {
 // A descriptor of weights in shared memory, and those of its later steps.
 #define MOEQ_SHARED(a) "add.s64 a1, " a ", 2; add.s64 a2, " a ", 4; add.s64 a3, " a ", 6; "
 
-#define MOEQ_OUT4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define MOEQ_OUT16(i) MOEQ_OUT4(i), MOEQ_OUT4(i + 4), MOEQ_OUT4(i + 8), MOEQ_OUT4(i + 12)
-#define MOEQ_OUT64 MOEQ_OUT16(0), MOEQ_OUT16(16), MOEQ_OUT16(32), MOEQ_OUT16(48)
-#define MOEQ_IN4(s) "r"(a[s][0]), "r"(a[s][1]), "r"(a[s][2]), "r"(a[s][3])
-#define MOEQ_IN16 MOEQ_IN4(0), MOEQ_IN4(1), MOEQ_IN4(2), MOEQ_IN4(3)
-
 __device__ __forceinline__ void multiply_single(float (&d)[80], const uint32_t (*a)[4], uint64_t b, int index) {
   asm volatile(
     MOEQ_BEGIN("%96", "%97", MOEQ_SINGLE_NAMES) MOEQ_BRANCH("%97")
     MOEQ_SINGLE("{%80, %81, %82, %83}", "{%84, %85, %86, %87}", "{%88, %89, %90, %91}", "{%92, %93, %94, %95}") MOEQ_END
-    : MOEQ_OUT64, MOEQ_OUT16(64) : MOEQ_IN16, "l"(b), "r"(index));
+    : MOEQ_OUT64(0), MOEQ_OUT16(64) : MOEQ_IN16(a), "l"(b), "r"(index));
 }
 
 __device__ __forceinline__ void multiply_half(float (&d)[64], const uint32_t (*a)[4], uint64_t b, int index) {
   asm volatile(
     MOEQ_BEGIN("%80", "%81", MOEQ_HALF_NAMES) MOEQ_BRANCH("%81")
     MOEQ_HALF("{%64, %65, %66, %67}", "{%68, %69, %70, %71}", "{%72, %73, %74, %75}", "{%76, %77, %78, %79}") MOEQ_END
-    : MOEQ_OUT64 : MOEQ_IN16, "l"(b), "r"(index));
+    : MOEQ_OUT64(0) : MOEQ_IN16(a), "l"(b), "r"(index));
 }
 
 __device__ __forceinline__ void multiply_single(float (&d)[80], uint64_t a, uint64_t b, int index) {
   asm volatile(
     MOEQ_BEGIN("%81", "%82", MOEQ_SINGLE_NAMES) MOEQ_SHARED("%80") MOEQ_BRANCH("%82")
     MOEQ_SINGLE("%80", "a1", "a2", "a3") MOEQ_END
-    : MOEQ_OUT64, MOEQ_OUT16(64) : "l"(a), "l"(b), "r"(index));
+    : MOEQ_OUT64(0), MOEQ_OUT16(64) : "l"(a), "l"(b), "r"(index));
 }
 
 __device__ __forceinline__ void multiply_half(float (&d)[64], uint64_t a, uint64_t b, int index) {
   asm volatile(
     MOEQ_BEGIN("%65", "%66", MOEQ_HALF_NAMES) MOEQ_SHARED("%64") MOEQ_BRANCH("%66")
     MOEQ_HALF("%64", "a1", "a2", "a3") MOEQ_END
-    : MOEQ_OUT64 : "l"(a), "l"(b), "r"(index));
+    : MOEQ_OUT64(0) : "l"(a), "l"(b), "r"(index));
 }
 
-#undef MOEQ_IN16
-#undef MOEQ_IN4
-#undef MOEQ_OUT64
-#undef MOEQ_OUT16
-#undef MOEQ_OUT4
 #undef MOEQ_SHARED
 #undef MOEQ_END
 #undef MOEQ_BRANCH
@@ -113,26 +82,6 @@ __device__ __forceinline__ void multiply_half(float (&d)[64], uint64_t a, uint64
 #undef MOEQ_TILE
 #undef MOEQ_COMMIT
 #undef MOEQ_STEP
-#undef MOEQ_D8
-#undef MOEQ_D16
-#undef MOEQ_D24
-#undef MOEQ_D32
-#undef MOEQ_D40
-#undef MOEQ_D48
-#undef MOEQ_D56
-#undef MOEQ_D64
-#undef MOEQ_D72
-#undef MOEQ_D80
-#undef MOEQ_D88
-#undef MOEQ_D96
-#undef MOEQ_D104
-#undef MOEQ_D112
-#undef MOEQ_D120
-#undef MOEQ_D128
-#undef MOEQ_D136
-#undef MOEQ_D144
-#undef MOEQ_D152
-#undef MOEQ_D160
 // clang-format on
 
 }  // namespace moeq::sm90::w4a8

@@ -1,0 +1,25 @@
+# Sourced by sanitize_sm90.sh and sanitize_triton.sh: runs a process under a tool of compute-sanitizer and says what came
+# of it, in a line. PYTHON: the interpreter. LIMIT: seconds for each process. SECONDS_IN_ALL: ends everything.
+export PYTHON=${PYTHON:-python3} LIMIT=${LIMIT:-300} LOGS STOP
+LOGS=$(mktemp -d)
+STOP=$(($(date +%s) + ${SECONDS_IN_ALL:-36000}))
+trap 'rm -rf "$LOGS"' EXIT
+# Each tensor is an allocation of its own, so that an access past its end is seen.
+export PYTORCH_NO_CUDA_MEMORY_CACHING=1 OMP_NUM_THREADS=1
+
+# report TOOL GROUP COMMAND...: one line, and the beginning of the log of what failed.
+report() {
+  local tool=$1 group=$2 start=$SECONDS code=0 limit=$((STOP - $(date +%s)))
+  local log=$LOGS/$tool.$group
+  shift 2
+  [ "$limit" -lt "$LIMIT" ] || limit=$LIMIT
+  [ "$limit" -gt 0 ] || { echo "$tool | $group | not run, no time is left |"; return 1; }
+  timeout "$limit" "$@" >"$log" 2>&1 || code=$?
+  echo "$tool | $group | $(grep -o '[0-9]* results right' "$log" || echo 'wrong or stopped') |" \
+    "$(grep -o 'SUMMARY: [0-9].*' "$log" | tail -n 1) | $((SECONDS - start)) s"
+  if [ $code -ne 0 ]; then
+    echo "   $tool, $group: exit status $code (124: stopped after $limit s)"$'\n'"$(head -n 80 "$log")"
+  fi
+  return $code
+}
+export -f report
