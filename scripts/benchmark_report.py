@@ -21,11 +21,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 README, PAGE = ROOT / "README.md", RESULTS / "h200.md"
 BEGIN, END = "<!-- speed table: made by scripts/benchmark_report.py -->", "<!-- end of the speed table -->"
 
-EARLIER = "h200_moe_before.jsonl"  # runs of kernels that have changed since
-FILES = (EARLIER, "h200_moe.jsonl")  # in the order of their runs
-SWEEP = "h200_sm90_sweep.jsonl"
-MARK = "†"
-MARKED = f"{MARK} from an earlier run, of kernels that have changed since."
+LAYERS, SWEEP = "h200_moe.jsonl", "h200_sm90_sweep.jsonl"
 MODELS = {
     "qwen3_30b": "Qwen3-30B-A3B",
     "dsv3": "DeepSeek-V3",
@@ -57,11 +53,6 @@ class Cell(NamedTuple):
 
     run: int
     layers: dict[str, dict[str, Any]]
-    earlier: bool = False  # of kernels that have changed since
-
-    @property
-    def mark(self) -> str:
-        return MARK if self.earlier else ""
 
 
 Key = tuple[str, str, int]  # model, weight format, tokens
@@ -71,20 +62,19 @@ def weight_format(layer: str) -> str:
     return layer.partition("/")[2].partition("-")[0]
 
 
-def read(files: Iterable[Path]) -> dict[Key, Cell]:
+def read(path: Path) -> dict[Key, Cell]:
     """The last run of every cell. A run begins with a line of its environment."""
     cells: dict[Key, Cell] = {}
     run = 0
-    for path in files:
-        for line in path.read_text("utf-8").splitlines():
-            record = json.loads(line)
-            run += record["event"] == "env"
-            if record["event"] != "bench" or record["shape"] not in MODELS or record["covers"] == "logits":
-                continue
-            key = (record["shape"], weight_format(record["layer"]), record["M"])
-            if key not in cells or cells[key].run != run:
-                cells[key] = Cell(run, {}, path.name == EARLIER)
-            cells[key].layers[record["layer"]] = record
+    for line in path.read_text("utf-8").splitlines():
+        record = json.loads(line)
+        run += record["event"] == "env"
+        if record["event"] != "bench" or record["shape"] not in MODELS or record["covers"] == "logits":
+            continue
+        key = (record["shape"], weight_format(record["layer"]), record["M"])
+        if key not in cells or cells[key].run != run:
+            cells[key] = Cell(run, {})
+        cells[key].layers[record["layer"]] = record
     return cells
 
 
@@ -117,9 +107,8 @@ def rows_of(cells: dict[Key, Cell], shape: str, fmt: str) -> tuple[list[int], li
     return sorted(found), sorted(layers, key=lambda x: (not is_ours(x), _order(x)))
 
 
-def _header(first: str, ms: list[int], marks: Iterable[str] = ()) -> list[str]:
-    shown = [f"M={m}{mark}" for m, mark in itertools.zip_longest(ms, marks, fillvalue="")]
-    return [f"| {first} | " + " | ".join(shown) + " |", "|---|" + "---:|" * len(ms)]
+def _header(first: str, ms: list[int]) -> list[str]:
+    return [f"| {first} | " + " | ".join(f"M={m}" for m in ms) + " |", "|---|" + "---:|" * len(ms)]
 
 
 def floor(cell: Cell) -> float:
@@ -130,7 +119,7 @@ def floor(cell: Cell) -> float:
 def full_table(cells: dict[Key, Cell], shape: str, fmt: str) -> list[str]:
     """Every layer of a model and weight format, and the least time that memory or products allow."""
     ms, layers = rows_of(cells, shape, fmt)
-    lines = _header(f"{MODELS[shape]}, {FORMATS[fmt]}", ms, [cells[shape, fmt, m].mark for m in ms])
+    lines = _header(f"{MODELS[shape]}, {FORMATS[fmt]}", ms)
     for layer in layers:
         times = [cells[shape, fmt, m].layers.get(layer) for m in ms]
         lines.append(f"| {title(layer)} | " + " | ".join(_us(t["us"]) if t else "" for t in times) + " |")
@@ -161,15 +150,12 @@ def readme_table(cells: dict[Key, Cell]) -> str:
             if mine is None or other is None:
                 row.append(_us(mine[1]) if mine else "")
                 continue
-            assert cell is not None
-            row.append(f"{_us(mine[1])} / {_us(other[1])} ({other[1] / mine[1]:.2f}){cell.mark}")
+            row.append(f"{_us(mine[1])} / {_us(other[1])} ({other[1] / mine[1]:.2f})")
         if any(row):
             lines.append(f"| {name} | " + " | ".join(row) + " |")
         peers = [title(layer) for layer in rows_of(cells, shape, fmt)[1] if not is_ours(layer)]
         if peers:
             timed.setdefault(", ".join(peers), []).append(name)
-    if any(cell.earlier for cell in four_bits.values()):
-        lines += ["", MARKED]
     lines += ["", "Others that were timed:", ""]
     return "\n".join([*lines, *(f"- {peers}: {'; '.join(names)}" for peers, names in timed.items())])
 
@@ -251,7 +237,6 @@ def example_text(path: Path) -> list[str]:
     return lines + [f"| {r['tokens']} | {r['eager_ms']:.2f} | {r['compiled_ms']:.2f} |" for r in data["records"]]
 
 
-_BEFORE = "_before"  # in the name of a file of kernels that have changed since
 _EXTRAS = {
     SWEEP: sweep_text,
     "h200_emulation.jsonl": emulation_text,
@@ -271,8 +256,6 @@ def page(cells: dict[Key, Cell], folder: Path = RESULTS) -> str:
         "gpt-oss has biases and its own activation in our rows; other libraries run silu without biases there, and so"
     ]
     lines += ["do the rows that say it."]
-    if any(cell.earlier for cell in cells.values()):
-        lines += ["", MARKED]
     for shape in MODELS:
         formats = [f for f in FORMATS if any((s, g) == (shape, f) for s, g, _ in cells)]
         if not formats:
@@ -283,13 +266,8 @@ def page(cells: dict[Key, Cell], folder: Path = RESULTS) -> str:
         for fmt in formats:
             lines += ["", *full_table(cells, shape, fmt)]
     for name, text in _EXTRAS.items():
-        path = folder / name
-        earlier = path.with_stem(path.stem + _BEFORE)
-        if path.exists():
-            lines += ["", *text(path)]
-        elif earlier.exists():
-            heading, *rest = text(earlier)
-            lines += ["", heading + " †", *rest]
+        if (folder / name).exists():
+            lines += ["", *text(folder / name)]
     return "\n".join(lines) + "\n"
 
 
@@ -324,7 +302,7 @@ def plot(cells: dict[Key, Cell], shape: str, to: Path) -> None:
         floors = [floor(cells[shape, fmt, m]) for m in ms]
         ax.plot(ms, floors, color="black", linestyle=":", label="physical floor")
         ax.set(xscale="log", yscale="log", title=f"{MODELS[shape]}, {FORMATS[fmt]}", xlabel="tokens")
-        ax.set_xticks(ms, [f"{m}{cells[shape, fmt, m].mark}" for m in ms], minor=False)
+        ax.set_xticks(ms, [str(m) for m in ms], minor=False)
         ax.minorticks_off()
         ax.grid(True, alpha=0.3)
         ax.legend(fontsize=7, frameon=False)
@@ -341,7 +319,7 @@ def main() -> int:
     mode.add_argument("--check", action="store_true")
     parser.add_argument("--plots", action="store_true")
     args = parser.parse_args()
-    cells = read(RESULTS / name for name in FILES if (RESULTS / name).exists())
+    cells = read(RESULTS / LAYERS)
     if args.plots:
         for shape in {s for s, _, _ in cells}:
             plot(cells, shape, RESULTS / f"h200_{shape}.svg")

@@ -48,7 +48,7 @@ def _write(path: Path, records: list[dict[str, Any]]) -> Path:
 
 
 def test_a_cell_takes_all_its_layers_from_the_last_run(report: ModuleType, tmp_path: Path) -> None:
-    cells = report.read([_write(tmp_path / "a", FIRST), _write(tmp_path / "b", SECOND)])
+    cells = report.read(_write(tmp_path / "a", FIRST + SECOND))
     assert {key: set(cell.layers) for key, cell in cells.items()} == {
         ("mixtral", "nvfp4", 1): {"cuda_sm90/nvfp4", "humming-indexed/nvfp4"},
         ("mixtral", "nvfp4", 64): {"triton/nvfp4", "triton/nvfp4-a4", "marlin/nvfp4"},
@@ -56,13 +56,13 @@ def test_a_cell_takes_all_its_layers_from_the_last_run(report: ModuleType, tmp_p
 
 
 def test_the_table_of_the_readme(report: ModuleType, tmp_path: Path) -> None:
-    table = report.readme_table(report.read([_write(tmp_path / "a", FIRST), _write(tmp_path / "b", SECOND)]))
+    table = report.readme_table(report.read(_write(tmp_path / "a", FIRST + SECOND)))
     assert table.splitlines()[2] == "| Mixtral-8x7B, NVFP4 | 50.0 / 75.0 (1.50) | 300 / 900 (3.00) |"
     assert table.endswith("Others that were timed:\n\n- Marlin (vLLM), humming, indexed: Mixtral-8x7B, NVFP4")
 
 
 def test_the_full_table(report: ModuleType, tmp_path: Path) -> None:
-    cells = report.read([_write(tmp_path / "a", FIRST)])
+    cells = report.read(_write(tmp_path / "a", FIRST))
     assert report.full_table(cells, "mixtral", "nvfp4") == [
         "| Mixtral-8x7B, NVFP4 | M=1 | M=64 |",
         "|---|---:|---:|",
@@ -71,16 +71,6 @@ def test_the_full_table(report: ModuleType, tmp_path: Path) -> None:
         "| Marlin (vLLM) | 150 | 900 |",
         "| *physical floor* | *1.0* | *1.0* |",
     ]
-
-
-def test_what_earlier_kernels_took_is_marked(report: ModuleType, tmp_path: Path) -> None:
-    earlier = _write(tmp_path / report.EARLIER, FIRST)
-    cells = report.read([earlier, _write(tmp_path / "b", SECOND)])
-    assert report.full_table(cells, "mixtral", "nvfp4")[0] == "| Mixtral-8x7B, NVFP4 | M=1 | M=64† |"
-    table = report.readme_table(cells).splitlines()
-    assert table[2] == "| Mixtral-8x7B, NVFP4 | 50.0 / 75.0 (1.50) | 300 / 900 (3.00)† |"
-    assert report.MARKED in table
-    assert report.MARKED not in report.readme_table(report.read([_write(tmp_path / "b", SECOND)]))
 
 
 def test_a_sweep_is_set_against_triton(report: ModuleType, tmp_path: Path) -> None:
@@ -104,12 +94,10 @@ def test_other_results_are_added_where_they_are(report: ModuleType, tmp_path: Pa
     text = report.page({}, tmp_path)
     for line in ("| Qwen3-30B-A3B | 1 | 14.0 | 20.0 | 700 |", "| renormalize | 4.0 | 20.0 |", "| 1 | 3.00 | 0.50 |"):
         assert line in text.splitlines()
-    (tmp_path / "h200_example.json").rename(tmp_path / "h200_example_before.json")
-    assert "## A transformers model, compiled †" in report.page({}, tmp_path).splitlines()
 
 
 def test_the_pages_are_what_the_result_files_say(report: ModuleType) -> None:
-    cells = report.read(report.RESULTS / name for name in report.FILES if (report.RESULTS / name).exists())
+    cells = report.read(report.RESULTS / report.LAYERS)
     readme = report.README.read_text("utf-8")
     assert report.readme_with_table(readme, cells) == readme
     assert report.PAGE.read_text("utf-8") == report.page(cells)
@@ -125,7 +113,7 @@ def test_every_result_file_is_in_the_index() -> None:
 @pytest.mark.slow
 def test_plots_are_drawn(report: ModuleType, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    report.plot(report.read([_write(tmp_path / "a", FIRST)]), "mixtral", tmp_path / "x.svg")
+    report.plot(report.read(_write(tmp_path / "a", FIRST)), "mixtral", tmp_path / "x.svg")
     text = (tmp_path / "x.svg").read_text()
     for label in ("triton, 4-bit activations", "Marlin (vLLM)", "physical floor", "Mixtral-8x7B, NVFP4"):
         assert label in text
