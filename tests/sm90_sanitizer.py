@@ -23,8 +23,10 @@ QUANTIZED: Fields = {"act_format": "nvfp4", "a1": 500.0, "a2": 300.0}
 # Of weights -> what a call differs in. Kernels for int4 are one for each width of its groups and for zero points.
 FORMATS: dict[str, tuple[Fields, ...]] = {
     "nvfp4": (
-        {"bias": True},
+        {},
         QUANTIZED | {"a1": None, "a2": None, "top_k": 3},
+        {"bias": True},
+        QUANTIZED,
         {"foreign": True, "experts": 9, "top_k": 3},
         {"top_k": 1, "router_weight_on_input": True, "activation": "relu2_no_mul"},
         QUANTIZED | {"a1": "expert", "a2": "expert", "activation": "swigluoai", "out_dtype": torch.float32},
@@ -40,7 +42,11 @@ FORMATS: dict[str, tuple[Fields, ...]] = {
 }
 # Numbers of tokens of a kernel: what decides between the versions that it has (docs/hopper.md, sections 3 to 5).
 TOKENS: dict[str, tuple[Fields, ...]] = {
-    "decode": ({"tokens": 3, "hidden": 320, "inter": 192}, {"tokens": 33}),
+    "decode": (
+        {"tokens": 1, "hidden": 1024, "inter": 768, "experts": 9, "top_k": 6},
+        {"tokens": 3, "hidden": 320, "inter": 192},
+        {"tokens": 33},
+    ),
     "slim": ({"tokens": 50},),
     "narrow": ({"tokens": 70, "hidden": 192},),
     "wide": ({"tokens": 170, "inter": 192},),

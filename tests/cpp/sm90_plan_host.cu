@@ -28,6 +28,23 @@ namespace few = moeq::sm90::few;
 
 namespace {
 
+bool shares(const few::Plan& plan) {
+  return plan.kind == few::Kind::kPlainShared || plan.kind == few::Kind::kQuantizedShared;
+}
+
+// All units are dealt, no block gets two parts, no part is empty, and their sums have room behind all others.
+bool shares_rightly(const few::Plan& plan) {
+  const few::Args& args = plan.args;
+  const few::Deal& deal = args.whole[0];
+  const int parts = 1 << deal.shared_bits, tiles = args.part_tiles[0][deal.shared_bits];
+  const int64_t outputs = int64_t{args.slots} * args.row_tiles[1] * (moeq::sm90::kTileRows / 2);
+  bool right = args.p.tokens == 1 && parts > 1 && deal.more > 0 && deal.more * parts <= plan.grid;
+  right = right && deal.each * plan.grid + deal.more == args.slots * args.row_tiles[0];
+  right = right && (parts - 1) * tiles < args.k_tiles[0];
+  right = right && args.partials >= args.outputs + (outputs << args.part_bits[1][args.slots]);
+  return right && args.partials + int64_t{plan.grid} * (moeq::sm90::kTileRows / 2) <= few::kExchangePairs;
+}
+
 // What every plan that fits must hold for.
 bool holds(const few::Plan& plan) {
   const few::Args& args = plan.args;
@@ -44,12 +61,13 @@ bool holds(const few::Plan& plan) {
     const int64_t outputs = int64_t{args.slots} * args.row_tiles[1] * (moeq::sm90::kTileRows / 2);
     right = right && args.outputs + (outputs << args.part_bits[1][entries]) <= few::kExchangePairs;
   }
-  return right;
+  return right && (!shares(plan) || shares_rightly(plan));
 }
 
 }  // namespace
 
-// 0: the kernel does not take the problem; 1: it does; -1: with a plan that is wrong.
+// 0: the kernel does not take the problem; else into how many parts units are cut that blocks share (1: there are
+// none); -1: a plan that is wrong.
 extern "C" int plan_few(int sms, int shared, int tokens, int top_k, int experts, int hidden, int inter, int gated,
                         int dynamic, int format) {
   multiprocessors = sms;
@@ -66,5 +84,5 @@ extern "C" int plan_few(int sms, int shared, int tokens, int top_k, int experts,
   if (few::make_plan(p, plan, fits) != cudaSuccess) {
     return -1;
   }
-  return !fits ? 0 : holds(plan) ? 1 : -1;
+  return !fits ? 0 : !holds(plan) ? -1 : shares(plan) ? 1 << plan.args.whole[0].shared_bits : 1;
 }

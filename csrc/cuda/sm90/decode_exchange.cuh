@@ -25,12 +25,19 @@ __device__ __forceinline__ void set_epoch(uint32_t epoch) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(epochs + blockIdx.x), "r"(epoch) : "memory");
 }
 
-// By one warp.
+// By one warp, some blocks of each lane at a time.
 __device__ __forceinline__ void await_epochs(uint32_t epoch) {
+  constexpr int kAtOnce = 5;
+  const int blocks = static_cast<int>(gridDim.x);
 #pragma unroll 1
-  for (int block = threadIdx.x % 32; block < static_cast<int>(gridDim.x); block += 32) {
-    while (static_cast<int32_t>(epoch_of(block) - epoch) < 0) {
+  for (int first = threadIdx.x % 32; first < blocks;) {
+    int32_t least = 0;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int block = first + 32 * i < blocks ? first + 32 * i : first;
+      least = min(least, static_cast<int32_t>(epoch_of(block) - epoch));
     }
+    first += least < 0 ? 0 : 32 * kAtOnce;
   }
 }
 

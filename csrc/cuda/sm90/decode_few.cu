@@ -52,7 +52,7 @@ __device__ __forceinline__ void work(const Args& args, Fixed& fixed, uint8_t* ba
 }
 
 // The warp that copies. It asks for ids first, and for weights as soon as it has sorted them.
-template <class Format>
+template <class Format, Kind kKind>
 __device__ __forceinline__ void copy(const Args& args, Fixed& fixed, uint8_t* base, bool few_slots) {
   const int lane = lane_of_warp();
   int id = -1;
@@ -60,17 +60,17 @@ __device__ __forceinline__ void copy(const Args& args, Fixed& fixed, uint8_t* ba
     id = args.p.topk_ids[lane];   // on its way while barriers are made
   }
   touch_parameters(args, lane);
-  const Work work = share_of(args, lane & 1, args.slots);
+  const Work work = Case<kKind>::kShared ? share_of_whole(args, lane & 3) : share_of(args, lane & 1, args.slots);
   named_barrier(kBarriersMade, kThreads + 32);
   if (few_slots) {
-    sort_slots(args, fixed, work, id);
+    sort_slots<kKind>(args, fixed, work, id);
     __syncwarp();
     named_arrive(kPrepared, kBlockThreads);
   } else {
     named_barrier(kPrepared, kBlockThreads);
   }
   if (lane == 0) {
-    copy_weights<Format>(args, fixed, base);
+    copy_weights<Format, kKind>(args, fixed, base);
   }
 }
 
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1) decode_few_kernel(const __gr
   const int warp = threadIdx.x / 32;
   const bool few_slots = args.slots <= kFewSlots;
   if (warp == kCopier) {
-    copy<Format>(args, fixed, base, few_slots);
+    copy<Format, kKind>(args, fixed, base, few_slots);
     return;
   }
   prepare_block(args, fixed, base, few_slots);
@@ -103,10 +103,16 @@ __global__ void __launch_bounds__(kBlockThreads, 1) decode_few_kernel(const __gr
   combine<kKind>(args, fixed);
 }
 
+template <class Format, Kind kKind>
+const void* kernel() {
+  return reinterpret_cast<const void*>(decode_few_kernel<Format, kKind>);
+}
+
 template <class Format>
 const void* kernel_of(Kind kind) {
-  return kind == Kind::kPlain ? reinterpret_cast<const void*>(decode_few_kernel<Format, Kind::kPlain>)
-                              : reinterpret_cast<const void*>(decode_few_kernel<Format, Kind::kGeneral>);
+  return kind == Kind::kPlain         ? kernel<Format, Kind::kPlain>()
+         : kind == Kind::kPlainShared ? kernel<Format, Kind::kPlainShared>()
+                                      : kernel<Format, Kind::kGeneral>();
 }
 
 const void* kernel_of(Format format, Kind kind) {
@@ -120,13 +126,14 @@ const void* kernel_of(Format format, Kind kind) {
     case Format::kInt4Zero:
       return kernel_of<Int4ZeroFormat>(kind);
     default:
-      return kind == Kind::kQuantized ? reinterpret_cast<const void*>(decode_few_kernel<Nvfp4Format, Kind::kQuantized>)
-                                      : kernel_of<Nvfp4Format>(kind);
+      return kind == Kind::kQuantized         ? kernel<Nvfp4Format, Kind::kQuantized>()
+             : kind == Kind::kQuantizedShared ? kernel<Nvfp4Format, Kind::kQuantizedShared>()
+                                              : kernel_of<Nvfp4Format>(kind);
   }
 }
 
 cudaError_t run(const Plan& plan) {
-  constexpr int kFormats = 5, kKinds = 3;
+  constexpr int kFormats = 5;
   static KnownDevices known[kFormats][kKinds];
   const Problem& p = plan.args.p;
   const void* kernel = kernel_of(p.format, plan.kind);

@@ -22,8 +22,17 @@ constexpr int kMaxPartBits = 2;                  // K is cut into 1, 2 or 4 part
 constexpr int64_t kExchangePairs = 1 << 18;      // of 16 bytes, see decode_exchange.cuh
 
 // What the kernel is compiled for, so that questions are answered before it runs: W4A16 or W4A4 with given scales where
-// the activation is silu or swiglu and nothing has a bias, and everything.
-enum class Kind : int { kPlain, kQuantized, kGeneral };
+// the activation is silu or swiglu and nothing has a bias; both for one token where blocks share units of GEMM1; and
+// everything.
+enum class Kind : int { kPlain, kPlainShared, kQuantized, kQuantizedShared, kGeneral };
+constexpr int kKinds = 5;
+
+// How the units of a GEMM are dealt to the thread blocks: `each` of them to every one, and `more` are left.
+struct Deal {
+  int bits;          // a unit is one of 2^bits parts of K
+  int each, more;
+  int shared_bits;   // those left are cut into 2^shared_bits parts, one for a block; 0: some blocks have one more
+};
 
 struct Args {
   Problem p;
@@ -40,6 +49,8 @@ struct Args {
   int part_groups[2][kMaxPartBits + 1];          // of the warps that multiply, each takes every other unit: 1 or 2
   float scale;                                   // what sums of decoded weights lack
   int outputs;                                   // where GEMM2's sums begin in the exchange
+  int partials;                                  // and those of units that blocks share
+  Deal whole[2];                                 // of one token, all of whose experts are this rank's
   uint8_t part_bits[2][kMaxSlots + 1];           // parts of K for that many entries: all blocks get the same
 };
 

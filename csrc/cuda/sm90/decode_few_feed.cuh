@@ -63,7 +63,7 @@ __device__ __forceinline__ void await_announcement(const Fixed& fixed, int numbe
 }
 
 // One thread.
-template <class Format>
+template <class Format, Kind kKind>
 __device__ __forceinline__ void copy_weights(const Args& args, Fixed& fixed, uint8_t* base) {
   const Problem& p = args.p;
   const uint32_t ring = shared_address(base + args.ring_offset);
@@ -72,7 +72,7 @@ __device__ __forceinline__ void copy_weights(const Args& args, Fixed& fixed, uin
   Turn turn = {0, 1, 0};
 #pragma unroll 1
   for (int gemm = 0; gemm < 2; ++gemm) {
-    Work work = fixed.work[gemm];
+    Work work = first_unit<kKind>(fixed, gemm);
     const int row_tiles = gemm == 0 ? args.row_tiles[0] : args.row_tiles[1];
     const int k_tiles = gemm == 0 ? args.k_tiles[0] : args.k_tiles[1];
     const uint8_t* all_codes = gemm == 0 ? p.w13 : p.w2;
@@ -93,9 +93,11 @@ __device__ __forceinline__ void copy_weights(const Args& args, Fixed& fixed, uin
                   tiles * Format::kTileScaleBytes, bar);
         tile += tiles;
         next_stage(turn, args.stages);
-        announce_stages(fixed, turn.number);
+        if (!Case<kKind>::kShared || turn.number > args.stages) {   // before, all barriers are in their first phase
+          announce_stages(fixed, turn.number);
+        }
       }
-      next_unit(work, row_tiles);
+      next_unit<kKind>(fixed, work, row_tiles);
     }
   }
 }

@@ -11,22 +11,41 @@ struct Sums {
   float v[2][4];
 };
 
+// Addresses of shared memory as numbers: a pointer's base is added at each use.
+__device__ __forceinline__ uint4 load_16(uint32_t at) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+  return v;
+}
+
+template <typename T>
+__device__ __forceinline__ T load_scales(uint32_t at) {
+  T value;
+  if constexpr (sizeof(T) == 2) {
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(reinterpret_cast<uint16_t&>(value)) : "r"(at));
+  } else if constexpr (sizeof(T) == 4) {
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(reinterpret_cast<uint32_t&>(value)) : "r"(at));
+  } else {
+    static_assert(sizeof(T) == 8, "a word, half or two of them");
+    uint2& both = reinterpret_cast<uint2&>(value);
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(both.x), "=r"(both.y) : "r"(at));
+  }
+  return value;
+}
+
 // This warp's share of a stage: 32 rows of tiles `first`, first + workers, ... Both blocks of rows multiply the same
 // tokens, which are read once for both.
 template <class Format>
-__device__ __forceinline__ void multiply_stage(const uint8_t* codes, const uint8_t* scales, const uint8_t* row,
-                                               int first, int tiles, int workers, Sums& sums) {
+__device__ __forceinline__ void multiply_stage(uint32_t codes, uint32_t scales, uint32_t row, int first, int tiles,
+                                               int workers, Sums& sums) {
   using Word = typename Format::ScaleWord;
 #pragma unroll 1
   for (int tile = first; tile < tiles; tile += workers) {
-    const uint8_t* code_at = codes + tile * kTileCodeBytes;
-    const uint8_t* scale_at = scales + tile * Format::kTileScaleBytes;
-    const uint4 code[2] = {*reinterpret_cast<const uint4*>(code_at),
-                           *reinterpret_cast<const uint4*>(code_at + kTileCodeBytes / 2)};
-    const Word word[2] = {*reinterpret_cast<const Word*>(scale_at),
-                          *reinterpret_cast<const Word*>(scale_at + Format::kTileScaleBytes / 2)};
-    const uint4 b0 = *reinterpret_cast<const uint4*>(row + tile * 128);
-    const uint4 b1 = *reinterpret_cast<const uint4*>(row + tile * 128 + 16);
+    const uint32_t code_at = codes + tile * kTileCodeBytes;
+    const uint32_t scale_at = scales + tile * Format::kTileScaleBytes;
+    const uint4 code[2] = {load_16(code_at), load_16(code_at + kTileCodeBytes / 2)};
+    const Word word[2] = {load_scales<Word>(scale_at), load_scales<Word>(scale_at + Format::kTileScaleBytes / 2)};
+    const uint4 b0 = load_16(row + tile * 128);
     const typename Format::Scales scale[2] = {Format::scales(word[0]), Format::scales(word[1])};
     uint32_t a[2][4];
 #pragma unroll
@@ -39,6 +58,7 @@ __device__ __forceinline__ void multiply_stage(const uint8_t* codes, const uint8
       Format::decode(code[i].y, scale[i], a[i]);
       decode::multiply_add(sums.v[i], a[i], b0.z, b0.w);
     }
+    const uint4 b1 = load_16(row + tile * 128 + 16);   // late, for registers are few
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       Format::decode(code[i].z, scale[i], a[i]);
@@ -87,7 +107,7 @@ struct Place {
   int known;                // entry and part of K that `row` belongs to
   int count;                // of its slots
   int run, met;             // operands of GEMM2 so far, and those that have been waited for
-  const uint8_t* row;       // this thread's token
+  uint32_t row;             // this thread's token, an address of shared memory
   const float* factors;
 };
 
@@ -110,9 +130,11 @@ __device__ __forceinline__ void skip_stages(const Args& args, const Work& work, 
 }
 
 // Whose token `place.row` is, if another entry or part of K comes.
+template <Kind kKind>
 __device__ __forceinline__ void find_row(const Args& args, const Fixed& fixed, uint8_t* base, int gemm,
                                          const Work& work, Place& place) {
-  const int operand = (work.entry << work.part_bits) + work.part;
+  const int operand = Case<kKind>::kShared ? (work.entry << kMaxPartBits) + work.part
+                                           : (work.entry << work.part_bits) + work.part;
   if (operand == place.known) {
     return;
   }
@@ -123,10 +145,11 @@ __device__ __forceinline__ void find_row(const Args& args, const Fixed& fixed, u
   place.count = entry.count;
   if (gemm == 0) {
     const int token = quotient(fixed.slots[entry.first + column], args.inverse_top_k);
-    place.row = base + args.x_offset + token * args.x_stride + lane % 4 * 32;
+    const int begin = Case<kKind>::kShared ? work.part * work.part_tiles * (kTileK * 2) : 0;
+    place.row = shared_address(base) + args.x_offset + token * args.x_stride + begin + lane % 4 * 32;
   } else {
     const int buffer = place.run++ & (args.h_buffers - 1);
-    place.row = base + args.h_offset + (buffer * args.columns + column) * args.h_stride + lane % 4 * 32;
+    place.row = shared_address(base) + args.h_offset + (buffer * args.columns + column) * args.h_stride + lane % 4 * 32;
     place.factors = fixed.h_factor[buffer];
   }
 }
@@ -148,15 +171,16 @@ __device__ __forceinline__ void run_gemm(const Args& args, Fixed& fixed, uint8_t
   const int row_tiles = gemm == 0 ? args.row_tiles[0] : args.row_tiles[1];
   const int k_tiles = gemm == 0 ? args.k_tiles[0] : args.k_tiles[1];
   const int stage_bytes = args.stage_tiles * kTileBytes;
+  const uint32_t ring = shared_address(base) + args.ring_offset;
   const uint32_t full = shared_address(fixed.full), empty = shared_address(fixed.empty);
   const int scales_at = args.stage_tiles * kTileCodeBytes + Format::scale_offset(thread);
-  Work work = fixed.work[gemm];
+  Work work = first_unit<kKind>(fixed, gemm);
   Place place = begin_gemm(work);
   Sums sums = {};
 #pragma unroll 1
-  for (int unit = 0; unit < work.count; ++unit, ++number, next_unit(work, row_tiles)) {
+  for (int unit = 0; unit < work.count; ++unit, ++number, next_unit<kKind>(fixed, work, row_tiles)) {
     const int begin = work.part * work.part_tiles, all = min(work.part_tiles, k_tiles - begin);
-    find_row(args, fixed, base, gemm, work, place);
+    find_row<kKind>(args, fixed, base, gemm, work, place);
     if ((unit & (place.groups - 1)) != place.group) {
       skip_stages(args, work, all, turn);
       continue;
@@ -166,8 +190,8 @@ __device__ __forceinline__ void run_gemm(const Args& args, Fixed& fixed, uint8_t
     }
 #pragma unroll 1
     for (int done = 0; done < all; done += work.stage_tiles) {
-      const uint8_t* codes = base + args.ring_offset + turn.stage * stage_bytes;
-      if (place.groups > 1) {
+      const uint32_t codes = ring + turn.stage * stage_bytes;
+      if (place.groups > 1 && (!Case<kKind>::kShared || turn.number >= args.stages)) {
         await_announcement(fixed, turn.number);
       }
       barrier_wait(full + 8 * turn.stage, turn.parity);

@@ -39,8 +39,25 @@ __device__ __forceinline__ void send_hidden(const Args& args, const Fixed& fixed
   }
 }
 
+// Where a block's sums of a unit that it shares are exchanged: one token's.
+__device__ __forceinline__ int partials_of(const Args& args, int block) {
+  return args.partials + block * (kTileRows / 2) + lane_of_warp();
+}
+
+// Of a unit that blocks share, by the block that has its first part: the sums of all parts, in their order.
+__device__ __forceinline__ float2 add_partials(const Args& args, const Fixed& fixed, int parts, float2 sums) {
+#pragma unroll 1
+  for (int part = 1; part < parts; ++part) {
+    const Pair* from = sent_pairs(fixed.epoch) + partials_of(args, blockIdx.x + part);
+    Pair found = look(from);
+    await(found, from, fixed.epoch);
+    sums.x += found.a(), sums.y += found.b();
+  }
+  return sums;
+}
+
 // Adds up what the warps left of a unit, the `number`-th of this block, and sends it. Each helper takes every seventh
-// column.
+// column; where there is one, every seventh unit.
 template <Kind kKind>
 __device__ __forceinline__ void finish_unit(const Args& args, Fixed& fixed, uint8_t* base, const Work& work, int gemm,
                                             bool whole, int number) {
@@ -49,8 +66,10 @@ __device__ __forceinline__ void finish_unit(const Args& args, Fixed& fixed, uint
   const Entry entry = fixed.entries[work.entry];
   const int groups = work.groups;
   barrier_wait(shared_address(&fixed.summed[buffer]), number / 2 % 2);
+  const int helper = threadIdx.x / 32 - kFirstHelper;
 #pragma unroll 1
-  for (int column = threadIdx.x / 32 - kFirstHelper; column < entry.count; column += kHelpers) {
+  for (int column = Case<kKind>::kShared ? (helper + number) % kHelpers : helper; column < entry.count;
+       column += kHelpers) {
     float2 all = {0.0f, 0.0f};
 #pragma unroll
     for (int w = 0; w < kWorkers; ++w) {
@@ -60,6 +79,13 @@ __device__ __forceinline__ void finish_unit(const Args& args, Fixed& fixed, uint
       }
     }
     const int slot = fixed.slots[entry.first + column];
+    if (Case<kKind>::kShared && work.part_bits < 0) {
+      if (work.part > 0) {
+        send_pair(partials_of(args, blockIdx.x), all.x, all.y, fixed.epoch);
+        continue;
+      }
+      all = add_partials(args, fixed, 1 << -work.part_bits, all);
+    }
     if (whole) {
       send_hidden<kKind>(args, fixed, entry, work.entry, slot, work.row_tile, all);
     } else {
@@ -91,11 +117,11 @@ template <Kind kKind>
 __device__ __forceinline__ void help(const Args& args, Fixed& fixed, uint8_t* base) {
   int number = 0;
   const bool whole = finishes_hidden<kKind>(args.p);
-  Work first = fixed.work[0];
+  Work first = first_unit<kKind>(fixed, 0);
 #pragma unroll 1
   for (; first.count > 0; --first.count) {
     finish_unit<kKind>(args, fixed, base, first, 0, whole, number++);
-    next_unit(first, args.row_tiles[0]);
+    next_unit<kKind>(fixed, first, args.row_tiles[0]);
   }
   Work making = fixed.work[1], work = making;
   const int last = args.h_buffers - 1;

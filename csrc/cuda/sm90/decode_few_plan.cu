@@ -48,6 +48,10 @@ Kind kind_of(const Problem& p) {
   return usual && p.a1 == ActScale::kTensor && given2 && p.format == Format::kNvfp4 ? Kind::kQuantized : Kind::kGeneral;
 }
 
+Kind with_shared_units(Kind kind) {
+  return kind == Kind::kPlain ? Kind::kPlainShared : kind == Kind::kQuantized ? Kind::kQuantizedShared : kind;
+}
+
 bool fits_kernel(const Problem& p) {
   constexpr int kMaxHidden = 1 << 18;   // quotients of larger indices might not be exact
   const bool few = p.tokens <= kMaxTokens && p.tokens * p.top_k <= kMaxSlots && p.hidden < kMaxHidden;
@@ -101,9 +105,31 @@ void set_divisors(Args& args, int grid) {
   }
 }
 
-// Into how many parts each GEMM's K is cut for each number of entries; false if the exchange has no room. GEMM1's is
-// not cut: whole sums can be activated and rounded where they are.
-bool choose_parts(Args& args, int grid) {
+// Of one token, whose units are few: into how many parts those of GEMM1 are cut that are left when all blocks have as
+// many. A part should be worth the exchange of its sums.
+int shared_bits_for(const Args& args, int more, int grid) {
+  constexpr int kLeastTiles = 4;
+  int bits = more == 0 || args.p.tokens > 1 ? 0 : kMaxPartBits;
+  while (bits > 0 && (more << bits > grid || args.k_tiles[0] < kLeastTiles << bits)) {
+    --bits;
+  }
+  return bits;
+}
+
+void deal_units(Args& args, int grid, bool shares) {
+  for (int gemm = 0; gemm < 2; ++gemm) {
+    Deal& deal = args.whole[gemm];
+    deal.bits = args.part_bits[gemm][args.slots];
+    const int units = (args.slots * args.row_tiles[gemm]) << deal.bits;
+    deal.each = units / grid;
+    deal.more = units % grid;
+    deal.shared_bits = shares && gemm == 0 ? shared_bits_for(args, deal.more, grid) : 0;
+  }
+}
+
+// Into how many parts each GEMM's K is cut for each number of entries; false if the exchange has no room. Of GEMM1 only
+// units that blocks share are cut: whole sums can be activated and rounded where they are.
+bool choose_parts(Args& args, int grid, Kind& kind) {
   const Problem& p = args.p;
   const int64_t hidden_pairs = int64_t{args.slots} * args.row_tiles[0] * (kTileRows / 2);
   const int64_t output_pairs = int64_t{args.slots} * args.row_tiles[1] * (kTileRows / 2);
@@ -117,7 +143,11 @@ bool choose_parts(Args& args, int grid) {
     const int units = entries * args.row_tiles[1];
     args.part_bits[1][entries] = static_cast<uint8_t>(part_bits_for(units, args.k_tiles[1], grid, most));
   }
-  return hidden_pairs + (output_pairs << most) <= kExchangePairs;
+  const int64_t used = hidden_pairs + (output_pairs << most), partials = int64_t{grid} * (kTileRows / 2);
+  args.partials = static_cast<int>(used);
+  deal_units(args, grid, kind != Kind::kGeneral && used + partials <= kExchangePairs);
+  kind = args.whole[0].shared_bits > 0 ? with_shared_units(kind) : kind;
+  return used <= kExchangePairs;
 }
 
 // False if there is no room for a ring.
@@ -172,7 +202,7 @@ cudaError_t make_plan(const Problem& p, Plan& plan, bool& fits) {
   args.k_tiles[0] = k_tiles(p.hidden);
   args.row_tiles[1] = ceil_div(p.hidden, kTileRows);
   args.k_tiles[1] = k_tiles(p.inter);
-  fits = choose_parts(args, plan.grid) && place_in_shared(args, plan.grid, shared) && experts_fit(args);
+  fits = choose_parts(args, plan.grid, plan.kind) && place_in_shared(args, plan.grid, shared) && experts_fit(args);
   if (fits) {
     set_divisors(args, plan.grid);
     plan.shared_bytes = shared;

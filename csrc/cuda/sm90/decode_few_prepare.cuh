@@ -30,6 +30,7 @@ __device__ __forceinline__ void clear_padding(const Args& args, Fixed& fixed, ui
 }
 
 // By the warp that copies: nothing is under way before it knows the experts. `id` is a lane's, where ids are given.
+template <Kind kKind>
 __device__ __forceinline__ void sort_slots(const Args& args, Fixed& fixed, const Work& work, int id) {
   const int lane = lane_of_warp();
   if (args.p.router.logits != nullptr) {
@@ -38,7 +39,7 @@ __device__ __forceinline__ void sort_slots(const Args& args, Fixed& fixed, const
   }
   const int expert = lane < args.slots ? local_expert(args.p, id) : -1;
   if (args.columns == 1) {
-    sort_one(args, fixed, work, expert);
+    sort_one<kKind>(args, fixed, work, expert);
   } else {
     const int entries = sort_few(fixed, args.columns, expert);
     if (lane < 2) {

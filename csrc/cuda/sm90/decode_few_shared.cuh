@@ -16,9 +16,12 @@ struct Entry {
 // the order entry, part, row tile.
 struct Work {
   int entry, part, row_tile, count;
-  int part_bits, part_tiles, stage_tiles;
+  int part_bits;   // of 2^part_bits parts; < 0: the first unit is one of GEMM1 that 2^-part_bits blocks share
+  int part_tiles, stage_tiles;
   int groups;   // of the warps that multiply, each takes every other unit
 };
+
+constexpr int kSharedUnit = 2, kShares = 3;   // after GEMM1's and GEMM2's
 
 constexpr uint32_t kForeign = 0xffffffffu;
 
@@ -30,7 +33,7 @@ struct Fixed {
   uint64_t made[2];              // a buffer has GEMM2's operand of an entry and part
   uint64_t tokens;               // the tokens' rows have landed
   uint64_t unused;
-  Work work[2];
+  Work work[kShares];
   int asked;                     // stages that the copying warp has asked for
   uint32_t epoch;
   Router router;
@@ -58,14 +61,16 @@ __device__ __forceinline__ float* sums_of(const Args& args, uint8_t* base, int b
 template <Kind kKind>
 struct Case {
   static constexpr bool kGeneral = kKind == Kind::kGeneral;
+  static constexpr bool kQuantized = kKind == Kind::kQuantized || kKind == Kind::kQuantizedShared;
+  static constexpr bool kShared = kKind == Kind::kPlainShared || kKind == Kind::kQuantizedShared;
   static __device__ __forceinline__ bool gated(const Problem& p) { return !kGeneral || p.gated; }
   static __device__ __forceinline__ bool bias13(const Problem& p) { return kGeneral && p.w13_bias != nullptr; }
   static __device__ __forceinline__ bool bias2(const Problem& p) { return kGeneral && p.w2_bias != nullptr; }
   static __device__ __forceinline__ bool quantizes_tokens(const Problem& p) {
-    return kGeneral ? p.a1 != ActScale::kNone : kKind == Kind::kQuantized;
+    return kGeneral ? p.a1 != ActScale::kNone : kQuantized;
   }
   static __device__ __forceinline__ bool quantizes_hidden(const Problem& p) {
-    return kGeneral ? p.a2 != ActScale::kNone : kKind == Kind::kQuantized;
+    return kGeneral ? p.a2 != ActScale::kNone : kQuantized;
   }
   static __device__ __forceinline__ bool dynamic_tokens(const Problem& p) {
     return kGeneral && p.a1 == ActScale::kToken;
@@ -131,6 +136,24 @@ __device__ __forceinline__ void next_unit(Work& work, int row_tiles) {
       work.part = 0;
       ++work.entry;
     }
+  }
+}
+
+// Of a block's units of GEMM1 its part of one that blocks share comes first, so that its sums are there when they are
+// needed.
+template <Kind kKind>
+__device__ __forceinline__ Work first_unit(const Fixed& fixed, int gemm) {
+  return fixed.work[Case<kKind>::kShared && gemm == 0 && fixed.work[kSharedUnit].count > 0 ? kSharedUnit : gemm];
+}
+
+template <Kind kKind>
+__device__ __forceinline__ void next_unit(const Fixed& fixed, Work& work, int row_tiles) {
+  if (Case<kKind>::kShared && work.part_bits < 0) {
+    const int count = work.count;
+    work = fixed.work[0];
+    work.count = count;
+  } else {
+    next_unit(work, row_tiles);
   }
 }
 

@@ -30,14 +30,37 @@ __device__ __forceinline__ Work share_of(const Args& args, int gemm, int entries
   return work;
 }
 
+// The same of one token, all of whose experts are ours, where blocks share the units of GEMM1 that are left when all
+// have as many. `share`: of which GEMM, or kSharedUnit.
+__device__ __forceinline__ Work share_of_whole(const Args& args, int share) {
+  const int gemm = share == 1 ? 1 : 0, row_tiles = args.row_tiles[gemm], block = blockIdx.x, grid = gridDim.x;
+  const Deal& deal = args.whole[gemm];
+  const int late = gemm == 0 ? grid : grid - deal.more, own = deal.each + (block >= late ? 1 : 0);
+  const bool shared = share == kSharedUnit, has_part = gemm == 0 && block < deal.more << deal.shared_bits;
+  const int bits = shared ? deal.shared_bits : deal.bits;
+  const int begin = shared ? grid * deal.each + (block >> bits) : block * deal.each + max(block - late, 0);
+  const int stripe = quotient(begin, args.inverse_row_tiles[gemm]);
+  Work work;
+  work.row_tile = begin - stripe * row_tiles;
+  work.entry = shared ? stripe : stripe >> bits;
+  work.part = (shared ? block : stripe) & ((1 << bits) - 1);
+  work.count = shared && !has_part ? 0 : own + has_part;
+  work.groups = own <= 1 || (gemm == 1 && work.row_tile == row_tiles - 1) ? 1 : args.part_groups[gemm][deal.bits];
+  work.part_bits = shared ? -bits : bits;
+  work.part_tiles = args.part_tiles[gemm][bits];
+  work.stage_tiles = args.part_stage_tiles[gemm][bits];
+  return work;
+}
+
 // -1 if it is not one of ours. Any id may come.
 __device__ __forceinline__ int local_expert(const Problem& p, int id) {
   const uint32_t local = static_cast<uint32_t>(id) - static_cast<uint32_t>(p.expert_offset);
   return local < static_cast<uint32_t>(p.experts) ? static_cast<int>(local) : -1;
 }
 
-// One token: each of its slots is an entry. A lane each of one warp. `work` is the share of GEMM `lane` if all experts
+// One token: each of its slots is an entry. A lane each of one warp. `work` is the share number `lane` if all experts
 // are ours, worked out before they were known.
+template <Kind kKind>
 __device__ __forceinline__ void sort_one(const Args& args, Fixed& fixed, Work work, int expert) {
   const int lane = lane_of_warp();
   const uint32_t ours = __ballot_sync(0xffffffffu, expert >= 0);
@@ -47,8 +70,13 @@ __device__ __forceinline__ void sort_one(const Args& args, Fixed& fixed, Work wo
     fixed.entries[entry] = {expert, entry, 1};
     fixed.slots[entry] = lane;
   }
+  const bool all = __popc(ours) == args.slots;
   if (lane < 2) {
-    fixed.work[lane] = __popc(ours) == args.slots ? work : share_of(args, lane, __popc(ours));
+    fixed.work[lane] = all ? work : share_of(args, lane, __popc(ours));
+  }
+  if (Case<kKind>::kShared && lane == kSharedUnit) {
+    fixed.work[kSharedUnit] = work;
+    fixed.work[kSharedUnit].count *= all;
   }
 }
 
