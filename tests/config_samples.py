@@ -14,6 +14,24 @@ EXPERTS, HIDDEN, INTER = 3, 64, 96
 FP8 = torch.float8_e4m3fn
 
 
+def layer_config(**changes: Any) -> moe_config.FusedMoEConfig:
+    """The layer's config on one rank, with other fields as asked."""
+    fields: dict[str, Any] = {
+        "num_experts": EXPERTS,
+        "experts_per_token": 2,
+        "hidden_dim": HIDDEN,
+        "intermediate_size_per_partition": INTER,
+        "num_local_experts": EXPERTS,
+        "num_logical_experts": EXPERTS,
+        "activation": "silu",
+        "device": "cpu",
+        "routing_method": moe_config.RoutingMethodType.Renormalize,
+        "moe_parallel_config": moe_config.FusedMoEParallelConfig.make_no_parallel(),
+        "in_dtype": torch.bfloat16,
+    }
+    return moe_config.FusedMoEConfig(**{**fields, **changes})
+
+
 def blocks(row: int, col: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """Linear scales of w13 [E, 2I, H] and w2 [E, H, I] for blocks (row, col)."""
     shapes = ((2 * INTER, HIDDEN), (HIDDEN, INTER))

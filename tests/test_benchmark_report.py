@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[1]
+from modules_by_path import ROOT, load
 
 
 @pytest.fixture(scope="module")
 def report() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("benchmark_report", ROOT / "scripts" / "benchmark_report.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("scripts/benchmark_report.py")
 
 
 def _bench(layer: str, m: int, us: float, shape: str = "mixtral", **fields: Any) -> dict[str, Any]:

@@ -8,16 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from config_samples import CALLS, EXPERTS, INTER, blocks, build, per_expert, scales, static
+from config_samples import CALLS, EXPERTS, blocks, build, layer_config, per_expert, scales, static
 
 from torch_moe_ops.config import (
     FUSED_MOE_UNQUANTIZED_CONFIG,
-    FusedMoEConfig,
-    FusedMoEParallelConfig,
     FusedMoEQuantConfig,
     FusedMoEQuantDesc,
     GroupShape,
-    RoutingMethodType,
     mxfp4_mxfp8_moe_quant_config,
 )
 from torch_moe_ops.config.formats import FORMATS, OCP_MX_DTYPES
@@ -223,53 +220,36 @@ def test_w15_activation_format_is_explicit() -> None:
         assert (config.act_format == "none") == weight_only, name
 
 
-def layer(**changes: Any) -> FusedMoEConfig:
-    arguments: dict[str, Any] = {
-        "num_experts": EXPERTS,
-        "experts_per_token": 2,
-        "hidden_dim": 64,
-        "intermediate_size_per_partition": INTER,
-        "num_local_experts": EXPERTS,
-        "num_logical_experts": EXPERTS,
-        "activation": "silu",
-        "device": "cpu",
-        "routing_method": RoutingMethodType.Default,
-        "moe_parallel_config": FusedMoEParallelConfig.make_no_parallel(),
-        "in_dtype": torch.float32,
-    }
-    return FusedMoEConfig(**{**arguments, **changes})
-
-
 def test_w15_every_backend_string_that_is_accepted_exists() -> None:
     for wrong in ("flashinfer_trtllm_afp8", "triton_unfused", "xpu", ""):
         with pytest.raises(ValueError, match="moe_backend must be one of"):
-            layer(moe_backend=wrong)
+            layer_config(moe_backend=wrong)
 
 
 def test_w24_sizes_that_predicates_missed_are_checked() -> None:
     with pytest.raises(ValueError, match="experts_per_token must lie in"):
-        layer(experts_per_token=EXPERTS + 1)
+        layer_config(experts_per_token=EXPERTS + 1)
     with pytest.raises(ValueError, match="num_local_experts must be 3"):
-        layer(num_local_experts=EXPERTS - 1)
+        layer_config(num_local_experts=EXPERTS - 1)
     with pytest.raises(ValueError, match="in_dtype must be one of"):
-        layer(in_dtype=torch.float8_e4m3fn)
-    assert layer(hidden_dim=3584).hidden_dim == 3584  # a latent size of its own
+        layer_config(in_dtype=torch.float8_e4m3fn)
+    assert layer_config(hidden_dim=3584).hidden_dim == 3584  # a latent size of its own
 
 
 def test_w27_the_clamp_is_carried_and_belongs_to_an_activation_that_has_it() -> None:
     clamped = make(gemm1_clamp_limit=7.0)
-    layer().validate_quant_config(clamped)
+    layer_config().validate_quant_config(clamped)
     with pytest.raises(ValueError, match="gemm1_clamp_limit must be None: activation 'relu2' has no such constant"):
-        layer(activation="relu2").validate_quant_config(clamped)
+        layer_config(activation="relu2").validate_quant_config(clamped)
 
 
 def test_fix_logical_sizes_are_immutable() -> None:
     for field in ("hidden_dim", "intermediate_size_per_partition", "hidden_dim_unpadded"):
         with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(layer(), field, 128)
+            setattr(layer_config(), field, 128)
 
 
 def test_fix_gating_cannot_contradict_the_activation() -> None:
     with pytest.raises(ValueError, match="is_act_and_mul must be False"):
-        layer(activation="relu2_no_mul", is_act_and_mul=True)
-    assert layer(activation="relu2_no_mul").is_act_and_mul is False
+        layer_config(activation="relu2_no_mul", is_act_and_mul=True)
+    assert layer_config(activation="relu2_no_mul").is_act_and_mul is False

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from config_samples import CALLS, EXPERTS, HIDDEN, INTER, blocks, build, per_expert
+from config_samples import CALLS, EXPERTS, HIDDEN, INTER, blocks, build, layer_config, per_expert
 
 from torch_moe_ops.activations import ACTIVATIONS
 from torch_moe_ops.backends import BACKENDS
@@ -24,23 +24,6 @@ from torch_moe_ops.config.moe import MOE_BACKENDS
 from torch_moe_ops.schemes import SCHEMES
 
 
-def config(**changes: Any) -> FusedMoEConfig:
-    arguments: dict[str, Any] = {
-        "num_experts": EXPERTS,
-        "experts_per_token": 2,
-        "hidden_dim": HIDDEN,
-        "intermediate_size_per_partition": INTER,
-        "num_local_experts": EXPERTS,
-        "num_logical_experts": EXPERTS,
-        "activation": "silu",
-        "device": "cpu",
-        "routing_method": RoutingMethodType.Renormalize,
-        "moe_parallel_config": FusedMoEParallelConfig.make_no_parallel(),
-        "in_dtype": torch.bfloat16,
-    }
-    return FusedMoEConfig(**{**arguments, **changes})
-
-
 def test_fields_and_their_order_are_those_of_the_field() -> None:
     names = " ".join(f.name for f in dataclasses.fields(FusedMoEConfig))
     assert names == (
@@ -52,22 +35,22 @@ def test_fields_and_their_order_are_those_of_the_field() -> None:
 
 
 def test_defaults() -> None:
-    made = config()
+    made = layer_config()
     assert made.router_logits_dtype == torch.bfloat16 and made.max_num_tokens == 256
     assert (made.hidden_dim_unpadded, made.intermediate_size_per_partition_unpadded) == (HIDDEN, INTER)
     assert made.device == torch.device("cpu") and made.moe_backend == "auto"
     assert made.is_act_and_mul is True and made.disable_inplace and not made.has_bias
-    assert dataclasses.replace(made, max_num_tokens=8) == config(max_num_tokens=8)
+    assert dataclasses.replace(made, max_num_tokens=8) == layer_config(max_num_tokens=8)
 
 
 @pytest.mark.parametrize("name", sorted(ACTIVATIONS))
 def test_gating_follows_from_the_activation(name: str) -> None:
     gated = not name.endswith("_no_mul")
-    made = config(activation=name)
+    made = layer_config(activation=name)
     assert made.is_act_and_mul is gated and made.is_gated is gated
-    assert config(activation=name, is_act_and_mul=gated) == made
+    assert layer_config(activation=name, is_act_and_mul=gated) == made
     with pytest.raises(ValueError, match=rf"is_act_and_mul must be {gated} \(or None\) for activation '{name}'"):
-        config(activation=name, is_act_and_mul=not gated)
+        layer_config(activation=name, is_act_and_mul=not gated)
 
 
 @pytest.mark.parametrize(
@@ -103,16 +86,16 @@ def test_gating_follows_from_the_activation(name: str) -> None:
 )
 def test_rejects(changes: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error) as caught:
-        config(**changes)
+        layer_config(**changes)
     message = str(caught.value)
     assert message.startswith("FusedMoEConfig: ") and text in message
 
 
 def test_limits_are_accepted() -> None:
     sizes = {name: 2048 for name in ("num_experts", "num_local_experts", "num_logical_experts")}
-    assert config(**sizes, experts_per_token=32).experts_per_token == 32
+    assert layer_config(**sizes, experts_per_token=32).experts_per_token == 32
     with pytest.raises(ValueError, match=r"experts_per_token must lie in \[1, 32\], got 33"):
-        config(**sizes, experts_per_token=33)
+        layer_config(**sizes, experts_per_token=33)
 
 
 def test_local_experts_come_from_the_parallel_config() -> None:
@@ -121,10 +104,10 @@ def test_local_experts_come_from_the_parallel_config() -> None:
         parallel = FusedMoEParallelConfig.make(4, 1, 1, 1, enable_expert_parallel=True, tp_rank=rank)
         count = 3 if rank < 2 else 2
         sizes = {"num_experts": 10, "num_logical_experts": 10, "num_local_experts": count}
-        made = config(moe_parallel_config=parallel, **sizes)
+        made = layer_config(moe_parallel_config=parallel, **sizes)
         shares.append((made.local_expert_offset, made.num_local_experts))
         with pytest.raises(ValueError, match=f"num_local_experts must be {count}: the share of ep_rank {rank} of 4"):
-            config(moe_parallel_config=parallel, **{**sizes, "num_local_experts": 5 - count})
+            layer_config(moe_parallel_config=parallel, **{**sizes, "num_local_experts": 5 - count})
     assert shares == [(0, 3), (3, 3), (6, 2), (8, 2)]
 
 
@@ -132,7 +115,7 @@ def test_every_value_of_the_parallel_config_passes_through() -> None:
     parallel = FusedMoEParallelConfig.make(
         2, 1, 2, 2, enable_expert_parallel=True, all2all_backend="nixl_ep", tp_rank=1, dp_rank=1
     )
-    made = config(moe_parallel_config=parallel, num_experts=8, num_logical_experts=8, num_local_experts=2)
+    made = layer_config(moe_parallel_config=parallel, num_experts=8, num_logical_experts=8, num_local_experts=2)
     own = ("all2all_backend", "enable_eplb")
     names = [f.name for f in dataclasses.fields(parallel) if f.name not in own]
     names += [name for name, value in vars(FusedMoEParallelConfig).items() if isinstance(value, property)]
@@ -146,7 +129,7 @@ def test_every_value_of_the_parallel_config_passes_through() -> None:
 def test_every_builder_fits_the_layer_that_it_was_made_for(name: str) -> None:
     quant = build(name)
     constants = quant.gemm1_alpha is not None
-    layer = config(has_bias=quant.w1_bias is not None, activation="swigluoai" if constants else "silu")
+    layer = layer_config(has_bias=quant.w1_bias is not None, activation="swigluoai" if constants else "silu")
     layer.validate_quant_config(quant)
     # The same tensors in a layer of other sizes are an error, whichever builder made them.
     if quant.is_block_quantized or quant.w1_bias is not None:
@@ -164,30 +147,30 @@ def test_every_builder_fits_the_layer_that_it_was_made_for(name: str) -> None:
 
 
 def test_quant_config_against_sizes() -> None:
-    layer = config()
+    layer = layer_config()
     layer.validate_quant_config(FUSED_MOE_UNQUANTIZED_CONFIG)
     linear = build("nvfp4_w4a16_moe_quant_config", w1_bias=None, w2_bias=None)
     layer.validate_quant_config(linear)
     with pytest.raises(ValueError, match=r"w1_scale must have shape \(3, 96, 4\), got \(3, 192, 4\)"):
-        config(activation="relu2_no_mul").validate_quant_config(linear)
+        layer_config(activation="relu2_no_mul").validate_quant_config(linear)
     up_only = {"w1_scale": blocks(1, 16, torch.float8_e4m3fn)[0][:, :INTER]}
     no_gate = build("nvfp4_w4a16_moe_quant_config", w1_bias=None, w2_bias=None, **up_only)
     with pytest.raises(ValueError, match=r"g1_alphas must have shape \(3,\): relu2_no_mul has no gate, got \(3, 2\)"):
-        config(activation="relu2_no_mul").validate_quant_config(no_gate)
+        layer_config(activation="relu2_no_mul").validate_quant_config(no_gate)
     with pytest.raises(ValueError, match="has_bias must be True like the quant config, got False"):
         layer.validate_quant_config(build("biased_moe_quant_config"))
     with pytest.raises(ValueError, match=r"gemm1_alpha must be None: activation 'silu' has no such constant, got 1\.5"):
         layer.validate_quant_config(FusedMoEQuantConfig.make(gemm1_alpha=1.5))
     layer.validate_quant_config(FusedMoEQuantConfig.make(gemm1_clamp_limit=7.0))
     with pytest.raises(ValueError, match="device must be cpu like the tensors of the quant config, got cuda:0"):
-        config(device="cuda:0").validate_quant_config(linear)
+        layer_config(device="cuda:0").validate_quant_config(linear)
 
 
 def test_channel_scales_against_sizes() -> None:
     scales = {"w1_scale": per_expert(2 * INTER + 2, 1), "w2_scale": per_expert(HIDDEN, 1)}
     quant = build("int8_w8a8_moe_quant_config", w1_bias=None, w2_bias=None, **scales)
     with pytest.raises(ValueError, match=r"w1_scale must have one scale for each of 192 rows, got \(3, 194, 1\)"):
-        config().validate_quant_config(quant)
+        layer_config().validate_quant_config(quant)
 
 
 def test_swizzled_scales_against_sizes() -> None:
@@ -195,10 +178,10 @@ def test_swizzled_scales_against_sizes() -> None:
     first, second = torch.zeros(EXPERTS, 256, 4, dtype=fp8), torch.zeros(EXPERTS, 128, 8, dtype=fp8)
     name = "nvfp4_moe_quant_config"
     swizzled = {"w2_scale": second, "w1_bias": None, "w2_bias": None, "is_nvfp4_scale_swizzled": True}
-    config().validate_quant_config(build(name, w1_scale=first, **swizzled))
-    config().validate_quant_config(build(name, w1_scale=first.flatten(1), **swizzled))
+    layer_config().validate_quant_config(build(name, w1_scale=first, **swizzled))
+    layer_config().validate_quant_config(build(name, w1_scale=first.flatten(1), **swizzled))
     with pytest.raises(ValueError, match=r"w1_scale must hold 1024 swizzled scales per expert, got \(3, 128, 4\)"):
-        config().validate_quant_config(build(name, w1_scale=first[:, :128], **swizzled))
+        layer_config().validate_quant_config(build(name, w1_scale=first[:, :128], **swizzled))
 
 
 def test_backend_names_hold_the_registry() -> None:
@@ -222,4 +205,4 @@ def test_formats_agree_with_the_schemes_of_the_ops() -> None:
 
 def test_routing_names_are_re_exported() -> None:
     method = get_routing_method_type("softmax", 8, True, None, False)
-    assert method is RoutingMethodType.Renormalize and config(routing_method=method).routing_method == 1
+    assert method is RoutingMethodType.Renormalize and layer_config(routing_method=method).routing_method == 1

@@ -6,16 +6,11 @@ Oracles: torch's own float8_e4m3fn conversion, and the table of e2m1 intervals.
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
+from host_library import host_library
 from nvfp4_cases import CASES, expected_quantization
-
-SOURCE = Path(__file__).parent / "cpp" / "nvfp4_block_host.cpp"
-COMPILER = shutil.which("g++") or shutil.which("clang++")
 
 # Tails of a 32-bit pattern below its upper half: every tie and every interval limit of both formats has at most
 # five mantissa bits, so these reach each limit, its two neighbours, and the inside of each interval.
@@ -24,12 +19,7 @@ TAILS = (0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    if COMPILER is None:
-        pytest.skip("no C++ compiler (g++ or clang++) to build the number code for the CPU")
-    library = tmp_path_factory.mktemp("host") / "libnvfp4_block.so"
-    flags = ["-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-shared", "-fPIC"]
-    subprocess.run([COMPILER, *flags, str(SOURCE), "-o", str(library)], check=True)
-    return ctypes.CDLL(str(library))
+    return host_library("nvfp4_block_host.cpp", tmp_path_factory.mktemp("host"))
 
 
 def address(tensor: torch.Tensor) -> ctypes.c_void_p:

@@ -99,6 +99,10 @@ class TestKernels:
             beside[name] = buffer[: weight.numel()].view(weight.shape).copy_(weight)
         check(call._replace(**beside))
 
+    def test_a_check_names_the_op(self) -> None:
+        with pytest.raises(RuntimeError, match="moeq_C::experts_sm90_bf16: activation must be a known name, got 'x'"):
+            run(case()._replace(activation="x"))
+
     def test_a_layer_in_a_graph(self) -> None:
         g = torch.Generator().manual_seed(0)
         w13, w2 = torch.randn(8, 256, 192, generator=g) / 14, torch.randn(8, 192, 128, generator=g) / 11
@@ -117,11 +121,17 @@ class TestKernels:
         assert (out.double() - oracle).norm() < BF16 * oracle.norm()
 
 
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Whose kernels were asked for, in place of running them."""
+    names: list[str] = []
+    monkeypatch.setattr(cuda_sm90_bf16, "run_kernel", lambda call, out: names.append("own"))
+    monkeypatch.setattr(triton, "run", lambda call, out: names.append("triton"))
+    return names
+
+
 @pytest.mark.parametrize(("tokens", "own"), ((40, False), (159, False), (160, True), (4000, True)))
-def test_few_tokens_are_for_triton(tokens: int, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = []
-    monkeypatch.setattr(cuda_sm90_bf16, "run_kernel", lambda call, out: chosen.append("own"))
-    monkeypatch.setattr(triton, "run", lambda call, out: chosen.append("triton"))
+def test_few_tokens_are_for_triton(tokens: int, own: bool, chosen: list[str]) -> None:
     call = make_call("none", tokens=tokens, top_k=2, experts=8)
     assert cuda_sm90_bf16.min_tokens(8, 2) == 160
     cuda_sm90_bf16.run(call, torch.empty(0))
@@ -129,29 +139,20 @@ def test_few_tokens_are_for_triton(tokens: int, own: bool, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("tokens", "own"), ((160, False), (639, False), (640, True)))
-def test_tokens_are_shared_by_the_experts_of_all_ranks(tokens: int, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = []
-    monkeypatch.setattr(cuda_sm90_bf16, "run_kernel", lambda call, out: chosen.append("own"))
-    monkeypatch.setattr(triton, "run", lambda call, out: chosen.append("triton"))
+def test_tokens_are_shared_by_the_experts_of_all_ranks(tokens: int, own: bool, chosen: list[str]) -> None:
     call = make_call("none", tokens=tokens, top_k=2, experts=8)._replace(num_experts=32)
     cuda_sm90_bf16.run(call, torch.empty(0))
     assert chosen == ["own" if own else "triton"]
 
 
-def test_weights_at_an_odd_address_are_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = []
-    monkeypatch.setattr(cuda_sm90_bf16, "run_kernel", lambda call, out: chosen.append("own"))
-    monkeypatch.setattr(triton, "run", lambda call, out: chosen.append("triton"))
+def test_weights_at_an_odd_address_are_for_triton(chosen: list[str]) -> None:
     call = make_call("none", tokens=4000, top_k=2, experts=8)
     buffer = torch.empty(call.w2.numel() + 1, dtype=torch.bfloat16)
     cuda_sm90_bf16.run(call._replace(w2=buffer[1:].view(call.w2.shape)), torch.empty(0))
     assert chosen == ["triton"]
 
 
-def test_float16_hidden_states_are_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = []
-    monkeypatch.setattr(cuda_sm90_bf16, "run_kernel", lambda call, out: chosen.append("own"))
-    monkeypatch.setattr(triton, "run", lambda call, out: chosen.append("triton"))
+def test_float16_hidden_states_are_for_triton(chosen: list[str]) -> None:
     call = make_call("none", tokens=4000, top_k=2, experts=8)
     cuda_sm90_bf16.run(call._replace(hidden_states=call.hidden_states.half()), torch.empty(0))
     assert chosen == ["triton"] and set(BACKENDS[NAME].hidden_dtypes) >= {torch.float16, torch.bfloat16}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from triton_cases import make_call
 
 import torch_moe_ops as moe
 from torch_moe_ops import tuned, tuned_kernels
 from torch_moe_ops.backends import _sm90_choice as choice
+from torch_moe_ops.backends import cuda_sm90
 from torch_moe_ops.tune import kernels, layers
 from torch_moe_ops.tuned_kernels import KERNELS, Switches
 
@@ -50,7 +53,9 @@ def _load(where: Path) -> None:
 
 
 def _choice(**changes: Any) -> choice.Choice:
-    return choice.choice_of(0, *KEY._replace(**changes))
+    ranks = changes.pop("ranks", 1)
+    key = KEY._replace(**changes)
+    return choice.choice_of(0, *key, ranks * key.num_experts)
 
 
 def _kernels_of(found: choice.Choice) -> Switches:
@@ -73,12 +78,35 @@ def test_rules(sizes: tuple[int, int, int, int], expected: Switches) -> None:
     assert choice.rules(*sizes) == expected
 
 
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        # The same tokens an expert as on one rank.
+        ((256, 8, 7168, 2048, 32), (("decode", 56), ("slim", 768), ("narrow", 2560), ("wide", None))),
+        # 16 experts are less than two blocks a multiprocessor: no slim tiles.
+        ((128, 8, 2048, 768, 16), (("decode", 28), ("narrow", 1280), ("wide", None))),
+        # Slim tiles want 100 experts hit: an eighth of 800 slots.
+        (
+            (896, 1, 2048, 768, 112),
+            (("decode", 112), ("narrow", 799), ("slim", 21504), ("narrow", 71680), ("wide", None)),
+        ),
+        # As few slots as one rank has at 14 tokens would be 14 for each expert here.
+        ((8, 2, 4096, 14336, 2), (("decode", 14), ("narrow", 320), ("wide", None))),
+        ((1024, 32, 2048, 768, 64), (("decode", 56), ("narrow", 2560), ("wide", None))),
+        ((4096, 32, 2048, 768, 64), (("decode", 64), ("narrow", 10240), ("wide", None))),  # all that it takes
+    ],
+)
+def test_rules_of_a_rank(sizes: tuple[int, int, int, int, int], expected: Switches) -> None:
+    assert choice.rules(*sizes) == expected
+
+
 def test_rules_are_switches_that_a_file_may_hold() -> None:
     for experts in (1, 2, 8, 60, 128, 512, 1024):
         for top_k in (1, 2, 8, 22, 32):
             for hidden, inter in ((64, 64), (2048, 768), (2880, 2880), (7168, 2048), (16384, 53248)):
-                found = choice.rules(experts, top_k, hidden, inter)
-                assert tuned_kernels.check(found, top_k) == found
+                for ranks in (1, 2, 5, 64):
+                    found = choice.rules(ranks * experts, top_k, hidden, inter, experts)
+                    assert tuned_kernels.check(found, top_k) == found
 
 
 def test_a_call_gets_the_first_kernel_that_takes_its_tokens() -> None:
@@ -116,6 +144,34 @@ def test_a_users_table_comes_first_then_the_library_s_then_rules(tmp_path: Path)
     for changes in ({"top_k": 4}, {"hidden_size": 1024}, {"scheme": "mxfp4"}):
         assert _choice(**changes).source == "rules", changes
     assert _kernels_of(_choice(act_format="nvfp4")) == MINE, "16-bit activations stand in for others"
+
+
+def test_a_rank_has_the_kernels_of_its_experts_at_as_many_tokens_each(tmp_path: Path) -> None:
+    tuned_kernels.save(DEVICE, KEY, MINE, tmp_path)
+    _load(tmp_path)
+    assert _kernels_of(_choice(ranks=4)) == (("decode", 80), ("slim", 1200), ("wide", None))
+    assert _kernels_of(_choice(ranks=16)) == (("decode", 256), ("slim", 4800), ("wide", None)), "2048 slots"
+    assert _choice(ranks=4).source == "a table made here"
+    eighth = _choice(num_experts=16, ranks=8)
+    assert eighth.source == "rules", "the table of all experts has another division of work"
+    tuned_kernels.save(DEVICE, KEY, (("slim", 100), ("decode", 120), ("wide", None)), tmp_path)
+    _load(tmp_path)
+    assert _kernels_of(_choice(ranks=4)) == (("slim", 400), ("wide", None)), "decode ends at 256"
+
+
+@pytest.mark.parametrize(
+    ("given", "offset", "bound"), [(0, 0, 320), (8, 0, 320), (32, 0, 1280), (32, 8, 1280), (0, 24, 1280)]
+)
+def test_a_call_says_how_many_experts_all_ranks_have(
+    given: int, offset: int, bound: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[str] = []
+    monkeypatch.setattr(cuda_sm90, "run_kernel", lambda call, out, kernel, *router: chosen.append(KERNELS[kernel]))
+    for tokens in (bound, bound + 1):
+        call = make_call(tokens=tokens, top_k=2, experts=8, hidden=64, inter=64, num_experts=given,
+                         local_expert_offset=offset)  # fmt: skip
+        cuda_sm90.run(call._replace(w2=call.w2.new_empty(8, 1, 1, 2048)), call.hidden_states.new_empty(tokens, 64))
+    assert chosen == ["narrow", "wide"]
 
 
 def test_a_user_s_entries_of_another_version_count_for_nothing(tmp_path: Path) -> None:
@@ -193,6 +249,23 @@ def test_explain_says_which_kernel_and_why(tmp_path: Path) -> None:
     _load(tmp_path)
     assert moe.explain(problem).notes["cuda_sm90"].startswith(f"decode kernel up to 20 tokens {few}, slim tiles of")
     assert moe.explain(problem).notes["cuda_sm90"].endswith("(by a table made here)")
+
+
+def test_explain_says_which_kernel_a_rank_gets(tmp_path: Path) -> None:
+    problem = moe.Problem("nvfp4", "none", device="cuda", capability=(9, 0), num_experts=512, num_local_experts=128,
+                          hidden_size=2048, intermediate_size=768, top_k=8)  # fmt: skip
+    note = moe.explain(problem).notes["cuda_sm90"]
+    assert note.startswith("decode kernel up to 56 tokens")
+    assert ", slim tiles of the prefill kernel up to 1536, narrow tiles of the prefill kernel up to 5120, " in note
+    assert note.endswith("beyond (by rules, for 128 of 512 experts)")
+    tuned_kernels.save(DEVICE, KEY, MINE, tmp_path)
+    _load(tmp_path)
+    note = moe.explain(problem).notes["cuda_sm90"]
+    assert note.startswith("decode kernel up to 80 tokens") and "slim tiles of the prefill kernel up to 1200, " in note
+    assert note.endswith("(by a table made here, for 128 of 512 experts)")
+    note = moe.explain(dataclasses.replace(problem, top_k=None)).notes["cuda_sm90"]
+    assert note.startswith("decode kernel up to 28 to 56 (by top_k) tokens, ")
+    assert note.endswith(", where no table has the layer, for 128 of 512 experts")
 
 
 def test_the_library_s_own_tables_can_be_read() -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import shutil
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from host_library import host_library
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -19,9 +17,6 @@ from torch_moe_ops.backends import BACKENDS, cuda_sm90
 from torch_moe_ops.backends.registry import Sizes
 from torch_moe_ops.integer_storage import int4_scales_of
 from torch_moe_ops.schemes import SCHEMES
-
-SOURCE = Path(__file__).parent / "cpp" / "sm90_decode_host.cpp"
-COMPILER = shutil.which("g++") or shutil.which("clang++")
 
 BF16, F16 = torch.bfloat16, torch.float16
 # scheme, values of K that share an int4 scale (0: a row), dtype of int4 scales, zero points
@@ -112,12 +107,7 @@ def test_the_op_takes_what_prepare_makes(scheme: str, group: int, dtype: torch.d
 
 @pytest.fixture(scope="module")
 def decoders(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    if COMPILER is None:
-        pytest.skip("no C++ compiler (g++ or clang++) to build the decoders for the CPU")
-    library = tmp_path_factory.mktemp("host") / "libsm90_decode.so"
-    flags = ["-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Werror", "-shared", "-fPIC"]
-    subprocess.run([COMPILER, *flags, str(SOURCE), "-o", str(library)], check=True)
-    return ctypes.CDLL(str(library))
+    return host_library("sm90_decode_host.cpp", tmp_path_factory.mktemp("host"))
 
 
 def decoder_of(scheme: str, scale: Tensor) -> str:

@@ -87,6 +87,13 @@ def test_scales(a1: Any, a2: Any, scales: str, activation: str) -> None:
     check(case("fp8", a1=a1, a2=a2, weights={"scales": scales}, activation=activation, inter=176, tokens=30))
 
 
+@pytest.mark.parametrize(("scheme", "a2"), (("fp8", None), ("fp8", 30.0), ("fp8", "expert"), ("fp8_block", None)))
+@pytest.mark.parametrize(("activation", "inter"), (("gelu", 14080), ("silu", 17408)))
+def test_rows_that_are_quantized_piece_by_piece(scheme: str, a2: Any, activation: str, inter: int) -> None:
+    """A block cannot hold two of the first in shared memory, and has not a thread for each piece of the second."""
+    check(case(scheme, a2=a2, activation=activation, inter=inter, tokens=30))
+
+
 @schemes
 def test_block_scales_that_differ_widely(scheme: str) -> None:
     call = case(scheme, hidden=640, inter=512, tokens=50)
@@ -117,6 +124,11 @@ def test_runs_are_bitwise_equal(scheme: str) -> None:
     first = run(tiled)
     for _ in range(5):
         assert torch.equal(run(tiled), first)
+
+
+def test_a_check_names_the_op() -> None:
+    with pytest.raises(RuntimeError, match="moeq_C::experts_sm90_w4a8: activation must be a known name, got 'x'"):
+        run(in_tiles(case("fp8"))._replace(activation="x"))
 
 
 @schemes

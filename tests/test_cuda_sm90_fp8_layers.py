@@ -9,6 +9,7 @@ import pytest
 import torch
 from samples import overload
 from sm90_cases import why_not_here
+from sm90_layers import batch, check_graph, random_raw
 from tolerances import FP8_SUMS
 from torch import Tensor
 
@@ -31,9 +32,7 @@ class Kind(NamedTuple):
         return moe.prepare(raw, act_format="fp8", weight_policy=self.policy, backend=backend)
 
     def layer(self, seed: int = 0) -> tuple[moe.RawWeights, moe.PreparedWeights]:
-        g = torch.Generator().manual_seed(seed)
-        w13, w2 = torch.randn(8, 256, 256, generator=g) / 16, torch.randn(8, 256, 128, generator=g) / 11
-        raw = moe.quantize_experts(w13.bfloat16(), w2.bfloat16(), self.scheme).to("cuda")
+        raw = random_raw(self.scheme, seed)
         return raw, self.prepare(raw, self.backend)
 
 
@@ -44,13 +43,6 @@ KINDS = {
     "fp8_block": Kind("fp8_block", "cuda_sm90_fp8", tiles=cuda_sm90_fp8.prepare),
 }
 kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-
-
-def batch(tokens: int, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    g = torch.Generator().manual_seed(seed)
-    x = torch.randn(tokens, 256, generator=g).bfloat16().cuda()
-    ids, weights = moe.route(torch.randn(tokens, 8, generator=g).cuda(), moe.Routing("renormalize", 2))
-    return x, ids, weights
 
 
 @kinds
@@ -67,18 +59,7 @@ def test_the_op_against_the_reference_backend(kind: Kind, tokens: int) -> None:
 @kinds
 def test_a_captured_graph_replays_other_routings_and_weights(kind: Kind) -> None:
     _, w = kind.layer()
-    x, ids, weights = batch(400)
-    moe.fused_moe_routed(x, ids, weights, w)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = moe.fused_moe_routed(x, ids, weights, w)
-    for seed in range(2, 5):
-        for mine, other in zip((x, ids, weights), batch(400, seed), strict=True):
-            mine.copy_(other)
-        if seed == 4:
-            w.update_(kind.layer(seed)[0])
-        graph.replay()
-        assert torch.equal(out, moe.fused_moe_routed(x, ids, weights, w))
+    check_graph(w, 400, lambda seed: random_raw(kind.scheme, seed))
 
 
 @kinds

@@ -2,42 +2,30 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-from pathlib import Path
-from types import ModuleType
 
 import pytest
+from modules_by_path import ROOT, load
 
 import torch_moe_ops as moe
 from torch_moe_ops._schemas import SCHEMAS
 
-ROOT = Path(__file__).parent.parent
-
-
-def _script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 def test_every_op_and_argument_has_a_text() -> None:
-    docs = _script("op_docs")
+    docs = load("scripts/op_docs.py")
     assert docs.missing() == []
     for name in SCHEMAS:
         assert f"## `{name}`" in docs.page()
 
 
 def test_the_page_of_ops_is_up_to_date() -> None:
-    assert (ROOT / "docs" / "ops.md").read_text() == _script("op_docs").page()
+    assert (ROOT / "docs" / "ops.md").read_text() == load("scripts/op_docs.py").page()
 
 
 def test_the_support_table_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # the table speaks of devices, not of an interpreter
     readme = (ROOT / "README.md").read_text()
-    assert readme == _script("support_table").readme_with_table(readme)
+    assert readme == load("scripts/support_table.py").readme_with_table(readme)
 
 
 def test_the_readme_names_what_exists() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -12,8 +11,7 @@ from pathlib import Path
 
 import pytest
 from fixture_layers import CHECKPOINTS
-
-ROOT = Path(__file__).resolve().parents[1]
+from modules_by_path import ROOT, load
 
 
 def _run(name: str, *arguments: str | Path, status: int = 0) -> str:
@@ -58,10 +56,7 @@ def test_quickstart_fails_where_the_result_is_wrong(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """The exit status is what a script sees."""
-    spec = importlib.util.spec_from_file_location("quickstart", ROOT / "examples" / "quickstart.py")
-    assert spec is not None and spec.loader is not None
-    quickstart = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(quickstart)
+    quickstart = load("examples/quickstart.py")
     monkeypatch.setattr(sys, "argv", ["quickstart.py", "--tokens", "3"])
     monkeypatch.setattr(quickstart.torch, "compile", lambda module, fullgraph: lambda *args: module(*args) * 1.01)
     assert quickstart.main() == 1

@@ -7,12 +7,13 @@ contract that the C++ kernels are held against, which shares no code with the pa
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import cpu_emulation as emulation
 import pytest
 import torch
+from config_samples import layer_config
 from quant_config_cases import CASES
 from quant_config_weights import (
     EXPERTS,
@@ -27,15 +28,6 @@ from tolerances import bound, relative_l2
 import torch_moe_ops as moe
 from torch_moe_ops import config as moe_config
 from torch_moe_ops.config import RoutingMethodType
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Layers of this size gain nothing from more, and lose much on a machine that has other work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_every_builder_has_a_case() -> None:
@@ -287,23 +279,19 @@ def test_a_precision_config_is_refused() -> None:
 # -- explain(config=, quant_config=) -----------------------------------------------------------------------------------
 
 
-def layer_config(**changes: Any) -> Any:
+def rank_config(**changes: Any) -> Any:
     """The layer of the cases above, as rank 1 of 2 of twice as many experts."""
     parallel = moe_config.FusedMoEParallelConfig.make(2, 1, 1, 1, enable_expert_parallel=True, tp_rank=1)
     fields: dict[str, Any] = {
         "num_experts": 2 * EXPERTS,
-        "experts_per_token": 2,
-        "hidden_dim": HIDDEN,
-        "intermediate_size_per_partition": INTER,
         "num_local_experts": EXPERTS,
         "num_logical_experts": 2 * EXPERTS,
-        "activation": "silu",
-        "device": "cpu",
+        "hidden_dim": HIDDEN,
+        "intermediate_size_per_partition": INTER,
         "routing_method": RoutingMethodType.DeepSeekV3,
         "moe_parallel_config": parallel,
-        "in_dtype": torch.bfloat16,
     }
-    return moe_config.FusedMoEConfig(**{**fields, **changes})
+    return layer_config(**{**fields, **changes})
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if n != "unquantized"])
@@ -311,7 +299,7 @@ def test_explain_takes_configs(name: str) -> None:
     """The configs pose the problem that the weights made from them pose; top_k, routing and dtype are known besides."""
     given = CASES[name]()
     gated = given.layer.activation
-    config = layer_config(activation=gated, has_bias=given.config.w1_bias is not None)
+    config = rank_config(activation=gated, has_bias=given.config.w1_bias is not None)
     found = moe.explain(config=config, quant_config=given.config)
     placed: dict[str, Any] = {"num_experts": 2 * EXPERTS, "local_expert_offset": EXPERTS}
     raw = dataclasses.replace(given.raw(), activation=gated)
@@ -323,7 +311,7 @@ def test_explain_takes_configs(name: str) -> None:
 
 
 def test_explain_takes_the_backend_and_the_device_of_the_config() -> None:
-    config = layer_config(device="cuda", moe_backend="reference", routing_method=RoutingMethodType.Llama4)
+    config = rank_config(device="cuda", moe_backend="reference", routing_method=RoutingMethodType.Llama4)
     found = moe.explain(config=config, capability=(9, 0))
     assert (found.requested, found.problem.device, found.problem.capability) == ("reference", "cuda", (9, 0))
     assert found.problem.scheme == "none" and found.problem.router_weight_on_input
@@ -333,10 +321,10 @@ def test_explain_takes_the_backend_and_the_device_of_the_config() -> None:
 def test_explain_refuses_configs_that_contradict_each_other() -> None:
     given = CASES["nvfp4_w4a16"]()
     with pytest.raises(ValueError, match="w1_scale must have shape"):
-        moe.explain(config=layer_config(hidden_dim=64), quant_config=given.config)
+        moe.explain(config=rank_config(hidden_dim=64), quant_config=given.config)
     calls: list[tuple[dict[str, Any], str]] = [
         ({"quant_config": given.config}, "config must be given with quant_config"),
-        ({"what": given.raw(), "config": layer_config()}, "what must be left out where config is given"),
+        ({"what": given.raw(), "config": rank_config()}, "what must be left out where config is given"),
     ]
     for arguments, text in calls:
         with pytest.raises(TypeError, match=text):

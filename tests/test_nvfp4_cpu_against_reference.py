@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -23,14 +22,6 @@ ONE_CODE = 5e-2
 
 SMALL_HIDDEN, LARGE_HIDDEN = (64, 176, 240, 1008), (2304, 2688, 2816, 2880, 3584)
 SMALL_INTER, LARGE_INTER = (16, 48, 176, 192), (352, 464, 640, 704, 768, 928, 1408, 1856)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def draw(rng: random.Random, activation: str, large: bool) -> Case:

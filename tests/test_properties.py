@@ -9,7 +9,6 @@ a rounding boundary.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -47,15 +46,6 @@ backends = pytest.mark.parametrize(
     "backend",
     [pytest.param(b, marks=[] if SUBJECTS[b] else pytest.mark.skip(reason=f"{b} runs nothing here")) for b in BACKENDS],
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Layers of this size gain nothing from more, and lose much on a machine that has other work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def sizes(scheme: str, largest: int = 5) -> st.SearchStrategy[int]:

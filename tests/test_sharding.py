@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,15 +21,6 @@ ADD_UP = 1e-6
 # Formats whose scales along K lie inside a rank's part: the intermediate is quantized alike, sharded or not.
 LOCAL_SCALES = ("none", "mxfp8", "mxfp4", "mxfp6_e3m2", "mxfp6_e2m3")
 PAIRS = [(s.name, act) for s in SCHEMES.values() for act in s.act_formats]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Layers of this size gain nothing from more, and lose much on a machine that has other work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def expert_parallel(ranks: int, rank: int) -> FusedMoEParallelConfig:

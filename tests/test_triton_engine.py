@@ -187,6 +187,17 @@ def test_how_scales_are_read(scheme: str, hidden: int, tile: Tile, how: str) -> 
     check(call, Config(16, 16, tile, tile._replace(split_k=2)))
 
 
+@pytest.mark.parametrize("scheme", ("nvfp4", "none", "fp8"))
+def test_tiles_are_as_wide_as_the_tokens_of_an_expert_of_any_rank(scheme: str) -> None:
+    sizes: dict[str, Any] = {"top_k": 2, "experts": 4, "hidden": 128, "inter": 64}
+    for tokens, alone in ((1, 1), (2, 2), (3, 2), (8, 2), (16, 4), (80, 20), (512, 128)):
+        rank = make_plan(make_call(scheme, tokens=tokens, num_experts=16, **sizes))
+        assert rank.config == make_plan(make_call(scheme, tokens=alone, **sizes)).config, tokens
+        offset = make_call(scheme, tokens=tokens, num_experts=0, local_expert_offset=12, **sizes)
+        assert make_plan(offset).config == rank.config, "as many as are needed"
+        assert rank.num_slots == 2 * tokens and rank.direct == (tokens == 1)
+
+
 @pytest.mark.parametrize("act_format", ("none", "nvfp4"))
 def test_tiles_with_gaps_between_experts(act_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The schedule of many slots; experts without rows, with one tile, and with several."""

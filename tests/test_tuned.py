@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -227,12 +228,12 @@ def test_explain_says_what_was_tuned(tmp_path: Path, gpu: None) -> None:
     tuned.load(tmp_path)
     text = "tile sizes tuned here for top_k 8 and about 1, 64 tokens"
     assert moe.explain(problem).notes["triton"] == text
-    assert (
-        moe.explain(
-            Problem("nvfp4", "none", device="cpu", num_experts=128, hidden_size=2048, intermediate_size=768)
-        ).notes["triton"]
-        == ""
-    )
+    elsewhere = Problem("nvfp4", "none", device="cpu", num_experts=128, hidden_size=2048, intermediate_size=768)
+    assert moe.explain(elsewhere).notes["triton"] == ""
+    rank = dataclasses.replace(problem, num_experts=512)
+    assert rank.num_local_experts == 128
+    text = "tile sizes tuned here for top_k 8 and about 1, 256 tokens"
+    assert moe.explain(rank).notes["triton"] == text, "a quarter of them comes here"
 
 
 def test_the_library_s_own_table_comes_after_the_user_s(

@@ -278,17 +278,25 @@ def lookup(key: Key, tokens: int, own: bool = True) -> Fields | None:
     return _nearest(name_of_device(torch.cuda.current_device()), key, tokens, own)
 
 
-def note(scheme: str, act_format: str, num_experts: int, top_k: int | None, hidden: int, inter: int) -> str:
-    """For `explain`: for which numbers of tokens the current CUDA device has tuned tile sizes; "" for none."""
+def note(scheme: str, act_format: str, experts: tuple[int, int], top_k: int | None, hidden: int, inter: int) -> str:
+    """For `explain`: for which numbers of tokens the current CUDA device has tuned tile sizes; "" for none.
+
+    experts: those of this rank, and of all (with some elsewhere, as many slots here take more tokens).
+    """
+    local, total = experts
     if not (TABLE or SHIPPED) or not torch.cuda.is_available():
         return ""
     texts = []
     for table, where in ((TABLE, "tuned here"), (SHIPPED, "of the library's table")):
         for key, entries in table.get(name_of_device(torch.cuda.current_device()), {}).items():
-            sizes = (scheme, num_experts, hidden, inter)
-            same = (key.scheme, key.num_experts, key.hidden_size, key.intermediate_size) == sizes
+            same = (key.scheme, key.num_experts, key.hidden_size, key.intermediate_size) == (
+                scheme,
+                local,
+                hidden,
+                inter,
+            )
             if same and key.act_format in (act_format, "none") and top_k in (None, key.top_k):
-                tokens = ", ".join(str(e.tokens) for e in entries)
+                tokens = ", ".join(str(e.tokens if e.tokens == 1 else e.tokens * total // local) for e in entries)
                 kind = "" if key.act_format == act_format else " and 16-bit activations"
                 texts.append(f"tile sizes {where} for top_k {key.top_k} and about {tokens} tokens{kind}")
     return "; ".join(texts)

@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 from torch_moe_ops import tuned
 from torch_moe_ops.backends._sm90_layout import TILE
+from torch_moe_ops.tuned import Key
 from torch_moe_ops.tuned_kernels import DECODE_MAX_SLOTS, FORGET, KERNELS, Switches, key_of, lookup
 
 # Measured on an H200 (docs/hopper.md, section 5). An expert's w2 of so many values is read at the rate of memory by
-# the decode kernel even where an expert has several tokens.
-DECODE_TOKENS, LARGE_MATRIX = 14, 12_000_000
-# Tokens an expert has in the mean; two blocks a multiprocessor must find enough work to share it evenly.
+# the decode kernel even where an expert has several tokens: in the mean up to DECODE_MEAN / 4.
+DECODE_TOKENS, LARGE_MATRIX, DECODE_MEAN = 14, 12_000_000, 7
+# Tokens an expert of any rank has in the mean; two blocks a multiprocessor must find enough work to share it evenly.
 SLIM_MEAN, NARROW_MEAN, SLIM_BLOCKS, BLOCK_ROWS = 24, 80, 800, 4 * TILE
 
 
@@ -28,25 +29,29 @@ class Choice(NamedTuple):
         return self.kernels[bisect_left(self.bounds, tokens)]
 
 
-def decode_max_tokens(num_experts: int, top_k: int, matrix: int) -> int:
-    """Up to this many tokens the decode kernel runs by the rules. num_experts: local ones; matrix: values of a w2."""
-    most = DECODE_TOKENS
-    if matrix >= LARGE_MATRIX:
-        most = max(most, 7 * num_experts // (4 * top_k))
-    return min(most, DECODE_MAX_SLOTS // top_k)
+def decode_max_tokens(num_experts: int, top_k: int, matrix: int, num_local_experts: int | None = None) -> int:
+    """Up to this many tokens the decode kernel runs by the rules. matrix: values of w2; None: all experts are local.
+
+    A rank with some of the experts has as few slots at more tokens, but its experts have more of them.
+    """
+    mean = DECODE_MEAN * num_experts // (4 * top_k)
+    most = DECODE_TOKENS * num_experts // (num_local_experts or num_experts)
+    most = mean if matrix >= LARGE_MATRIX else min(most, mean)
+    return min(max(DECODE_TOKENS, most), DECODE_MAX_SLOTS // top_k)
 
 
-def rules(num_experts: int, top_k: int, hidden: int, inter: int) -> Switches:
+def rules(num_experts: int, top_k: int, hidden: int, inter: int, num_local_experts: int | None = None) -> Switches:
     """Kernels where no table has the layer. Shapes alone decide."""
-    decode = decode_max_tokens(num_experts, top_k, hidden * inter)
-    return _ascending((("decode", decode), *prefill_rules(num_experts, top_k, hidden)))
+    decode = decode_max_tokens(num_experts, top_k, hidden * inter, num_local_experts)
+    return _ascending((("decode", decode), *prefill_rules(num_experts, top_k, hidden, num_local_experts)))
 
 
-def prefill_rules(num_experts: int, top_k: int, hidden: int) -> Switches:
+def prefill_rules(num_experts: int, top_k: int, hidden: int, num_local_experts: int | None = None) -> Switches:
     """Shapes of the prefill kernel, from one token on."""
+    local = num_local_experts or num_experts
     slim, narrow = SLIM_MEAN * num_experts // top_k, NARROW_MEAN * num_experts // top_k
     busy = -(-SLIM_BLOCKS // -(-hidden // BLOCK_ROWS))  # experts that are that much work
-    few = -(-busy // top_k) - 1 if busy <= num_experts else slim  # tokens that do not hit as many
+    few = -(-busy * num_experts // (top_k * local)) - 1 if busy <= local else slim  # tokens that do not hit as many
     return _ascending((("narrow", min(few, slim)), ("slim", slim), ("narrow", narrow), ("wide", None)))
 
 
@@ -62,21 +67,47 @@ def _ascending(steps: tuple[tuple[str, int | None], ...]) -> Switches:
     return tuple(kept)
 
 
-def switches_of(
-    device: str, scheme: str, act_format: str, num_experts: int, top_k: int, hidden: int, inter: int
-) -> tuple[Switches, str]:
-    """A layer's kernels on a kind of device ("": any), and where they come from. inter: padded or not."""
-    key = key_of(scheme, act_format, num_experts, top_k, hidden, inter)
-    return lookup(device, key) or (rules(num_experts, top_k, hidden, key.intermediate_size), "rules")
+def of_rank(switches: Switches, top_k: int, num_local_experts: int, num_experts: int) -> Switches:
+    """A whole layer's kernels for a rank with as many experts, of num_experts: at as many tokens an expert."""
+    if num_local_experts >= num_experts:
+        return switches
+    steps: list[tuple[str, int | None]] = []
+    for name, most in switches:
+        if most is not None:
+            most = most * num_experts // num_local_experts
+            most = min(most, DECODE_MAX_SLOTS // top_k) if name == "decode" else most
+        steps.append((name, most))
+    return _ascending(tuple(steps))
+
+
+def switches_of(device: str, key: Key, num_experts: int) -> tuple[Switches, str]:
+    """A rank's kernels on a kind of device ("": any), and where they come from. key: `key_of` its own experts.
+
+    Tables have whole layers. That of this rank's experts is the nearest: the same slots are spread over the same
+    experts where num_experts / key.num_experts ranks have that many times the tokens.
+    """
+    found = lookup(device, key)
+    if found is None:
+        sizes = (key.top_k, key.hidden_size, key.intermediate_size)
+        return rules(num_experts, *sizes, key.num_experts), "rules"
+    switches, source = found
+    return of_rank(switches, key.top_k, key.num_experts, num_experts), source
 
 
 @lru_cache(maxsize=4096)
 def choice_of(
-    device_index: int, scheme: str, act_format: str, num_experts: int, top_k: int, hidden: int, inter: int
+    device_index: int,
+    scheme: str,
+    act_format: str,
+    num_local_experts: int,
+    top_k: int,
+    hidden: int,
+    inter: int,
+    num_experts: int,
 ) -> Choice:
-    """`switches_of` a layer on a CUDA device, as calls use it: worked out once."""
-    device = tuned.name_of_device(device_index)
-    switches, source = switches_of(device, scheme, act_format, num_experts, top_k, hidden, inter)
+    """`switches_of` a layer on a CUDA device, as calls use it: worked out once. inter: padded or not."""
+    key = key_of(scheme, act_format, num_local_experts, top_k, hidden, inter)
+    switches, source = switches_of(tuned.name_of_device(device_index), key, num_experts)
     names, bounds = zip(*switches, strict=True)
     return Choice(tuple(KERNELS.index(name) for name in names), tuple(bounds[:-1]), source)
 

@@ -20,6 +20,7 @@ from torch_moe_ops.backends._sm90_layout import TILE
 from torch_moe_ops.backends.registry import Backend, Layout, Problem, Requirement, formats, one_of, register
 from torch_moe_ops.ops.call import ExpertsCall
 from torch_moe_ops.quant import nvfp4
+from torch_moe_ops.tuned_kernels import key_of
 
 FORMATS: dict[str, tuple[str, ...]] = {"nvfp4": ("nvfp4", "none"), "mxfp4": ("none",)}
 # Their weights are rounded to bfloat16, which is more than docs/numerics.md allows a backend that nobody asked for.
@@ -44,8 +45,8 @@ def run_monolithic(call: ExpertsCall, routing: tuple[Any, ...], out: Tensor) -> 
 
 def _kernel(call: ExpertsCall, out: Tensor, top_k: int) -> int:
     tokens, hidden = out.shape
-    experts, inter = call.w13.shape[0], call.w2.shape[2] * TILE
-    return choice_of(out.get_device(), call.scheme, call.act_format, experts, top_k, hidden, inter).kernel(tokens)
+    sizes = (call.w13.shape[0], top_k, hidden, call.w2.shape[2] * TILE, call.all_experts())
+    return choice_of(out.get_device(), call.scheme, call.act_format, *sizes).kernel(tokens)
 
 
 def run_kernel(call: ExpertsCall, out: Tensor, kernel: int, router: Router = NO_ROUTER) -> None:
@@ -75,15 +76,17 @@ def _hidden_size_reason(problem: Problem) -> str | None:
 
 def _notes(problem: Problem) -> str:
     """Which kernel a number of tokens would get, and what says so (docs/hopper.md, sections 3 to 5)."""
-    experts, hidden, inter = problem.num_local_experts, problem.hidden_size, problem.intermediate_size
+    experts, local = problem.num_experts, problem.num_local_experts
+    hidden, inter = problem.hidden_size, problem.intermediate_size
+    share = "" if local == experts else f", for {local} of {experts} experts"
     if problem.top_k is None:
-        least, most = (decode_max_tokens(experts, k, hidden * inter) for k in (32, 1))
+        least, most = (decode_max_tokens(experts, k, hidden * inter, local) for k in (32, 1))
         switch = f"{least}" if least == most else f"{least} to {most} (by top_k)"
-        return f"decode kernel up to {switch} tokens, prefill kernels beyond, where no table has the layer"
+        return f"decode kernel up to {switch} tokens, prefill kernels beyond, where no table has the layer{share}"
     device = tuned.name_of_device(torch.cuda.current_device()) if torch.cuda.is_available() else ""
-    sizes = (experts, problem.top_k, hidden, inter)
-    switches, source = switches_of(device, problem.scheme, problem.act_format, *sizes)
-    return f"{', '.join(_described(name, most, problem.top_k) for name, most in switches)} (by {source})"
+    key = key_of(problem.scheme, problem.act_format, local, problem.top_k, hidden, inter)
+    switches, source = switches_of(device, key, experts)
+    return f"{', '.join(_described(name, most, problem.top_k) for name, most in switches)} (by {source}{share})"
 
 
 def _described(kernel: str, most: int | None, top_k: int) -> str:

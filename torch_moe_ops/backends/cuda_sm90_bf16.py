@@ -42,8 +42,7 @@ def run(call: ExpertsCall, out: Tensor) -> None:
     tokens, top_k = call.topk_ids.shape
     aligned = call.w13.data_ptr() % 16 == 0 and call.w2.data_ptr() % 16 == 0
     ours = call.hidden_states.dtype == torch.bfloat16 and aligned
-    experts = max(call.num_experts, call.w13.shape[0])  # 0: all are here
-    if ours and tokens >= min_tokens(experts, top_k):
+    if ours and tokens >= min_tokens(call.all_experts(), top_k):
         run_kernel(call, out)
     else:
         _triton().run(call, out)

@@ -82,8 +82,9 @@ def notes(problem: Problem) -> str:
     """Whether tile sizes come from the rules or were tuned on this device."""
     if problem.device != "cuda":
         return ""
-    sizes = (problem.num_local_experts, problem.top_k, problem.hidden_size, problem.intermediate_size)
-    return tuned.note(problem.scheme, problem.act_format, *sizes)
+    experts = (problem.num_local_experts, problem.num_experts)
+    sizes = (problem.top_k, problem.hidden_size, problem.intermediate_size)
+    return tuned.note(problem.scheme, problem.act_format, experts, *sizes)
 
 
 def verified(problem: Problem) -> str:

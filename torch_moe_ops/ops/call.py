@@ -44,6 +44,10 @@ class ExpertsCall(NamedTuple):
     weight_policy: str
     out_dtype: torch.dtype
 
+    def all_experts(self) -> int:
+        """The experts of all ranks; where num_experts is 0, as many as are needed (docs/design.md, D11)."""
+        return self.num_experts or self.local_expert_offset + self.w13.shape[0]
+
 
 FIELDS: tuple[str, ...] = ExpertsCall._fields
 INDEX: dict[str, int] = {name: i for i, name in enumerate(FIELDS)}

@@ -5,15 +5,17 @@
 namespace moeq::sm90 {
 namespace {
 
+constexpr const char* kOp = "experts_sm90_bf16";
+
 const uint8_t* matrix_of(const char* name, const Tensor& tensor, int64_t count, const Tensor& beside) {
   STD_TORCH_CHECK(is_aligned(tensor), "moeq_C::", kOp, ": ", name, " must start at a multiple of 16 bytes");
-  return static_cast<const uint8_t*>(data_of<void>(name, tensor, ScalarType::BFloat16, count, beside));
+  return static_cast<const uint8_t*>(data_of<void>(kOp, name, tensor, ScalarType::BFloat16, count, beside));
 }
 
 void bind_weights(Problem& p, const LayerCall& call) {
   STD_TORCH_CHECK(call.w13.dim() == 3 && call.w2.dim() == 3, "moeq_C::", kOp, ": w13 and w2 must be matrices");
-  p.experts = size_of(call.w13, 0);
-  p.inter = size_of(call.w2, 2);
+  p.experts = size_of(kOp, call.w13, 0);
+  p.inter = size_of(kOp, call.w2, 2);
   STD_TORCH_CHECK(p.hidden % kBf16SizeMultiple == 0 && p.inter % kBf16SizeMultiple == 0, "moeq_C::", kOp,
                   ": sizes must be multiples of ", kBf16SizeMultiple);
   const int64_t each = int64_t{p.experts} * p.hidden * p.inter;
@@ -27,7 +29,8 @@ void experts_sm90_bf16(Tensor out, Tensor hidden_states, Tensor topk_ids, Tensor
                        double beta, double limit, int64_t expert_offset, bool weight_on_input) {
   const OptionalTensor none;
   // There are no scales; the weights stand where a call has them.
-  const LayerCall call{out,        hidden_states, topk_ids, topk_weights, w13,           w13,
+  const LayerCall call{kOp,
+                       out,        hidden_states, topk_ids, topk_weights, w13,           w13,
                        none,       w13_bias,      w2,       w2,           none,          w2_bias,
                        none,       none,          false,    false,        activation,    alpha,
                        beta,       limit,         expert_offset, weight_on_input, {}};

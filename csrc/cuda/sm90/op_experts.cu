@@ -7,6 +7,8 @@
 namespace moeq::sm90 {
 namespace {
 
+constexpr const char* kOp = "experts_sm90";
+
 // Two dtypes and a size tell the formats apart, as their layouts have them.
 Format format_of(const Tensor& scale) {
   const int64_t each = scale.size(scale.dim() - 1);
@@ -35,7 +37,7 @@ int tile_scale_bytes(Format format) {
 const uint8_t* scales_of(const char* name, const Tensor& scale, int64_t bytes, const Tensor& beside) {
   STD_TORCH_CHECK(is_aligned(scale), "moeq_C::", kOp, ": ", name, " must start at a multiple of 16 bytes");
   const int64_t count = bytes / scale.element_size();
-  return static_cast<const uint8_t*>(data_of<void>(name, scale, scale.scalar_type(), count, beside));
+  return static_cast<const uint8_t*>(data_of<void>(kOp, name, scale, scale.scalar_type(), count, beside));
 }
 
 void bind_weights(Problem& p, const LayerCall& call) {
@@ -45,14 +47,14 @@ void bind_weights(Problem& p, const LayerCall& call) {
   STD_TORCH_CHECK(p.format == format_of(call.w2_scale), "moeq_C::", kOp, ": w13 and w2 must have one format");
   STD_TORCH_CHECK((p.format == Format::kNvfp4) == (call.g1_alphas.has_value() && call.g2_alphas.has_value()),
                   "moeq_C::", kOp, ": alphas must come with nvfp4 weights alone");
-  p.experts = size_of(call.w13, 0);
-  p.inter = size_of(call.w2, 2) * kTileK;
+  p.experts = size_of(kOp, call.w13, 0);
+  p.inter = size_of(kOp, call.w2, 2) * kTileK;
   const int64_t tiles13 = int64_t{p.experts} * row_tiles13(p.inter, p.gated) * k_tiles(p.hidden);
   const int64_t tiles2 = int64_t{p.experts} * k_tiles(p.hidden) * k_tiles(p.inter);
   const int scale_bytes = tile_scale_bytes(p.format);
-  p.w13 = tiles_of("w13", call.w13, tiles13 * kTileCodeBytes, call.out);
+  p.w13 = tiles_of(kOp, "w13", call.w13, tiles13 * kTileCodeBytes, call.out);
   p.w13_scale = scales_of("w13_scale", call.w13_scale, tiles13 * scale_bytes, call.out);
-  p.w2 = tiles_of("w2", call.w2, tiles2 * kTileCodeBytes, call.out);
+  p.w2 = tiles_of(kOp, "w2", call.w2, tiles2 * kTileCodeBytes, call.out);
   p.w2_scale = scales_of("w2_scale", call.w2_scale, tiles2 * scale_bytes, call.out);
 }
 
@@ -94,7 +96,8 @@ void experts_sm90(Tensor out, Tensor hidden_states, OptionalTensor topk_ids, Opt
                   OptionalTensor router_logits, OptionalTensor routing_bias, std::string score, std::string weight,
                   bool renormalize, int64_t top_k, int64_t n_group, int64_t topk_group, double factor) {
   const RouterCall router{router_logits, routing_bias, score, weight, renormalize, top_k, n_group, topk_group, factor};
-  const LayerCall call{out,       hidden_states, topk_ids,   topk_weights,    w13,
+  const LayerCall call{kOp,
+                       out,       hidden_states, topk_ids,   topk_weights,    w13,
                        w13_scale, g1_alphas,     w13_bias,   w2,              w2_scale,
                        g2_alphas, w2_bias,       a1_gscale,  a2_gscale,       quantize_hidden,
                        quantize_intermediate,    activation, alpha,           beta,

@@ -8,6 +8,7 @@ namespace moeq::sm90 {
 // A call as the op gets it. a1_gscale, a2_gscale: f32 [], [experts], or absent (a scale per token) where the hidden
 // states, and the intermediate, are quantized; g1_alphas f32 [experts] or [experts, 2]. See problem.h for the rest.
 struct LayerCall {
+  const char* op;
   Tensor out, hidden_states;
   OptionalTensor topk_ids, topk_weights;  // absent where a router is there
   Tensor w13, w13_scale;
@@ -34,37 +35,37 @@ struct Kernels {
 };
 
 inline void bind_sizes(Problem& p, const LayerCall& call) {
-  STD_TORCH_CHECK(call.out.is_cuda() && call.out.is_contiguous() && call.out.dim() == 2, "moeq_C::", kOp,
+  STD_TORCH_CHECK(call.out.is_cuda() && call.out.is_contiguous() && call.out.dim() == 2, "moeq_C::", call.op,
                   ": out must be a contiguous CUDA matrix");
   STD_TORCH_CHECK(call.router.logits.has_value() || (call.topk_ids.has_value() && call.topk_weights.has_value()),
-                  "moeq_C::", kOp, ": topk_ids and topk_weights, or router_logits, must be given");
-  p.activation = activation_of(call.activation);
+                  "moeq_C::", call.op, ": topk_ids and topk_weights, or router_logits, must be given");
+  p.activation = activation_of(call.op, call.activation);
   p.gated = p.activation < Activation::kSiluNoMul;
-  p.tokens = size_of(call.out, 0);
-  p.hidden = size_of(call.out, 1);
+  p.tokens = size_of(call.op, call.out, 0);
+  p.hidden = size_of(call.op, call.out, 1);
   if (call.router.logits.has_value()) {
-    bind_router(p.router, call.router, p.tokens, call.out);
+    bind_router(call.op, p.router, call.router, p.tokens, call.out);
     p.top_k = p.router.top_k;
   } else {
-    p.top_k = size_of(*call.topk_ids, 1);
+    p.top_k = size_of(call.op, *call.topk_ids, 1);
   }
-  STD_TORCH_CHECK(!call.weight_on_input || p.top_k == 1, "moeq_C::", kOp, ": weight_on_input must go with top_k 1");
-  STD_TORCH_CHECK(int64_t{p.tokens} * p.top_k <= INT32_MAX, "moeq_C::", kOp, ": tokens * top_k must be below 2^31");
+  STD_TORCH_CHECK(!call.weight_on_input || p.top_k == 1, "moeq_C::", call.op, ": weight_on_input must go with top_k 1");
+  STD_TORCH_CHECK(int64_t{p.tokens} * p.top_k <= INT32_MAX, "moeq_C::", call.op, ": tokens * top_k must be below 2^31");
 }
 
 // p.experts and p.inter are known by now, as the weights' shapes say them.
 inline void bind_scalars(Problem& p, const LayerCall& call) {
   const Tensor& out = call.out;
   const int64_t halves = p.gated ? 2 : 1;
-  p.alphas13 = call.g1_alphas.has_value() && call.g1_alphas->dim() == 2 ? size_of(*call.g1_alphas, 1) : 1;
-  STD_TORCH_CHECK(p.alphas13 <= halves, "moeq_C::", kOp, ": g1_alphas must have one column per half of w13");
-  p.g1_alphas = floats_of("g1_alphas", call.g1_alphas, int64_t{p.experts} * p.alphas13, out);
-  p.g2_alphas = floats_of("g2_alphas", call.g2_alphas, p.experts, out);
-  p.w13_bias = floats_of("w13_bias", call.w13_bias, halves * p.experts * p.inter, out);
-  p.w2_bias = floats_of("w2_bias", call.w2_bias, int64_t{p.experts} * p.hidden, out);
-  p.a1 = bind_gscale("a1_gscale", call.quantize_hidden, call.a1_gscale, p.a1_gscale, p, out);
-  p.a2 = bind_gscale("a2_gscale", call.quantize_intermediate, call.a2_gscale, p.a2_gscale, p, out);
-  p.out_type = out_type_of(out);
+  p.alphas13 = call.g1_alphas.has_value() && call.g1_alphas->dim() == 2 ? size_of(call.op, *call.g1_alphas, 1) : 1;
+  STD_TORCH_CHECK(p.alphas13 <= halves, "moeq_C::", call.op, ": g1_alphas must have one column per half of w13");
+  p.g1_alphas = floats_of(call.op, "g1_alphas", call.g1_alphas, int64_t{p.experts} * p.alphas13, out);
+  p.g2_alphas = floats_of(call.op, "g2_alphas", call.g2_alphas, p.experts, out);
+  p.w13_bias = floats_of(call.op, "w13_bias", call.w13_bias, halves * p.experts * p.inter, out);
+  p.w2_bias = floats_of(call.op, "w2_bias", call.w2_bias, int64_t{p.experts} * p.hidden, out);
+  p.a1 = bind_gscale(call.op, "a1_gscale", call.quantize_hidden, call.a1_gscale, p.a1_gscale, p, out);
+  p.a2 = bind_gscale(call.op, "a2_gscale", call.quantize_intermediate, call.a2_gscale, p.a2_gscale, p, out);
+  p.out_type = out_type_of(call.op, out);
   p.expert_offset = static_cast<int>(call.expert_offset);
   p.alpha = static_cast<float>(call.alpha);
   p.beta = static_cast<float>(call.beta);
@@ -80,8 +81,8 @@ struct Chosen {
 inline Chosen choose(Problem& p, const LayerCall& call, bool kernel_routes) {
   const int64_t slots = int64_t{p.tokens} * p.top_k;
   if (p.router.logits == nullptr) {
-    p.topk_ids = data_of<int32_t>("topk_ids", *call.topk_ids, ScalarType::Int, slots, call.out);
-    p.topk_weights = data_of<float>("topk_weights", *call.topk_weights, ScalarType::Float, slots, call.out);
+    p.topk_ids = data_of<int32_t>(call.op, "topk_ids", *call.topk_ids, ScalarType::Int, slots, call.out);
+    p.topk_weights = data_of<float>(call.op, "topk_weights", *call.topk_weights, ScalarType::Float, slots, call.out);
     return {};
   }
   if (kernel_routes) return {};
@@ -89,7 +90,7 @@ inline Chosen choose(Problem& p, const LayerCall& call, bool kernel_routes) {
   const Tensor weights = torch::stable::new_empty(call.out, {slots}, ScalarType::Float);
   int32_t* to = static_cast<int32_t*>(ids.mutable_data_ptr());
   const cudaError_t error = route_run(p, to, static_cast<float*>(weights.mutable_data_ptr()));
-  STD_TORCH_CHECK(error == cudaSuccess, "moeq_C::", kOp, ": routing kernel: ", cudaGetErrorString(error));
+  STD_TORCH_CHECK(error == cudaSuccess, "moeq_C::", call.op, ": routing kernel: ", cudaGetErrorString(error));
   p.topk_ids = to;
   p.topk_weights = static_cast<const float*>(weights.const_data_ptr());
   p.router.logits = nullptr;
@@ -108,14 +109,15 @@ void run_layer(AnyProblem& p, const LayerCall& call, const Kernels<AnyProblem>& 
   const Chosen chosen = choose(p, call, kernels.takes_logits != nullptr && kernels.takes_logits(p));
   // A view may start anywhere; the kernels move 16 bytes at a time.
   const Tensor x = is_aligned(call.hidden_states) ? call.hidden_states : torch::stable::clone(call.hidden_states);
-  p.x = data_of<void>("hidden_states", x, call.hidden_type, out.numel(), out);
+  p.x = data_of<void>(call.op, "hidden_states", x, call.hidden_type, out.numel(), out);
   Tensor aligned_out = is_aligned(out) ? out : torch::stable::empty_like(out);
   p.out = aligned_out.mutable_data_ptr();
   // From torch's allocator at every call, so that a CUDA graph owns its own.
   const Tensor bytes = torch::stable::new_empty(out, {static_cast<int64_t>(kernels.workspace(p))}, ScalarType::Byte);
   p.workspace = const_cast<void*>(bytes.const_data_ptr());
   const cudaError_t error = kernels.run(p);
-  STD_TORCH_CHECK(error == cudaSuccess, "moeq_C::", kOp, ": ", kernels.name, " kernel: ", cudaGetErrorString(error));
+  STD_TORCH_CHECK(error == cudaSuccess, "moeq_C::", call.op, ": ", kernels.name, " kernel: ",
+                  cudaGetErrorString(error));
   if (!is_aligned(out)) {
     Tensor target = out;
     torch::stable::copy_(target, aligned_out);

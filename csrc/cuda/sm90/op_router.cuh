@@ -14,44 +14,44 @@ struct RouterCall {
   double factor;
 };
 
-inline Score score_of_name(const char* argument, const std::string& name) {
+inline Score score_of_name(const char* op, const char* argument, const std::string& name) {
   if (name == "identity") return Score::kIdentity;
   if (name == "softmax") return Score::kSoftmax;
   if (name == "sigmoid") return Score::kSigmoid;
-  STD_TORCH_CHECK(name == "sqrtsoftplus", "moeq_C::", kOp, ": ", argument, " must be a known score, got '", name, "'");
+  STD_TORCH_CHECK(name == "sqrtsoftplus", "moeq_C::", op, ": ", argument, " must be a known score, got '", name, "'");
   return Score::kSqrtSoftplus;
 }
 
-inline LogitType logit_type_of(const Tensor& logits) {
+inline LogitType logit_type_of(const char* op, const Tensor& logits) {
   switch (logits.scalar_type()) {
     case ScalarType::BFloat16:
       return LogitType::kBfloat16;
     case ScalarType::Half:
       return LogitType::kFloat16;
     default:
-      STD_TORCH_CHECK(logits.scalar_type() == ScalarType::Float, "moeq_C::", kOp,
+      STD_TORCH_CHECK(logits.scalar_type() == ScalarType::Float, "moeq_C::", op,
                       ": router_logits must have dtype bfloat16, float16 or float32");
       return LogitType::kFloat32;
   }
 }
 
-inline void bind_router(Router& router, const RouterCall& call, int tokens, const Tensor& beside) {
+inline void bind_router(const char* op, Router& router, const RouterCall& call, int tokens, const Tensor& beside) {
   const Tensor& logits = *call.logits;
   STD_TORCH_CHECK(logits.is_cuda() && logits.get_device_index() == beside.get_device_index() && logits.dim() == 2 &&
                       logits.size(0) == tokens && logits.stride(1) == 1,
-                  "moeq_C::", kOp, ": router_logits must be a matrix on the device of out, a row a token");
+                  "moeq_C::", op, ": router_logits must be a matrix on the device of out, a row a token");
   router.logits = logits.const_data_ptr();
-  router.type = logit_type_of(logits);
+  router.type = logit_type_of(op, logits);
   router.row_stride = logits.stride(0);
-  router.experts = size_of(logits, 1);
-  router.bias = floats_of("routing_bias", call.bias, router.experts, beside);
-  router.score = score_of_name("score", call.score);
-  router.weight = score_of_name("weight", call.weight);
+  router.experts = size_of(op, logits, 1);
+  router.bias = floats_of(op, "routing_bias", call.bias, router.experts, beside);
+  router.score = score_of_name(op, "score", call.score);
+  router.weight = score_of_name(op, "weight", call.weight);
   router.renormalize = call.renormalize;
   const int64_t groups = call.groups > 1 ? call.groups : 1;
   STD_TORCH_CHECK(router.experts <= kRouteExperts && call.top_k >= 1 && call.top_k <= kRouteTopK &&
                       call.top_k <= router.experts && groups <= kRouteGroups && router.experts % groups == 0,
-                  "moeq_C::", kOp, ": routing must be to at most ", kRouteTopK, " of ", kRouteExperts, " experts in ",
+                  "moeq_C::", op, ": routing must be to at most ", kRouteTopK, " of ", kRouteExperts, " experts in ",
                   kRouteGroups, " equal groups");
   router.top_k = static_cast<int>(call.top_k);
   router.groups = static_cast<int>(groups);

@@ -6,6 +6,8 @@
 namespace moeq::sm90 {
 namespace {
 
+constexpr const char* kOp = "experts_sm90_w4a8";
+
 constexpr std::array<std::pair<const char*, Weights>, 3> kWeights = {{
     {"packed", Weights::kPacked},
     {"rows", Weights::kRows},
@@ -36,24 +38,24 @@ WeightScales scales_of(const char* name, const Tensor& tensor, Weights weights, 
     scales.half = static_cast<int>(of_half);
     scales.row = 1;
   } else {
-    scales.expert = size_of(tensor, 1);
+    scales.expert = size_of(kOp, tensor, 1);
     scales.half = scales.expert == 2 ? 1 : 0;
   }
-  scales.data = data_of<float>(name, tensor, ScalarType::Float, experts * scales.expert, beside);
+  scales.data = data_of<float>(kOp, name, tensor, ScalarType::Float, experts * scales.expert, beside);
   return scales;
 }
 
 const uint8_t* strip_of(const char* name, const Tensor& tensor, int64_t row_tiles, int64_t k_tiles,
                         const Tensor& beside) {
-  return tiles_of(name, tensor, row_tiles * (k_tiles * w4a8::kScaleBytes + w4a8::kTileRows), beside);
+  return tiles_of(kOp, name, tensor, row_tiles * (k_tiles * w4a8::kScaleBytes + w4a8::kTileRows), beside);
 }
 
 // Weights and what follows from their shapes; see w4a8_layout.h.
 void bind_weights(W4a8Problem& p, const LayerCall& call) {
   STD_TORCH_CHECK(call.w13.dim() == 4 && call.w2.dim() == 4, "moeq_C::", kOp, ": w13 and w2 must be tiled");
   STD_TORCH_CHECK(p.hidden % 8 == 0, "moeq_C::", kOp, ": the hidden size must be a multiple of 8");
-  p.experts = size_of(call.w13, 0);
-  p.inter = size_of(call.w2, 2) * w4a8::kTileK;
+  p.experts = size_of(kOp, call.w13, 0);
+  p.inter = size_of(kOp, call.w2, 2) * w4a8::kTileK;
   STD_TORCH_CHECK(p.experts <= w4a8::kMaxExperts, "moeq_C::", kOp, ": at most ", w4a8::kMaxExperts, " experts");
   STD_TORCH_CHECK(p.hidden <= w4a8::kMaxK && p.inter <= w4a8::kMaxK, "moeq_C::", kOp, ": sizes up to ", w4a8::kMaxK);
   const bool packed = p.weights == Weights::kPacked;
@@ -62,8 +64,8 @@ void bind_weights(W4a8Problem& p, const LayerCall& call) {
   const int halves = p.gated ? 2 : 1;
   const int64_t tiles13 = int64_t{p.experts} * w4a8::tiles(halves * p.inter, w4a8::kTileRows);
   const int64_t tiles2 = int64_t{p.experts} * w4a8::tiles(p.hidden, w4a8::kTileRows);
-  p.w13 = tiles_of("w13", call.w13, tiles13 * k13 * tile, call.out);
-  p.w2 = tiles_of("w2", call.w2, tiles2 * k2 * tile, call.out);
+  p.w13 = tiles_of(kOp, "w13", call.w13, tiles13 * k13 * tile, call.out);
+  p.w2 = tiles_of(kOp, "w2", call.w2, tiles2 * k2 * tile, call.out);
   if (packed) {
     p.w13_scale = strip_of("w13_scale", call.w13_scale, tiles13, k13, call.out);
     p.w2_scale = strip_of("w2_scale", call.w2_scale, tiles2, k2, call.out);
@@ -82,7 +84,8 @@ void experts_sm90_w4a8(Tensor out, Tensor hidden_states, Tensor topk_ids, Tensor
                        OptionalTensor a2_gscale, std::string activation, double alpha, double beta, double limit,
                        int64_t expert_offset, bool weight_on_input, std::string weights,
                        OptionalTensor hidden_states_scale) {
-  LayerCall call{out,       hidden_states, topk_ids,  topk_weights, w13,       w13_scale, g1_alphas, w13_bias,
+  LayerCall call{kOp,
+                 out,       hidden_states, topk_ids,  topk_weights, w13,       w13_scale, g1_alphas, w13_bias,
                  w2,        w2_scale,      g2_alphas, w2_bias,      a1_gscale, a2_gscale, true,      true,
                  activation, alpha,        beta,      limit,        expert_offset, weight_on_input, {}};
   W4a8Problem p{};
@@ -92,7 +95,7 @@ void experts_sm90_w4a8(Tensor out, Tensor hidden_states, Tensor topk_ids, Tensor
     bind_weights(problem, call);
     const int columns = problem.weights == Weights::kBlocks ? w4a8::tiles(problem.hidden, w4a8::kTileK) : 1;
     problem.x_scale =
-        floats_of("hidden_states_scale", hidden_states_scale, int64_t{problem.tokens} * columns, call.out);
+        floats_of(kOp, "hidden_states_scale", hidden_states_scale, int64_t{problem.tokens} * columns, call.out);
   };
   run_layer(p, call, {"fp8", w4a8_workspace, w4a8_run, nullptr}, bind);
 }

@@ -1,5 +1,5 @@
 // The intermediate is quantized to e4m3: its rows come through shared memory, the next ones while one is quantized, or,
-// where they are too long for that, one block a row.
+// where they are too long for that, one block a row, piece by piece.
 #include "gemm_async.cuh"
 #include "w4a8_rows.cuh"
 
@@ -16,15 +16,15 @@ struct RingArgs {
   int row_bytes;    // of h
 };
 
-// Piece by piece, activated if it is not yet; `load` gets four numbers of h.
+// The pieces first + i * blockDim.x, activated if they are not yet; `load` gets four numbers of h.
 template <int pieces, class Load>
-__device__ __forceinline__ Row<pieces> load_row(const QuantizeArgs& args, Load load) {
+__device__ __forceinline__ Row<pieces> load_row(const QuantizeArgs& args, int first, Load load) {
   const Problem& p = args.problem;
   const bool two = p.gated && !args.activated;
   Row<pieces> row;
 #pragma unroll
   for (int i = 0; i < pieces * 4; i++) {
-    const int k = first_k(threadIdx.x + i / 4 * blockDim.x, i % 4);
+    const int k = first_k(first + i / 4 * blockDim.x, i % 4);
     const float4 v = k < p.inter ? load(k) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     float(&values)[4] = row.piece[i / 4].values[i % 4];
     values[0] = v.x;
@@ -114,7 +114,8 @@ __global__ void __launch_bounds__(kRingThreads, 1) quantize_ring_kernel(const __
   for (int at = blockIdx.x; at < ring.total; at += gridDim.x) {
     const Place place = args.schedule.place_of_row[at];
     const float* h = ring.wait();
-    const Row<1> row = load_row<1>(args, [=](int k) { return *reinterpret_cast<const float4*>(h + k); });
+    const Row<1> row =
+        load_row<1>(args, threadIdx.x, [=](int k) { return *reinterpret_cast<const float4*>(h + k); });
     float by = 0.0f;
     if (!groups && dynamic) {
       by = scale_of(block_max(row.largest(), maxima[turn]));
@@ -132,27 +133,45 @@ __global__ void __launch_bounds__(kRingThreads, 1) quantize_ring_kernel(const __
   }
 }
 
-constexpr int kLongPieces = 4;
+constexpr int kLongPieces = 4;   // of a thread, one at a time: registers do not hold all
 
-// Rows that no slot has are loaded too: memory is there, and nothing waits to know.
+// The scale of a row's own; its codes read the row again, mostly from L2.
+__device__ __forceinline__ float scale_of_long_row(const QuantizeArgs& args, const float* h, float* shared) {
+  float amax = 0.0f;
+#pragma unroll 1
+  for (int q = threadIdx.x; q < kLongPieces * blockDim.x; q += blockDim.x) {
+    const Row<1> row = load_row<1>(args, q, [=](int k) { return *reinterpret_cast<const float4*>(h + k); });
+    amax = row.piece[0].largest(amax);
+  }
+  return scale_of(block_max(amax, shared));
+}
+
 template <bool groups>
 __global__ void __launch_bounds__(1024, 1) quantize_long_kernel(const __grid_constant__ QuantizeArgs args) {
   __shared__ float shared[32];
   allow_next_kernel();
   wait_for_previous_kernel();
   const Problem& p = args.problem;
-  const float* h = args.h + int64_t{blockIdx.x} * p.inter * (p.gated && !args.activated ? 2 : 1);
-  const Row<kLongPieces> row =
-      load_row<kLongPieces>(args, [=](int k) { return __ldcs(reinterpret_cast<const float4*>(h + k)); });
-  if (blockIdx.x >= args.schedule.start[p.experts]) return;
+  const int total = args.schedule.start[p.experts];
   const Place place = args.schedule.place_of_row[blockIdx.x];
-  if (place.row < 0) return;
-  if constexpr (groups) {
-    Groups<kLongPieces>(row).write(args, place);
-    return;
+  if (blockIdx.x >= total || place.row < 0) return;
+  const float* h = args.h + int64_t{blockIdx.x} * p.inter * (p.gated && !args.activated ? 2 : 1);
+  const bool dynamic = groups || p.a2 == ActScale::kToken;
+  float by = 0.0f;
+  if (!groups) {
+    by = dynamic ? scale_of_long_row(args, h, shared) : calibrated(p, place);
+    if (threadIdx.x == 0) args.factor[place.row] = dynamic ? by : __frcp_rn(by);
   }
-  const bool dynamic = p.a2 == ActScale::kToken;
-  write_row(args, place, row, dynamic ? scale_of(block_max(row.largest(), shared)) : calibrated(p, place), dynamic);
+  const OperandRow to(args.operand, place, args.k_tiles);
+#pragma unroll 1
+  for (int q = threadIdx.x; q < kLongPieces * blockDim.x; q += blockDim.x) {
+    const int k_tile = q / kPieces;
+    const Row<1> row = load_row<1>(args, q, [=](int k) { return __ldcs(reinterpret_cast<const float4*>(h + k)); });
+    if (groups) by = scale_of(group_max(row.largest()));
+    if (k_tile >= args.k_tiles) continue;
+    to.store(q, row.piece[0].encode(by, dynamic));
+    if (groups && q % kPieces == 0) args.factor[group_at(place, args.k_tiles, k_tile)] = by;
+  }
 }
 
 template <bool groups>

@@ -155,7 +155,7 @@ def select(
     act_format: str = "none",
     own: bool = True,
 ) -> Config:
-    """The configuration for a number of tokens; num_experts are the local ones.
+    """The configuration of a whole layer for a number of tokens (a rank of several: plan.tokens_alone).
 
     What was tuned on a device like the current one comes first, where there is something near this number of tokens;
     own: also what a user tuned, not only what comes with the library.

@@ -95,6 +95,14 @@ def _is_copied(call: ExpertsCall, form: WeightFormat, operand: OperandFormat, dt
     return operand.how not in ("none", "packed") or call.hidden_states.dtype != dtype
 
 
+def tokens_alone(tokens: int, num_local_experts: int, num_experts: int) -> int:
+    """Tokens that give a whole layer of a rank's experts as many slots as the rank has in the mean.
+
+    One token stays one and more stay more: its slots are tiles without a schedule.
+    """
+    return tokens if tokens <= 1 else max(2, ceil_div(tokens * num_local_experts, num_experts))
+
+
 def make_plan(call: ExpertsCall, config: Config | None = None) -> Plan:
     """Shapes and plain values decide everything; config: tile sizes, None for those of the rules."""
     tokens, top_k = call.topk_ids.shape
@@ -109,7 +117,8 @@ def make_plan(call: ExpertsCall, config: Config | None = None) -> Plan:
     chosen = config
     if chosen is None:
         scheme = FP8_PRODUCTS if weights[0].native and weights[0].code == "e4m3" else call.scheme
-        chosen = select(scheme, tokens, top_k, experts, hidden_size, inter, call.act_format)
+        alone = tokens_alone(tokens, experts, call.all_experts())
+        chosen = select(scheme, alone, top_k, experts, hidden_size, inter, call.act_format)
     tile1, tile2 = _fitting(chosen.gemm1, weights[0]), _fitting(chosen.gemm2, weights[1])
     chosen = chosen._replace(gemm1=tile1, gemm2=tile2)
     width = tile1.block_n // (2 if ACTIVATIONS[call.activation].is_gated else 1)
