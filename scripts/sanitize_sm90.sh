@@ -14,7 +14,7 @@ check() { # TOOL GROUP
   [ "$1" = synccheck ] && options=(--num-cuda-barriers 65536) # rings of them in every thread block
   # Only our kernels: torch's own are not under test, and checking them takes most of the time.
   report "$1" "$2" compute-sanitizer --tool "$1" "${options[@]}" --kernel-name kernel_substring=moeq \
-    --error-exitcode 3 --print-limit 20 --show-backtrace no "$PYTHON" tests/sm90_sanitizer.py "$2" "${few[@]}"
+    --error-exitcode 3 --print-limit 100 --show-backtrace no "$PYTHON" tests/sm90_sanitizer.py "$2" "${few[@]}"
 }
 export -f check
 

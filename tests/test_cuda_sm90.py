@@ -224,7 +224,7 @@ def backend_call(**fields: Any) -> tuple[ExpertsCall, ExpertsCall]:
 @pytest.mark.parametrize("act_format", ("none", "nvfp4"))
 def test_every_number_of_tokens_around_the_switch(act_format: str, ranks: int) -> None:
     """With more ranks all slots are local ones all the same, which is not what the choice expects."""
-    switch = _sm90_choice.decode_max_tokens(8 * ranks, 2, 256 * 128, 8)
+    switch = _sm90_choice.decode_max_tokens(8, 2, 256 * 128)
     for tokens in (0, 1, 2, 3, 5, 8, 9, switch - 1, switch, switch + 1, switch + 2, 2 * switch + 1):
         call, tiled = backend_call(act_format=act_format, tokens=tokens, num_experts=8 * ranks)
         out = torch.full((tokens, 256), float("nan"), dtype=torch.bfloat16, device="cuda")

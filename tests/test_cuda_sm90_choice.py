@@ -68,10 +68,12 @@ def _kernels_of(found: choice.Choice) -> Switches:
         ((128, 8, 2048, 768), RULES),
         ((256, 8, 7168, 2048), (("decode", 56), ("slim", 768), ("narrow", 2560), ("wide", None))),
         ((8, 2, 4096, 14336), (("decode", 14), ("narrow", 320), ("wide", None))),
-        ((128, 1, 2048, 768), (("decode", 14), ("narrow", 99), ("slim", 3072), ("narrow", 10240), ("wide", None))),
+        ((128, 1, 2048, 768), (("decode", 14), ("narrow", 47), ("slim", 3072), ("narrow", 10240), ("wide", None))),
         ((1, 1, 64, 64), (("decode", 14), ("narrow", 80), ("wide", None))),
         ((8, 32, 64, 64), (("decode", 14), ("narrow", 20), ("wide", None))),
-        ((512, 256, 64, 64), (("decode", 8), ("narrow", 160), ("wide", None))),
+        ((512, 256, 64, 64), (("decode", 8), ("slim", 48), ("narrow", 160), ("wide", None))),
+        ((32, 4, 2880, 2880), (("decode", 14), ("slim", 192), ("narrow", 640), ("wide", None))),
+        ((40, 8, 2048, 768), (("decode", 14), ("narrow", 400), ("wide", None))),
     ],
 )
 def test_rules(sizes: tuple[int, int, int, int], expected: Switches) -> None:
@@ -81,19 +83,17 @@ def test_rules(sizes: tuple[int, int, int, int], expected: Switches) -> None:
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
-        # The same tokens an expert as on one rank.
-        ((256, 8, 7168, 2048, 32), (("decode", 56), ("slim", 768), ("narrow", 2560), ("wide", None))),
-        # 16 experts are less than two blocks a multiprocessor: no slim tiles.
-        ((128, 8, 2048, 768, 16), (("decode", 28), ("narrow", 1280), ("wide", None))),
-        # Slim tiles want 100 experts hit: an eighth of 800 slots.
+        # The same tokens an expert as on one rank, but for decode, whose bound is that of the experts here.
+        ((256, 8, 7168, 2048, 32), (("decode", 14), ("slim", 768), ("narrow", 2560), ("wide", None))),
+        # 16 experts are less than three blocks a multiprocessor: no slim tiles.
+        ((128, 8, 2048, 768, 16), (("decode", 14), ("narrow", 1280), ("wide", None))),
+        # Slim tiles want 48 experts hit: an eighth of 384 slots.
         (
             (896, 1, 2048, 768, 112),
-            (("decode", 112), ("narrow", 799), ("slim", 21504), ("narrow", 71680), ("wide", None)),
+            (("decode", 14), ("narrow", 383), ("slim", 21504), ("narrow", 71680), ("wide", None)),
         ),
-        # As few slots as one rank has at 14 tokens would be 14 for each expert here.
         ((8, 2, 4096, 14336, 2), (("decode", 14), ("narrow", 320), ("wide", None))),
-        ((1024, 32, 2048, 768, 64), (("decode", 56), ("narrow", 2560), ("wide", None))),
-        ((4096, 32, 2048, 768, 64), (("decode", 64), ("narrow", 10240), ("wide", None))),  # all that it takes
+        ((128, 4, 2880, 2880, 32), (("decode", 14), ("narrow", 31), ("slim", 768), ("narrow", 2560), ("wide", None))),
     ],
 )
 def test_rules_of_a_rank(sizes: tuple[int, int, int, int, int], expected: Switches) -> None:
@@ -149,14 +149,13 @@ def test_a_users_table_comes_first_then_the_library_s_then_rules(tmp_path: Path)
 def test_a_rank_has_the_kernels_of_its_experts_at_as_many_tokens_each(tmp_path: Path) -> None:
     tuned_kernels.save(DEVICE, KEY, MINE, tmp_path)
     _load(tmp_path)
-    assert _kernels_of(_choice(ranks=4)) == (("decode", 80), ("slim", 1200), ("wide", None))
-    assert _kernels_of(_choice(ranks=16)) == (("decode", 256), ("slim", 4800), ("wide", None)), "2048 slots"
+    assert _kernels_of(_choice(ranks=4)) == (("decode", 20), ("slim", 1200), ("wide", None))
     assert _choice(ranks=4).source == "a table made here"
     eighth = _choice(num_experts=16, ranks=8)
     assert eighth.source == "rules", "the table of all experts has another division of work"
     tuned_kernels.save(DEVICE, KEY, (("slim", 100), ("decode", 120), ("wide", None)), tmp_path)
     _load(tmp_path)
-    assert _kernels_of(_choice(ranks=4)) == (("slim", 400), ("wide", None)), "decode ends at 256"
+    assert _kernels_of(_choice(ranks=4)) == (("slim", 400), ("wide", None)), "decode ends at 120"
 
 
 @pytest.mark.parametrize(
@@ -255,16 +254,16 @@ def test_explain_says_which_kernel_a_rank_gets(tmp_path: Path) -> None:
     problem = moe.Problem("nvfp4", "none", device="cuda", capability=(9, 0), num_experts=512, num_local_experts=128,
                           hidden_size=2048, intermediate_size=768, top_k=8)  # fmt: skip
     note = moe.explain(problem).notes["cuda_sm90"]
-    assert note.startswith("decode kernel up to 56 tokens")
+    assert note.startswith("decode kernel up to 14 tokens")
     assert ", slim tiles of the prefill kernel up to 1536, narrow tiles of the prefill kernel up to 5120, " in note
     assert note.endswith("beyond (by rules, for 128 of 512 experts)")
     tuned_kernels.save(DEVICE, KEY, MINE, tmp_path)
     _load(tmp_path)
     note = moe.explain(problem).notes["cuda_sm90"]
-    assert note.startswith("decode kernel up to 80 tokens") and "slim tiles of the prefill kernel up to 1200, " in note
+    assert note.startswith("decode kernel up to 20 tokens") and "slim tiles of the prefill kernel up to 1200, " in note
     assert note.endswith("(by a table made here, for 128 of 512 experts)")
     note = moe.explain(dataclasses.replace(problem, top_k=None)).notes["cuda_sm90"]
-    assert note.startswith("decode kernel up to 28 to 56 (by top_k) tokens, ")
+    assert note.startswith("decode kernel up to 14 tokens, ")
     assert note.endswith(", where no table has the layer, for 128 of 512 experts")
 
 

@@ -12,10 +12,10 @@ from torch_moe_ops.tuned import Key
 from torch_moe_ops.tuned_kernels import DECODE_MAX_SLOTS, FORGET, KERNELS, Switches, key_of, lookup
 
 # Measured on an H200 (docs/hopper.md, section 5). An expert's w2 of so many values is read at the rate of memory by
-# the decode kernel even where an expert has several tokens: in the mean up to DECODE_MEAN / 4.
-DECODE_TOKENS, LARGE_MATRIX, DECODE_MEAN = 14, 12_000_000, 7
+# the decode kernel even where an expert has several tokens: in the mean up to 7 / 4.
+DECODE_TOKENS, LARGE_MATRIX = 14, 12_000_000
 # Tokens an expert of any rank has in the mean; two blocks a multiprocessor must find enough work to share it evenly.
-SLIM_MEAN, NARROW_MEAN, SLIM_BLOCKS, BLOCK_ROWS = 24, 80, 800, 4 * TILE
+SLIM_MEAN, NARROW_MEAN, SLIM_BLOCKS, BLOCK_ROWS = 24, 80, 384, 4 * TILE
 
 
 class Choice(NamedTuple):
@@ -29,20 +29,21 @@ class Choice(NamedTuple):
         return self.kernels[bisect_left(self.bounds, tokens)]
 
 
-def decode_max_tokens(num_experts: int, top_k: int, matrix: int, num_local_experts: int | None = None) -> int:
-    """Up to this many tokens the decode kernel runs by the rules. matrix: values of w2; None: all experts are local.
+def decode_max_tokens(num_local_experts: int, top_k: int, matrix: int) -> int:
+    """Up to this many tokens the decode kernel runs by the rules. matrix: values of a w2.
 
-    A rank with some of the experts has as few slots at more tokens, but its experts have more of them.
+    A rank with some of the experts has fewer slots of as many tokens, but no more tokens that the kernel is best for:
+    measured with 4 and 8 ranks, it falls behind at 24 to 32.
     """
-    mean = DECODE_MEAN * num_experts // (4 * top_k)
-    most = DECODE_TOKENS * num_experts // (num_local_experts or num_experts)
-    most = mean if matrix >= LARGE_MATRIX else min(most, mean)
-    return min(max(DECODE_TOKENS, most), DECODE_MAX_SLOTS // top_k)
+    most = DECODE_TOKENS
+    if matrix >= LARGE_MATRIX:
+        most = max(most, 7 * num_local_experts // (4 * top_k))
+    return min(most, DECODE_MAX_SLOTS // top_k)
 
 
 def rules(num_experts: int, top_k: int, hidden: int, inter: int, num_local_experts: int | None = None) -> Switches:
-    """Kernels where no table has the layer. Shapes alone decide."""
-    decode = decode_max_tokens(num_experts, top_k, hidden * inter, num_local_experts)
+    """Kernels where no table has the layer. Shapes alone decide; num_local_experts: None where all are local."""
+    decode = decode_max_tokens(num_local_experts or num_experts, top_k, hidden * inter)
     return _ascending((("decode", decode), *prefill_rules(num_experts, top_k, hidden, num_local_experts)))
 
 
@@ -67,17 +68,18 @@ def _ascending(steps: tuple[tuple[str, int | None], ...]) -> Switches:
     return tuple(kept)
 
 
-def of_rank(switches: Switches, top_k: int, num_local_experts: int, num_experts: int) -> Switches:
-    """A whole layer's kernels for a rank with as many experts, of num_experts: at as many tokens an expert."""
+def of_rank(switches: Switches, num_local_experts: int, num_experts: int) -> Switches:
+    """A whole layer's kernels for a rank with as many experts, of num_experts: at as many tokens an expert.
+
+    But for decode, see `decode_max_tokens`.
+    """
     if num_local_experts >= num_experts:
         return switches
-    steps: list[tuple[str, int | None]] = []
-    for name, most in switches:
-        if most is not None:
-            most = most * num_experts // num_local_experts
-            most = min(most, DECODE_MAX_SLOTS // top_k) if name == "decode" else most
-        steps.append((name, most))
-    return _ascending(tuple(steps))
+    scaled = (
+        (name, most if most is None or name == "decode" else most * num_experts // num_local_experts)
+        for name, most in switches
+    )
+    return _ascending(tuple(scaled))
 
 
 def switches_of(device: str, key: Key, num_experts: int) -> tuple[Switches, str]:
@@ -91,7 +93,7 @@ def switches_of(device: str, key: Key, num_experts: int) -> tuple[Switches, str]
         sizes = (key.top_k, key.hidden_size, key.intermediate_size)
         return rules(num_experts, *sizes, key.num_experts), "rules"
     switches, source = found
-    return of_rank(switches, key.top_k, key.num_experts, num_experts), source
+    return of_rank(switches, key.num_experts, num_experts), source
 
 
 @lru_cache(maxsize=4096)

@@ -80,7 +80,7 @@ def _notes(problem: Problem) -> str:
     hidden, inter = problem.hidden_size, problem.intermediate_size
     share = "" if local == experts else f", for {local} of {experts} experts"
     if problem.top_k is None:
-        least, most = (decode_max_tokens(experts, k, hidden * inter, local) for k in (32, 1))
+        least, most = (decode_max_tokens(local, k, hidden * inter) for k in (32, 1))
         switch = f"{least}" if least == most else f"{least} to {most} (by top_k)"
         return f"decode kernel up to {switch} tokens, prefill kernels beyond, where no table has the layer{share}"
     device = tuned.name_of_device(torch.cuda.current_device()) if torch.cuda.is_available() else ""
