@@ -1,4 +1,5 @@
-"""The plan of the few-token kernel's launches, made by the host's code with no GPU: which problems it takes."""
+"""The plan of the few-token kernel's launches, made by the host's code with no GPU: which problems it takes, and which
+units of work each of its blocks does."""
 
 from __future__ import annotations
 
@@ -60,6 +61,38 @@ def test_one_token_s_blocks_end_together(library: Path, layer: tuple[int, int, i
     assert parts(library, layer, 1, dynamic=True) <= 1  # sums are exchanged, not finished values
 
 
+# 960, 3072 and 288 units, of which 36, 36 and 24 are left. Slots are more than lanes: other code sorts and deals.
+@pytest.mark.parametrize("layer", [(40, 128, 2048, 768), (128, 128, 2048, 768), (36, 256, 512, 256)], ids=str)
+def test_no_units_are_shared_where_slots_are_more_than_a_warp(library: Path, layer: tuple[int, int, int, int]) -> None:
+    assert parts(library, layer, 1) == 1
+
+
+# Each tile of K of each row tile of each entry once, by the code of the kernel; all experts local or not.
+DEALS = """
+import ctypes, random, sys
+deal = ctypes.CDLL(sys.argv[1]).deal_few
+draw = random.Random(int(sys.argv[2]))
+found = [0, 0, 0]
+for _ in range(6000):
+    sizes = [64 * draw.randint(1, draw.choice((20, 112))), 16 * draw.randint(1, draw.choice((40, 300)))]
+    tokens, top_k = draw.choice((1, 1, 1, draw.randint(1, 8))), draw.randint(1, draw.choice((10, 32, 128)))
+    problem = (tokens, top_k, draw.randint(top_k, 512), *sizes, int(draw.random() < 0.8), int(draw.random() < 0.2),
+               draw.randint(0, 4))
+    sms = draw.choice((132, 132, 78, 114, 1, 2, 31, 33, 160, 200))
+    shares = deal(sms, draw.choice((232448, 232448, 101376)), *problem)
+    assert shares >= 0, (sms, problem)
+    found[shares] += 1
+print(*found)
+"""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_tile_is_multiplied_once(library: Path, seed: int) -> None:
+    done = subprocess.run([sys.executable, "-c", DEALS, str(library), str(seed)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert min(map(int, done.stdout.split())) > 300
+
+
 # In a process of its own: a plan that divides by what was never written ends it.
 PROGRAM = """
 import ctypes, random, sys
@@ -68,7 +101,7 @@ draw = random.Random(int(sys.argv[2]))
 taken = 0
 for _ in range(4000):
     sizes = [64 * draw.randint(1, 160), 16 * draw.randint(1, 1200)]
-    top_k = draw.randint(1, 22)
+    top_k = draw.randint(1, draw.choice((22, 128)))
     problem = (draw.randint(0, 9), top_k, draw.randint(top_k, 512), *sizes)
     found = plan(*draw.choice(((132, 232448), (78, 232448), (114, 232448), (132, 101376))), *problem,
                  draw.randint(0, 1), draw.randint(0, 1), draw.randint(0, 4))

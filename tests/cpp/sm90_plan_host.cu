@@ -1,12 +1,16 @@
 // The host's plan of a decode launch for very few tokens behind a C interface, on a multiprocessor count and shared
-// memory that the test gives: no GPU is asked.
+// memory that the test gives: no GPU is asked. And the units that each thread block works out for itself, by the
+// kernel's own code compiled for the CPU.
 #include <cstring>
+#include <vector>
 
 #include <cuda_runtime.h>
 
 namespace {
 
 int multiprocessors, shared_memory;
+uint3 this_block;
+dim3 this_grid;
 
 cudaError_t no_device(int* device) {
   *device = 0;
@@ -20,6 +24,19 @@ cudaError_t given_attribute(int* value, cudaDeviceAttr attribute, int) {
 
 }  // namespace
 
+#include "../../csrc/cuda/sm90/decode_few.h"
+#pragma push_macro("__device__")
+#undef __device__
+#define __device__
+#define blockIdx this_block
+#define gridDim this_grid
+#define __float2int_rz(value) static_cast<int>(value)
+#include "../../csrc/cuda/sm90/decode_few_deal.cuh"
+#undef __float2int_rz
+#undef gridDim
+#undef blockIdx
+#pragma pop_macro("__device__")
+
 #define cudaGetDevice no_device
 #define cudaDeviceGetAttribute given_attribute
 #include "../../csrc/cuda/sm90/decode_few_plan.cu"
@@ -28,9 +45,7 @@ namespace few = moeq::sm90::few;
 
 namespace {
 
-bool shares(const few::Plan& plan) {
-  return plan.kind == few::Kind::kPlainShared || plan.kind == few::Kind::kQuantizedShared;
-}
+bool shares(const few::Plan& plan) { return few::shares_units(plan.kind); }
 
 // All units are dealt, no block gets two parts, no part is empty, and their sums have room behind all others.
 bool shares_rightly(const few::Plan& plan) {
@@ -38,7 +53,8 @@ bool shares_rightly(const few::Plan& plan) {
   const few::Deal& deal = args.whole[0];
   const int parts = 1 << deal.shared_bits, tiles = args.part_tiles[0][deal.shared_bits];
   const int64_t outputs = int64_t{args.slots} * args.row_tiles[1] * (moeq::sm90::kTileRows / 2);
-  bool right = args.p.tokens == 1 && parts > 1 && deal.more > 0 && deal.more * parts <= plan.grid;
+  bool right = args.p.tokens == 1 && args.slots <= few::kFewSlots;   // one warp sorts, and deals them
+  right = right && parts > 1 && deal.more > 0 && deal.more * parts <= plan.grid;
   right = right && deal.each * plan.grid + deal.more == args.slots * args.row_tiles[0];
   right = right && (parts - 1) * tiles < args.k_tiles[0];
   right = right && args.partials >= args.outputs + (outputs << args.part_bits[1][args.slots]);
@@ -64,12 +80,9 @@ bool holds(const few::Plan& plan) {
   return right && (!shares(plan) || shares_rightly(plan));
 }
 
-}  // namespace
-
-// 0: the kernel does not take the problem; else into how many parts units are cut that blocks share (1: there are
-// none); -1: a plan that is wrong.
-extern "C" int plan_few(int sms, int shared, int tokens, int top_k, int experts, int hidden, int inter, int gated,
-                        int dynamic, int format) {
+// -1: no plan could be made, 0: the kernel does not take the problem, 1: it does.
+int plan_of(int sms, int shared, int tokens, int top_k, int experts, int hidden, int inter, int gated, int dynamic,
+            int format, few::Plan& plan) {
   multiprocessors = sms;
   shared_memory = shared;
   moeq::sm90::Problem p = {};
@@ -78,11 +91,132 @@ extern "C" int plan_few(int sms, int shared, int tokens, int top_k, int experts,
   p.activation = p.gated ? moeq::sm90::Activation::kSilu : moeq::sm90::Activation::kRelu2NoMul;
   p.a1 = p.a2 = dynamic != 0 ? moeq::sm90::ActScale::kToken : moeq::sm90::ActScale::kNone;
   p.format = static_cast<moeq::sm90::Format>(format);
-  few::Plan plan;
   std::memset(&plan, 0, sizeof(plan));   // as memory may be that was never written
   bool fits = false;
-  if (few::make_plan(p, plan, fits) != cudaSuccess) {
-    return -1;
+  return few::make_plan(p, plan, fits) != cudaSuccess ? -1 : fits ? 1 : 0;
+}
+
+// What one thread block works out, where `entries` are this rank's.
+struct Shares {
+  few::Work of[few::kShares];
+};
+
+Shares shares_of(const few::Plan& plan, int block, int entries) {
+  this_block.x = block;
+  this_grid.x = plan.grid;
+  const bool whole = shares(plan) && entries == plan.args.slots;
+  Shares found = {};
+  for (int gemm = 0; gemm < 2; ++gemm) {
+    found.of[gemm] = whole ? few::share_of_whole(plan.args, gemm) : few::share_of(plan.args, gemm, entries);
   }
-  return !fits ? 0 : !holds(plan) ? -1 : shares(plan) ? 1 << plan.args.whole[0].shared_bits : 1;
+  if (whole) {
+    found.of[few::kSharedUnit] = few::share_of_whole(plan.args, few::kSharedUnit);
+  }
+  return found;
+}
+
+// How often each tile of K of each row tile of each entry is multiplied, in one GEMM.
+class Counts {
+ public:
+  Counts(int entries, int row_tiles, int k_tiles)
+      : entries_(entries), row_tiles_(row_tiles), k_tiles_(k_tiles), times_(entries * row_tiles * k_tiles) {}
+
+  bool add(const few::Work& work) {
+    const bool inside = work.entry >= 0 && work.entry < entries_ && work.row_tile >= 0 && work.row_tile < row_tiles_;
+    for (int tile = 0; inside && tile < work.part_tiles; ++tile) {
+      const int k = work.part * work.part_tiles + tile;
+      if (k < k_tiles_) {
+        ++times_[(work.entry * row_tiles_ + work.row_tile) * k_tiles_ + k];
+      }
+    }
+    return inside && work.part >= 0 && work.stage_tiles > 0;
+  }
+
+  bool all_once() const {
+    for (const uint8_t times : times_) {
+      if (times != 1) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+ private:
+  int entries_, row_tiles_, k_tiles_;
+  std::vector<uint8_t> times_;
+};
+
+// Adds all units of a block. Group by group of warps, none may leave out all units of an operand but the last.
+template <few::Kind kKind>
+bool add_units(const few::Plan& plan, const Shares& shares, int gemm, Counts& counts) {
+  const few::Work begin = few::first_unit<kKind>(shares.of, gemm);
+  bool right = begin.count >= 0 && (begin.groups == 1 || begin.groups == 2);
+  few::Work work = begin;
+  for (int unit = 0; unit < begin.count; ++unit, few::next_unit<kKind>(shares.of, work, plan.args.row_tiles[gemm])) {
+    right = right && counts.add(work) && work.groups == begin.groups && (work.part_bits >= 0 || unit == 0);
+    const bool ends_operand = work.row_tile == plan.args.row_tiles[gemm] - 1 && unit + 1 < begin.count;
+    right = right && (gemm == 0 || begin.groups == 1 || !ends_operand || unit > 0);
+  }
+  return right;
+}
+
+// The block that adds the sums of a unit finds those of part i in the i-th block after it.
+bool parts_are_neighbours(const few::Plan& plan, int block, const few::Work& mine) {
+  const int owner = block - mine.part;
+  const few::Work first = owner < 0 ? few::Work{} : shares_of(plan, owner, plan.args.slots).of[few::kSharedUnit];
+  return first.count > 0 && first.part == 0 && first.entry == mine.entry && first.row_tile == mine.row_tile &&
+         mine.part < 1 << -mine.part_bits && mine.part_bits == first.part_bits;
+}
+
+template <few::Kind kKind>
+bool deals_rightly(const few::Plan& plan, int entries) {
+  bool right = true;
+  for (int gemm = 0; gemm < 2; ++gemm) {
+    Counts counts(entries, plan.args.row_tiles[gemm], plan.args.k_tiles[gemm]);
+    int least = 1 << 30, most = 0;
+    for (int block = 0; block < plan.grid; ++block) {
+      const Shares found = shares_of(plan, block, entries);
+      const few::Work first = few::first_unit<kKind>(found.of, gemm);
+      right = right && add_units<kKind>(plan, found, gemm, counts);
+      right = right && (first.part_bits >= 0 || parts_are_neighbours(plan, block, first));
+      least = first.count < least ? first.count : least;
+      most = first.count > most ? first.count : most;
+    }
+    right = right && counts.all_once() && most - least <= 1;
+  }
+  return right;
+}
+
+}  // namespace
+
+// 0: the kernel does not take the problem; else into how many parts units are cut that blocks share (1: there are
+// none); -1: a plan that is wrong.
+extern "C" int plan_few(int sms, int shared, int tokens, int top_k, int experts, int hidden, int inter, int gated,
+                        int dynamic, int format) {
+  few::Plan plan;
+  const int fits = plan_of(sms, shared, tokens, top_k, experts, hidden, inter, gated, dynamic, format, plan);
+  if (fits < 1) {
+    return fits;
+  }
+  return !holds(plan) ? -1 : shares(plan) ? 1 << plan.args.whole[0].shared_bits : 1;
+}
+
+// 0: the kernel does not take the problem; else whether blocks share units (2) or not (1); -1: some tile is not
+// multiplied exactly once, of all slots' experts or where some are another rank's.
+extern "C" int deal_few(int sms, int shared, int tokens, int top_k, int experts, int hidden, int inter, int gated,
+                        int dynamic, int format) {
+  few::Plan plan;
+  const int fits = plan_of(sms, shared, tokens, top_k, experts, hidden, inter, gated, dynamic, format, plan);
+  if (fits < 1) {
+    return fits;
+  }
+  const int slots = plan.args.slots;
+  for (const int entries : {slots, slots - 1, (slots + 1) / 2, slots / 3, 1, 0}) {
+    if (entries >= 0 && entries <= slots &&
+        !(shares(plan) ? deals_rightly<few::Kind::kPlainShared>(plan, entries)
+                       : deals_rightly<few::Kind::kPlain>(plan, entries))) {
+      return -1;
+    }
+  }
+  return shares(plan) ? 2 : 1;
 }

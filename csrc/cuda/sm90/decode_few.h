@@ -27,6 +27,8 @@ constexpr int64_t kExchangePairs = 1 << 18;      // of 16 bytes, see decode_exch
 enum class Kind : int { kPlain, kPlainShared, kQuantized, kQuantizedShared, kGeneral };
 constexpr int kKinds = 5;
 
+constexpr bool shares_units(Kind kind) { return kind == Kind::kPlainShared || kind == Kind::kQuantizedShared; }
+
 // How the units of a GEMM are dealt to the thread blocks: `each` of them to every one, and `more` are left.
 struct Deal {
   int bits;          // a unit is one of 2^bits parts of K

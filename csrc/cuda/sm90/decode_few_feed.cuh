@@ -72,7 +72,7 @@ __device__ __forceinline__ void copy_weights(const Args& args, Fixed& fixed, uin
   Turn turn = {0, 1, 0};
 #pragma unroll 1
   for (int gemm = 0; gemm < 2; ++gemm) {
-    Work work = first_unit<kKind>(fixed, gemm);
+    Work work = first_unit<kKind>(fixed.work, gemm);
     const int row_tiles = gemm == 0 ? args.row_tiles[0] : args.row_tiles[1];
     const int k_tiles = gemm == 0 ? args.k_tiles[0] : args.k_tiles[1];
     const uint8_t* all_codes = gemm == 0 ? p.w13 : p.w2;
@@ -97,7 +97,7 @@ __device__ __forceinline__ void copy_weights(const Args& args, Fixed& fixed, uin
           announce_stages(fixed, turn.number);
         }
       }
-      next_unit<kKind>(fixed, work, row_tiles);
+      next_unit<kKind>(fixed.work, work, row_tiles);
     }
   }
 }

@@ -174,11 +174,11 @@ __device__ __forceinline__ void run_gemm(const Args& args, Fixed& fixed, uint8_t
   const uint32_t ring = shared_address(base) + args.ring_offset;
   const uint32_t full = shared_address(fixed.full), empty = shared_address(fixed.empty);
   const int scales_at = args.stage_tiles * kTileCodeBytes + Format::scale_offset(thread);
-  Work work = first_unit<kKind>(fixed, gemm);
+  Work work = first_unit<kKind>(fixed.work, gemm);
   Place place = begin_gemm(work);
   Sums sums = {};
 #pragma unroll 1
-  for (int unit = 0; unit < work.count; ++unit, ++number, next_unit<kKind>(fixed, work, row_tiles)) {
+  for (int unit = 0; unit < work.count; ++unit, ++number, next_unit<kKind>(fixed.work, work, row_tiles)) {
     const int begin = work.part * work.part_tiles, all = min(work.part_tiles, k_tiles - begin);
     find_row<kKind>(args, fixed, base, gemm, work, place);
     if ((unit & (place.groups - 1)) != place.group) {

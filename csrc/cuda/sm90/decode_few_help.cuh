@@ -117,11 +117,11 @@ template <Kind kKind>
 __device__ __forceinline__ void help(const Args& args, Fixed& fixed, uint8_t* base) {
   int number = 0;
   const bool whole = finishes_hidden<kKind>(args.p);
-  Work first = first_unit<kKind>(fixed, 0);
+  Work first = first_unit<kKind>(fixed.work, 0);
 #pragma unroll 1
   for (; first.count > 0; --first.count) {
     finish_unit<kKind>(args, fixed, base, first, 0, whole, number++);
-    next_unit<kKind>(fixed, first, args.row_tiles[0]);
+    next_unit<kKind>(fixed.work, first, args.row_tiles[0]);
   }
   Work making = fixed.work[1], work = making;
   const int last = args.h_buffers - 1;

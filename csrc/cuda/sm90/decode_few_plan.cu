@@ -106,10 +106,10 @@ void set_divisors(Args& args, int grid) {
 }
 
 // Of one token, whose units are few: into how many parts those of GEMM1 are cut that are left when all blocks have as
-// many. A part should be worth the exchange of its sums.
+// many. A part should be worth the exchange of its sums. Only where one warp sorts does it deal them (`sort_one`).
 int shared_bits_for(const Args& args, int more, int grid) {
   constexpr int kLeastTiles = 4;
-  int bits = more == 0 || args.p.tokens > 1 ? 0 : kMaxPartBits;
+  int bits = more == 0 || args.p.tokens > 1 || args.slots > kFewSlots ? 0 : kMaxPartBits;
   while (bits > 0 && (more << bits > grid || args.k_tiles[0] < kLeastTiles << bits)) {
     --bits;
   }

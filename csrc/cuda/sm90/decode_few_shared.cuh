@@ -2,7 +2,7 @@
 #pragma once
 #include <cstddef>
 
-#include "decode_few.h"
+#include "decode_few_deal.cuh"
 #include "gemm_async.cuh"
 
 namespace moeq::sm90::few {
@@ -11,17 +11,6 @@ namespace moeq::sm90::few {
 struct Entry {
   int expert, first, count;
 };
-
-// A thread block's share of one GEMM: `count` units from this one on. A unit is a part of K of a row tile; units lie in
-// the order entry, part, row tile.
-struct Work {
-  int entry, part, row_tile, count;
-  int part_bits;   // of 2^part_bits parts; < 0: the first unit is one of GEMM1 that 2^-part_bits blocks share
-  int part_tiles, stage_tiles;
-  int groups;   // of the warps that multiply, each takes every other unit
-};
-
-constexpr int kSharedUnit = 2, kShares = 3;   // after GEMM1's and GEMM2's
 
 constexpr uint32_t kForeign = 0xffffffffu;
 
@@ -62,7 +51,7 @@ template <Kind kKind>
 struct Case {
   static constexpr bool kGeneral = kKind == Kind::kGeneral;
   static constexpr bool kQuantized = kKind == Kind::kQuantized || kKind == Kind::kQuantizedShared;
-  static constexpr bool kShared = kKind == Kind::kPlainShared || kKind == Kind::kQuantizedShared;
+  static constexpr bool kShared = shares_units(kKind);
   static __device__ __forceinline__ bool gated(const Problem& p) { return !kGeneral || p.gated; }
   static __device__ __forceinline__ bool bias13(const Problem& p) { return kGeneral && p.w13_bias != nullptr; }
   static __device__ __forceinline__ bool bias2(const Problem& p) { return kGeneral && p.w2_bias != nullptr; }
@@ -101,11 +90,6 @@ enum Meeting : int {
 
 __device__ __forceinline__ void sync_helpers() { named_barrier(kHelpersMeet, kHelperThreads); }
 
-// n / d for the inverse of d, where n < 2^21.
-__device__ __forceinline__ int quotient(int n, float inverse) {
-  return __float2int_rz((static_cast<float>(n) + 0.5f) * inverse);
-}
-
 __device__ __forceinline__ void sync_workers() { named_barrier(kWorkersMeet, kThreads); }
 
 __device__ __forceinline__ int lane_of_warp() { return threadIdx.x % 32; }
@@ -126,34 +110,6 @@ __device__ __forceinline__ void next_stage(Turn& turn, int stages) {
   if (++turn.stage == stages) {
     turn.stage = 0;
     turn.parity ^= 1;
-  }
-}
-
-__device__ __forceinline__ void next_unit(Work& work, int row_tiles) {
-  if (++work.row_tile == row_tiles) {
-    work.row_tile = 0;
-    if (++work.part == 1 << work.part_bits) {
-      work.part = 0;
-      ++work.entry;
-    }
-  }
-}
-
-// Of a block's units of GEMM1 its part of one that blocks share comes first, so that its sums are there when they are
-// needed.
-template <Kind kKind>
-__device__ __forceinline__ Work first_unit(const Fixed& fixed, int gemm) {
-  return fixed.work[Case<kKind>::kShared && gemm == 0 && fixed.work[kSharedUnit].count > 0 ? kSharedUnit : gemm];
-}
-
-template <Kind kKind>
-__device__ __forceinline__ void next_unit(const Fixed& fixed, Work& work, int row_tiles) {
-  if (Case<kKind>::kShared && work.part_bits < 0) {
-    const int count = work.count;
-    work = fixed.work[0];
-    work.count = count;
-  } else {
-    next_unit(work, row_tiles);
   }
 }
 

@@ -1,56 +1,11 @@
 // The routing, which every thread block works out for itself: slots sorted by expert, the entries that they make, and
-// the block's share of their weights.
+// the block's share of their weights (decode_few_deal.cuh).
 #pragma once
 #include "decode_chunks.cuh"
 #include "decode_few_shared.cuh"
 #include "route.cuh"
 
 namespace moeq::sm90::few {
-
-// A block's share of GEMM `gemm`: as many units as others have, or one more. The first blocks have more of GEMM1, the
-// last ones of GEMM2.
-__device__ __forceinline__ Work share_of(const Args& args, int gemm, int entries) {
-  const int bits = args.part_bits[gemm][entries], row_tiles = args.row_tiles[gemm];
-  const int units = (entries * row_tiles) << bits, block = blockIdx.x, grid = gridDim.x;
-  const int each = quotient(units, args.inverse_grid), more = units - each * grid;
-  const int early = gemm == 0 ? more : 0, late = gemm == 0 ? grid : grid - more;
-  const int begin = block * each + min(block, early) + max(block - late, 0);
-  const int stripe = quotient(begin, args.inverse_row_tiles[gemm]);
-  Work work;
-  work.row_tile = begin - stripe * row_tiles;
-  work.entry = stripe >> bits;
-  work.part = stripe & ((1 << bits) - 1);
-  work.count = each + (block < early || block >= late ? 1 : 0);
-  // Where GEMM2's first operand has one unit, the other group would not wait for it and could miss a phase of `made`.
-  const bool skips = work.count == 1 || (gemm == 1 && work.row_tile == row_tiles - 1);
-  work.groups = skips ? 1 : args.part_groups[gemm][bits];
-  work.part_bits = bits;
-  work.part_tiles = args.part_tiles[gemm][bits];
-  work.stage_tiles = args.part_stage_tiles[gemm][bits];
-  return work;
-}
-
-// The same of one token, all of whose experts are ours, where blocks share the units of GEMM1 that are left when all
-// have as many. `share`: of which GEMM, or kSharedUnit.
-__device__ __forceinline__ Work share_of_whole(const Args& args, int share) {
-  const int gemm = share == 1 ? 1 : 0, row_tiles = args.row_tiles[gemm], block = blockIdx.x, grid = gridDim.x;
-  const Deal& deal = args.whole[gemm];
-  const int late = gemm == 0 ? grid : grid - deal.more, own = deal.each + (block >= late ? 1 : 0);
-  const bool shared = share == kSharedUnit, has_part = gemm == 0 && block < deal.more << deal.shared_bits;
-  const int bits = shared ? deal.shared_bits : deal.bits;
-  const int begin = shared ? grid * deal.each + (block >> bits) : block * deal.each + max(block - late, 0);
-  const int stripe = quotient(begin, args.inverse_row_tiles[gemm]);
-  Work work;
-  work.row_tile = begin - stripe * row_tiles;
-  work.entry = shared ? stripe : stripe >> bits;
-  work.part = (shared ? block : stripe) & ((1 << bits) - 1);
-  work.count = shared && !has_part ? 0 : own + has_part;
-  work.groups = own <= 1 || (gemm == 1 && work.row_tile == row_tiles - 1) ? 1 : args.part_groups[gemm][deal.bits];
-  work.part_bits = shared ? -bits : bits;
-  work.part_tiles = args.part_tiles[gemm][bits];
-  work.stage_tiles = args.part_stage_tiles[gemm][bits];
-  return work;
-}
 
 // -1 if it is not one of ours. Any id may come.
 __device__ __forceinline__ int local_expert(const Problem& p, int id) {
