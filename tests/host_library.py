@@ -1,8 +1,9 @@
-"""Number code of the CUDA kernels, compiled for the CPU."""
+"""Code of the CUDA kernels, compiled for the CPU."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
+NVCC = shutil.which("nvcc") or shutil.which(os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc"))
 
 
 def host_library(source: str, folder: Path) -> ctypes.CDLL:
@@ -20,3 +22,13 @@ def host_library(source: str, folder: Path) -> ctypes.CDLL:
     flags = ["-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-shared", "-fPIC"]
     subprocess.run([COMPILER, *flags, str(path), "-o", str(library)], check=True)
     return ctypes.CDLL(str(library))
+
+
+def planning_library(source: str, folder: Path) -> Path:
+    """The same of a .cu file: what the host does before a launch, which includes headers of CUDA."""
+    if NVCC is None:
+        pytest.skip("no CUDA compiler (nvcc) to build the host's code")
+    path, library = Path(__file__).parent / "cpp" / source, folder / "libplan.so"
+    flags = ["-std=c++17", "-O1", "-gencode", "arch=compute_90a,code=sm_90a", "-Xcompiler", "-fPIC", "-shared"]
+    subprocess.run([NVCC, *flags, "-cudart", "static", str(path), "-o", str(library)], check=True, capture_output=True)
+    return library

@@ -284,17 +284,13 @@ def note(scheme: str, act_format: str, experts: tuple[int, int], top_k: int | No
     experts: those of this rank, and of all (with some elsewhere, as many slots here take more tokens).
     """
     local, total = experts
+    sizes = (scheme, local, hidden, inter)
     if not (TABLE or SHIPPED) or not torch.cuda.is_available():
         return ""
     texts = []
     for table, where in ((TABLE, "tuned here"), (SHIPPED, "of the library's table")):
         for key, entries in table.get(name_of_device(torch.cuda.current_device()), {}).items():
-            same = (key.scheme, key.num_experts, key.hidden_size, key.intermediate_size) == (
-                scheme,
-                local,
-                hidden,
-                inter,
-            )
+            same = (key.scheme, key.num_experts, key.hidden_size, key.intermediate_size) == sizes
             if same and key.act_format in (act_format, "none") and top_k in (None, key.top_k):
                 tokens = ", ".join(str(e.tokens if e.tokens == 1 else e.tokens * total // local) for e in entries)
                 kind = "" if key.act_format == act_format else " and 16-bit activations"

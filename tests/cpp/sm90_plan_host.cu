@@ -43,6 +43,11 @@ cudaError_t given_attribute(int* value, cudaDeviceAttr attribute, int) {
 
 namespace few = moeq::sm90::few;
 
+// What a test asks for: the GPU's multiprocessors and shared memory, then the call.
+struct Layer {
+  int sms, shared, tokens, top_k, experts, hidden, inter, gated, dynamic, format;
+};
+
 namespace {
 
 bool shares(const few::Plan& plan) { return few::shares_units(plan.kind); }
@@ -80,20 +85,22 @@ bool holds(const few::Plan& plan) {
   return right && (!shares(plan) || shares_rightly(plan));
 }
 
-// -1: no plan could be made, 0: the kernel does not take the problem, 1: it does.
-int plan_of(int sms, int shared, int tokens, int top_k, int experts, int hidden, int inter, int gated, int dynamic,
-            int format, few::Plan& plan) {
-  multiprocessors = sms;
-  shared_memory = shared;
+// -1: no plan could be made, 0: the kernel does not take the layer, else what `found` says of the plan.
+template <class Found>
+int answer(const Layer& layer, Found found) {
+  multiprocessors = layer.sms;
+  shared_memory = layer.shared;
   moeq::sm90::Problem p = {};
-  p.tokens = tokens, p.top_k = top_k, p.experts = experts, p.hidden = hidden, p.inter = inter;
-  p.gated = gated != 0;
+  p.tokens = layer.tokens, p.top_k = layer.top_k, p.experts = layer.experts;
+  p.hidden = layer.hidden, p.inter = layer.inter;
+  p.gated = layer.gated != 0;
   p.activation = p.gated ? moeq::sm90::Activation::kSilu : moeq::sm90::Activation::kRelu2NoMul;
-  p.a1 = p.a2 = dynamic != 0 ? moeq::sm90::ActScale::kToken : moeq::sm90::ActScale::kNone;
-  p.format = static_cast<moeq::sm90::Format>(format);
+  p.a1 = p.a2 = layer.dynamic != 0 ? moeq::sm90::ActScale::kToken : moeq::sm90::ActScale::kNone;
+  p.format = static_cast<moeq::sm90::Format>(layer.format);
+  few::Plan plan;
   std::memset(&plan, 0, sizeof(plan));   // as memory may be that was never written
   bool fits = false;
-  return few::make_plan(p, plan, fits) != cudaSuccess ? -1 : fits ? 1 : 0;
+  return few::make_plan(p, plan, fits) != cudaSuccess ? -1 : fits ? found(plan) : 0;
 }
 
 // What one thread block works out, where `entries` are this rank's.
@@ -187,36 +194,31 @@ bool deals_rightly(const few::Plan& plan, int entries) {
   return right;
 }
 
-}  // namespace
-
-// 0: the kernel does not take the problem; else into how many parts units are cut that blocks share (1: there are
-// none); -1: a plan that is wrong.
-extern "C" int plan_few(int sms, int shared, int tokens, int top_k, int experts, int hidden, int inter, int gated,
-                        int dynamic, int format) {
-  few::Plan plan;
-  const int fits = plan_of(sms, shared, tokens, top_k, experts, hidden, inter, gated, dynamic, format, plan);
-  if (fits < 1) {
-    return fits;
-  }
-  return !holds(plan) ? -1 : shares(plan) ? 1 << plan.args.whole[0].shared_bits : 1;
-}
-
-// 0: the kernel does not take the problem; else whether blocks share units (2) or not (1); -1: some tile is not
-// multiplied exactly once, of all slots' experts or where some are another rank's.
-extern "C" int deal_few(int sms, int shared, int tokens, int top_k, int experts, int hidden, int inter, int gated,
-                        int dynamic, int format) {
-  few::Plan plan;
-  const int fits = plan_of(sms, shared, tokens, top_k, experts, hidden, inter, gated, dynamic, format, plan);
-  if (fits < 1) {
-    return fits;
-  }
+// Of all slots' experts and where some are another rank's.
+bool deals_each_tile_once(const few::Plan& plan) {
   const int slots = plan.args.slots;
   for (const int entries : {slots, slots - 1, (slots + 1) / 2, slots / 3, 1, 0}) {
     if (entries >= 0 && entries <= slots &&
         !(shares(plan) ? deals_rightly<few::Kind::kPlainShared>(plan, entries)
                        : deals_rightly<few::Kind::kPlain>(plan, entries))) {
-      return -1;
+      return false;
     }
   }
-  return shares(plan) ? 2 : 1;
+  return true;
+}
+
+}  // namespace
+
+// Both: 0 where the kernel does not take the layer, -1 where something is wrong.
+
+// Into how many parts units are cut that blocks share; 1: there are none.
+extern "C" int plan_few(const Layer* layer) {
+  return answer(*layer, [](const few::Plan& plan) {
+    return !holds(plan) ? -1 : shares(plan) ? 1 << plan.args.whole[0].shared_bits : 1;
+  });
+}
+
+// Whether blocks share units (2) or not (1), and every tile is multiplied exactly once.
+extern "C" int deal_few(const Layer* layer) {
+  return answer(*layer, [](const few::Plan& plan) { return !deals_each_tile_once(plan) ? -1 : shares(plan) ? 2 : 1; });
 }
