@@ -62,7 +62,6 @@ cudaError_t decode_run(const Problem& p) {
     return error;
   }
   const void* kernel = decode::kernel_of(p.format, plan.groups);
-  constexpr int kFormats = static_cast<int>(Format::kInt4Zero) + 1;
   static KnownDevices known[kFormats][5];
   error = allow_shared_memory(kernel, plan.shared_bytes, known[static_cast<int>(p.format)][plan.groups]);
   if (error != cudaSuccess) {

@@ -133,7 +133,6 @@ const void* kernel_of(Format format, Kind kind) {
 }
 
 cudaError_t run(const Plan& plan) {
-  constexpr int kFormats = 5;
   static KnownDevices known[kFormats][kKinds];
   const Problem& p = plan.args.p;
   const void* kernel = kernel_of(p.format, plan.kind);

@@ -63,7 +63,7 @@ struct Plan {
   int shared_bytes;
 };
 
-// False where the problem is not one of very few tokens, or not of the plain kind.
+// fits: whether the kernel takes the problem, and there is room for it.
 cudaError_t make_plan(const Problem& p, Plan& plan, bool& fits);
 
 cudaError_t run(const Plan& plan);

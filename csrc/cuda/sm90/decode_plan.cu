@@ -1,22 +1,11 @@
 // The host's part of a decode launch: sizes and the division of the workspace.
 #include "decode_shared.cuh"
 #include "formats.cuh"
+#include "workspace.h"
 
 namespace moeq::sm90::decode {
 
 namespace {
-
-struct Carver {
-  uint8_t* base;
-  size_t used = 0;
-
-  template <typename T>
-  T* take(size_t count) {
-    T* pointer = base == nullptr ? nullptr : reinterpret_cast<T*>(base + used);
-    used += (count * sizeof(T) + 255) / 256 * 256;
-    return pointer;
-  }
-};
 
 // One reading of weights serves 8 * groups tokens of an expert. Wider stages leave less of the ring, so no wider than
 // twice the mean: an expert with more tokens is read again.
@@ -82,26 +71,26 @@ cudaError_t make_plan(const Problem& p, Plan& plan) {
   args.k_tiles[0] = k_tiles(p.hidden);
   args.row_tiles[1] = ceil_div(p.hidden, kTileRows);
   args.k_tiles[1] = k_tiles(p.inter);
-  Carver carver{static_cast<uint8_t*>(p.workspace)};
-  args.h = carver.take<__nv_bfloat16>(slots * p.inter);
+  Arena arena(p.workspace);
+  args.h = arena.take<__nv_bfloat16>(slots * p.inter);
   args.output_parts = output_parts_for(args.k_tiles[1]);
-  args.y = carver.take<float>(args.output_parts * slots * p.hidden);
+  args.y = arena.take<float>(args.output_parts * slots * p.hidden);
   args.operand = nullptr;
   args.operand_factor = args.h_factor = args.wide = nullptr;
   args.operand_rows = operand_by_slot(p) ? args.slots : p.tokens;
   args.private_operand = args.operand_rows * (p.hidden / 16) <= kPrivateBlocks;
   if (makes_operand(p)) {
     const size_t copies = args.private_operand ? plan.grid : 1;
-    args.operand = carver.take<__nv_bfloat16>(copies * args.operand_rows * p.hidden);
+    args.operand = arena.take<__nv_bfloat16>(copies * args.operand_rows * p.hidden);
   }
   if (p.a1 == ActScale::kToken) {
-    args.operand_factor = carver.take<float>(p.tokens);
+    args.operand_factor = arena.take<float>(p.tokens);
   }
   if (p.a2 == ActScale::kToken) {
-    args.wide = carver.take<float>(slots * p.inter);
-    args.h_factor = carver.take<float>(slots);
+    args.wide = arena.take<float>(slots * p.inter);
+    args.h_factor = arena.take<float>(slots);
   }
-  plan.workspace = carver.used;
+  plan.workspace = arena.used();
   args.ring_offset = (fixed_bytes(args.slots, plan.groups) + 127) / 128 * 128;
   args.ring_bytes = shared - args.ring_offset;
   plan.shared_bytes = shared;

@@ -5,7 +5,7 @@
 
 namespace moeq::sm90::decode {
 
-enum StageKind : int { kFirst, kSecond, kEnd };   // of GEMM1, of GEMM2; nothing more of this GEMM
+constexpr int kEnd = 2;   // nothing more of this GEMM; 0, 1: a stage of GEMM1, of GEMM2
 
 // What the producers put into a stage.
 struct alignas(16) StageInfo {

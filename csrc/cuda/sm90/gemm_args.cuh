@@ -11,7 +11,7 @@ namespace moeq::sm90 {
 struct GemmArgs {
   Problem problem;
   Schedule schedule;
-  const __nv_bfloat16* operand;  // [hidden_padded / 64, rows, 64]: see operand_offset
+  const __nv_bfloat16* operand;  // [hidden_padded / 64, rows, 64]
   const float* operand_factor;   // [tokens]; null: 1
   __nv_bfloat16* h;              // [inter_padded / 64, rows, 64], likewise
   float* h_wide;                 // [rows, inter_padded] in natural order, where quantization needs whole rows; or null

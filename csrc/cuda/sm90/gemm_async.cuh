@@ -1,4 +1,4 @@
-// The Hopper instructions that the prefill kernels are made of, one function each: barriers in shared memory, copies
+// The Hopper instructions that the kernels are made of, one function each: barriers in shared memory, copies
 // that report to them, ordering of wgmma, dependent launches.
 #pragma once
 #include <cstdint>
@@ -31,20 +31,6 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       : "memory");
 }
 
-// The same for a wait that is long and not urgent, and should leave the issue slots to others.
-__device__ __forceinline__ void barrier_wait_idle(uint32_t barrier, uint32_t parity) {
-  uint32_t done = 0;
-  while (true) {
-    asm volatile(
-        "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-        : "=r"(done)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-    if (done) return;
-    __nanosleep(256);
-  }
-}
-
 // The first `threads` threads to come here wait for each other; `name` is 1 to 15.
 __device__ __forceinline__ void named_barrier(int name, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
@@ -66,8 +52,6 @@ __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_all;" 
 // Between accesses of threads and accesses of the tensor cores or the copy engine to the same memory.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // At most `pending` groups are still running afterwards.
 template <int pending>
 __device__ __forceinline__ void wgmma_wait() {

@@ -12,7 +12,7 @@
 // Let v[i] be such a register as bfloat16 bits (sign 15, code's other three bits 8..6; the same 16 higher), and
 // m = 0x81C081C0. The word w spreads them so that few operations take them apart:
 //   v[0] = (w << 6) & m, v[1] = (w << 2) & m, v[2] = rotate_right(w, 4) & m, v[3] = (w ^ (w >> 8)) & m.
-// `encode_word` is the inverse.
+// `_encode` of torch_moe_ops/backends/_sm90_layout.py is the inverse.
 //
 // That is NVFP4 and MXFP4. INT4: the codes of register i (0 to 15 as stored) are bits 4 * i .. 4 * i + 3 (low half) and
 // 16 + 4 * i .. (high half).
@@ -51,16 +51,5 @@ constexpr float kAccumulatorScale = 274877906944.0f;  // 2^38
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 constexpr int row_tiles13(int inter, bool gated) { return ceil_div(gated ? 2 * inter : inter, kTileRows); }
 constexpr int k_tiles(int k) { return ceil_div(k, kTileK); }
-
-// v[i]: two codes as bfloat16 bits, as described above -> the stored word.
-constexpr uint32_t encode_word(uint32_t v0, uint32_t v1, uint32_t v2, uint32_t v3) {
-  uint32_t w = v0 >> 6 | v1 >> 2 | v2 << 4 | v2 >> 28;   // bits 0-2, 9; 4-6, 13; 10-12, 3, of either half
-  w |= v3 & 0x81000000u;                                 // what v[3] does not mix with another bit
-  w |= (v3 ^ w >> 8) & 0x00800000u;
-  w |= (v3 ^ w >> 8) & 0x00008000u;
-  w |= (v3 ^ w >> 8) & 0x00000180u;
-  w |= ((v3 ^ w) << 8) & 0x40004000u;
-  return w;
-}
 
 }  // namespace moeq::sm90

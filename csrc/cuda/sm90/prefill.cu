@@ -15,7 +15,7 @@ struct Plan {
   size_t bytes;
 };
 
-constexpr int kFormats = 5, kFinishes = 3;
+constexpr int kFinishes = 3;
 
 template <class Format>
 GemmVariants variants_of(Finish finish) {

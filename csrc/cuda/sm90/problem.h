@@ -18,6 +18,7 @@ enum class OutType : int { kBfloat16, kFloat16, kFloat32 };
 
 // What the weights are: the formats of formats.cuh.
 enum class Format : int { kNvfp4, kMxfp4, kInt4Per32, kInt4Per64, kInt4Zero };
+constexpr int kFormats = 5;
 
 // Of prefill's tiles (gemm_config.cuh); the caller chooses.
 enum class Shape : int { kSlim, kNarrow, kWide };
