@@ -160,6 +160,36 @@ def test_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tuned.folder() == Path("/home/someone/.cache/torch_moe_ops/tune")
 
 
+NO_HOME = """
+import os, pwd
+
+def unknown(user):
+    raise KeyError(f"no passwd entry for {user}")
+
+pwd.getpwuid = pwd.getpwnam = unknown
+"""
+
+
+def _run_without_home(code: str) -> subprocess.CompletedProcess[str]:
+    """In a process as a container runs it under a uid that nobody registered: no HOME, no passwd entry."""
+    environment = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH") if name in os.environ}
+    command = [sys.executable, "-c", NO_HOME + code]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_the_library_works_without_a_home_directory() -> None:
+    done = _run_without_home("""
+import torch, torch_moe_ops as moe
+from torch_moe_ops import tuned, tuned_kernels
+raw = moe.quantize_experts(torch.randn(4, 64, 32), torch.randn(4, 32, 32), "nvfp4")
+w = moe.prepare(raw, backend="reference")
+moe.fused_moe(torch.randn(3, 32), torch.randn(3, 4), w, routing=moe.Routing("renormalize", top_k=2))
+print(tuned.folder(), tuned_kernels.folder(), tuned.no_folder_reason())
+""")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "None None MOEQ_TUNE_DIR must name a folder, got none and no home directory\n"
+
+
 def test_a_folder_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
     tuned.load(tmp_path / "missing")
     assert tuned.TABLE == {}

@@ -1,9 +1,9 @@
 """Tile sizes that `python -m torch_moe_ops tune` found.
 
 One JSON file a kind of device. Those of a user lie in `$MOEQ_TUNE_DIR`, else `$XDG_CACHE_HOME/torch_moe_ops/tune`,
-else `~/.cache/torch_moe_ops/tune` (an empty MOEQ_TUNE_DIR reads none); the library's own, of a few models, in
-torch_moe_ops/tile_tables. A user's come first. All are read once, when the library is imported: never while a
-layer runs, so never inside a capture. They change which tiles a kernel takes and with them the order of float32
+else `~/.cache/torch_moe_ops/tune` (an empty MOEQ_TUNE_DIR, or no home directory: none); the library's own, of a few
+models, in torch_moe_ops/tile_tables. A user's come first. All are read once, when the library is imported: never
+while a layer runs, so never inside a capture. They change which tiles a kernel takes and with them the order of float32
 sums, nothing else. Entries of another Triton are not used, a user's of another version of the library neither.
 
     {"format": 1, "device": name, "problems": [{"scheme": ..., "act_format": ..., "num_experts": ..., "top_k": ...,
@@ -67,12 +67,24 @@ SHIPPED_FOLDER = Path(__file__).parent / "tile_tables"
 
 
 def folder() -> Path | None:
-    """Where tuned files lie; None where MOEQ_TUNE_DIR is empty."""
+    """Where tuned files lie; None where MOEQ_TUNE_DIR is empty, or nothing says and there is no home directory."""
     given = os.environ.get(ENVIRONMENT_VARIABLE)
     if given is not None:
         return Path(given) if given else None
     cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "torch_moe_ops" / "tune"
+    try:
+        base = Path(cache) if cache else Path.home() / ".cache"
+    except RuntimeError:  # HOME is not set and the user has no passwd entry, as in a container run with `--user 12345`
+        return None
+    return base / "torch_moe_ops" / "tune"
+
+
+def no_folder_reason() -> str | None:
+    """None where `folder` is one, else what to do about it."""
+    if folder() is not None:
+        return None
+    got = "none and no home directory" if os.environ.get(ENVIRONMENT_VARIABLE) is None else "an empty one"
+    return f"{ENVIRONMENT_VARIABLE} must name a folder, got {got}"
 
 
 def file_of(device_name: str, where: Path) -> Path:

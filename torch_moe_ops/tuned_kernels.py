@@ -43,7 +43,7 @@ def key_of(scheme: str, act_format: str, num_experts: int, top_k: int, hidden: i
 
 
 def folder() -> Path | None:
-    """Where a user's files lie; None where MOEQ_TUNE_DIR is empty."""
+    """Where a user's files lie; None where `tuned.folder` is none."""
     where = tuned.folder()
     return None if where is None else where / FOLDER
 

@@ -101,8 +101,8 @@ def _reason(backend: str) -> str | None:
         return reason
     if not torch.cuda.is_available():
         return "a CUDA device must be visible, got none"
-    if tuned.folder() is None:
-        return f"{tuned.ENVIRONMENT_VARIABLE} must name a folder, got an empty one"
+    if reason := tuned.no_folder_reason():
+        return reason
     capability = torch.cuda.get_device_capability()
     if backend == "triton":
         return device_reason("cuda", capability)
