@@ -44,9 +44,9 @@ class Format:
         named = (self.backend, self.scheme, self.act_format, self.input_scale, self.weight_policy)
         return "-".join(named[:3] + tuple(n for n in named[3:] if n not in ("none", "exact")))
 
-    def settings(self) -> dict[str, str]:
+    def settings(self, device: str = "cuda") -> dict[str, str]:
         """As `prepare` and `explain` take them."""
-        return {"act_format": self.act_format, "weight_policy": self.weight_policy, "device": "cuda"}
+        return {"act_format": self.act_format, "weight_policy": self.weight_policy, "device": device}
 
 
 def _wanted() -> Iterator[tuple[str, str, str, str]]:
@@ -85,6 +85,7 @@ class Sizes:
     activation: str = "silu"
     bias: bool = False
     dtype: torch.dtype = torch.bfloat16
+    seed: int = 7  # of the weights
 
 
 WIDE = Sizes(experts=8, top_k=2, hidden=2880, inter=704)
@@ -95,15 +96,15 @@ def _up(size: int, multiple: int) -> int:
 
 
 @lru_cache(maxsize=3)
-def make_raw(fmt: Format, sizes: Sizes) -> moe.RawWeights:
-    """Normal weights with an outlier column, a block of zeros and one tiny expert, quantized on the GPU."""
-    g = torch.Generator("cuda").manual_seed(7)
+def make_raw(fmt: Format, sizes: Sizes, device: str = "cuda") -> moe.RawWeights:
+    """Normal weights with an outlier column, a block of zeros and one tiny expert, quantized on the device."""
+    g = torch.Generator(device).manual_seed(sizes.seed)
     multiple = SCHEMES[fmt.scheme].size_multiple
     hidden, inter = _up(sizes.hidden, multiple), _up(sizes.inter, multiple)
     rows = inter * (2 if ACTIVATIONS[sizes.activation].is_gated else 1)
 
     def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=g, device="cuda")
+        return torch.randn(shape, generator=g, device=device)
 
     w13 = randn(sizes.experts, rows, hidden).mul_(hidden**-0.5)
     w2 = randn(sizes.experts, hidden, inter).mul_(inter**-0.5)
@@ -116,26 +117,26 @@ def make_raw(fmt: Format, sizes: Sizes) -> moe.RawWeights:
         changes["w13_bias"] = randn(sizes.experts, rows) * 0.1
         changes["w2_bias"] = randn(sizes.experts, hidden) * 0.1
     if raw.w13_scale_2 is not None:
-        factors = torch.rand(sizes.experts, rows // inter, generator=g, device="cuda") * 3 + 0.25
+        factors = torch.rand(sizes.experts, rows // inter, generator=g, device=device) * 3 + 0.25
         changes["w13_scale_2"] = raw.w13_scale_2 * factors
     if fmt.input_scale != "none":
         shape = () if fmt.input_scale == "tensor" else (sizes.experts,)
         for name, amax in (("a13_input_scale", 4.0), ("a2_input_scale", 2.0)):
-            spread = torch.rand(shape, generator=g, device="cuda") + 0.5
+            spread = torch.rand(shape, generator=g, device=device) + 0.5
             changes[name] = spread * amax / _LARGEST[fmt.act_format]
     return dataclasses.replace(raw, activation=sizes.activation, **changes)
 
 
-def prepare(raw: moe.RawWeights, fmt: Format) -> moe.PreparedWeights:
+def prepare(raw: moe.RawWeights, fmt: Format, device: str = "cuda") -> moe.PreparedWeights:
     """On fmt.backend; the test is skipped with the backend's reasons where it does not take these sizes."""
-    against = moe.explain(raw, **fmt.settings()).against[fmt.backend]
+    against = moe.explain(raw, **fmt.settings(device)).against.get(fmt.backend)  # None: "auto"
     if against:
         pytest.skip(f"{fmt.backend}: {'; '.join(against)}")
-    return moe.prepare(raw, backend=fmt.backend, **fmt.settings())
+    return moe.prepare(raw, backend=fmt.backend, **fmt.settings(device))
 
 
-def as_reference(raw: moe.RawWeights, fmt: Format) -> moe.PreparedWeights:
-    return moe.prepare(raw, backend="reference", **fmt.settings())
+def as_reference(raw: moe.RawWeights, fmt: Format, device: str = "cuda") -> moe.PreparedWeights:
+    return moe.prepare(raw, backend="reference", **fmt.settings(device))
 
 
 ROUTINGS = ("random", "skewed", "one", "half", "foreign")

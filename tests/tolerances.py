@@ -42,3 +42,29 @@ def bound(dtype: torch.dtype, act_format: str = "none") -> float:
     """Class 2 for a result of `dtype`."""
     rounding = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}[dtype]
     return rounding if act_format == "none" else max(rounding, W4A4)
+
+
+# A code of the intermediate beside a tie lands on either side of it, by the order of float32 sums or by sums of few bits.
+# What such a code can weigh, as a multiple of the intermediate's root mean square: values of 10 of that occur, times the
+# step of a code. It counts in small outputs, whose intermediate has few values.
+MOVED_CODE = {
+    "none": 0.0,
+    "nvfp4": 4.0,
+    "mxfp4": 4.0,
+    "mxfp6_e3m2": 2.0,
+    "mxfp6_e2m3": 2.0,
+    "mxfp8": 1.0,
+    "fp8": 1.0,
+    "int8": 1.0,
+}
+FP8_SUM_BACKENDS = ("triton_fp8", "cuda_sm90_fp8", "cuda_sm90_packed", "cuda_sm90_folded")
+
+
+def layer_bound(backend: str, act_format: str, dtype: torch.dtype, values: int) -> float:
+    """Class 2 for a result of `dtype` of any size. values: of the intermediate behind it, tokens * top_k * width."""
+    base = bound(dtype, act_format)
+    if backend in FP8_SUM_BACKENDS:
+        base = max(base, FP8_SUMS)
+    if backend == "cuda_sm90_int4":
+        base = max(base, ROUNDED_INT4)
+    return base + MOVED_CODE[act_format] / max(1, values) ** 0.5
