@@ -84,7 +84,6 @@ def install_cutlass(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *a: capability)
-    workspace.release()
     workspace._bytes_needed.cache_clear()
     return calls
 

@@ -1,4 +1,9 @@
-"""One workspace per device and stream for FlashInfer's CUTLASS kernels, which else allocate one in every call."""
+"""Working memory of FlashInfer's CUTLASS kernels: a tensor of every call's own.
+
+Nothing is kept from one call to the next. While a CUDA graph is captured, the memory is then of the graph's pool, as
+that of every other intermediate result: a call outside can neither replace nor free it. During a warm-up whose
+allocations go to a pool, nothing of that pool outlives the call. PyTorch's caching allocator makes it cheap (2 us).
+"""
 
 from __future__ import annotations
 
@@ -23,9 +28,6 @@ class Sizes(NamedTuple):
     top_k: int
 
 
-_BUFFERS: dict[tuple[torch.device, int], Tensor] = {}
-
-
 def workspace(
     sizes: Sizes,
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
@@ -34,10 +36,9 @@ def workspace(
     flags: dict[str, bool],
     device: torch.device,
 ) -> Tensor | None:
-    """uint8 [at least as many bytes as are needed], or None where the kernel has to allocate its own.
+    """uint8 [at least as many bytes as are needed], or None where the installed release takes none.
 
-    It does where the installed release takes none, and where a CUDA graph is captured and the kept one is
-    too small (a kept buffer must not come from a graph's pool). Token counts are rounded up to a power of two.
+    Token counts are rounded up to a power of two, so that few sizes are asked for.
 
     Args:
         dtypes: of hidden states, weights and output. ranks: ep_size, ep_rank.
@@ -46,14 +47,7 @@ def workspace(
         return None
     rounded = sizes._replace(tokens=1 << max(sizes.tokens - 1, 0).bit_length())
     needed = _bytes_needed(rounded, dtypes, activation, ranks, tuple(sorted(flags.items())), device)
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    kept = _BUFFERS.get((device, stream))
-    if kept is not None and kept.numel() >= needed:
-        return kept
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return None
-    _BUFFERS[device, stream] = torch.empty(needed, dtype=torch.uint8, device=device)
-    return _BUFFERS[device, stream]
+    return torch.empty(needed, dtype=torch.uint8, device=device)
 
 
 @cache
@@ -81,8 +75,3 @@ def _bytes_needed(
         ep_rank=ranks[1],
         **dict(flags),
     )
-
-
-def release() -> None:
-    """Give all kept workspaces back. Not while a CUDA graph that holds one may run again."""
-    _BUFFERS.clear()
