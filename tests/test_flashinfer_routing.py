@@ -91,7 +91,11 @@ def test_every_method(name: str, dtype: torch.dtype, bound: list[dict[str, Any]]
         ({"method": "llama4"}, "routing_method must be one of"),
         ({"renormalize": False}, "renormalize must be True for deepseek_v3, got False"),
         ({"method": "renormalize", "scaling_factor": 2.0}, "routed_scaling_factor must be 1 for renormalize, got 2.0"),
-        ({"top_k": 33}, "at most 2048 experts and top_k 32, got 256 and 33"),
+        ({"n_group": 1, "top_k": 9}, "deepseek_v3 must have at most 1024 experts and top_k 8, got 256 and 9"),
+        (
+            {"method": "topk", "n_group": 1, "top_k": 9, "scaling_factor": 1.0},
+            "topk must have at most 256 experts and top_k 8, got 256 and 9",
+        ),
         ({"bias": None}, "n_group must be at most 1 unless deepseek_v3 has a bias, got 8"),
         ({"n_group": 16}, "n_group=16"),
         ({"topk_group": 5}, "topk_group=5"),

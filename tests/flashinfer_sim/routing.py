@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import tiers
+
 
 def decode(a: dict[str, Any], ids_name: str, weights_name: str) -> tuple[Tensor, Tensor]:
     """ids and weights of a call, whichever way they came. Without a mode, packed ids speak for themselves."""
@@ -17,6 +19,7 @@ def decode(a: dict[str, Any], ids_name: str, weights_name: str) -> tuple[Tensor,
         return route(a)
     assert ids is not None and ids.dtype == torch.int32 and ids.shape[1] == a["top_k"]
     assert ids.is_contiguous()
+    tiers.check_given(a)
     if a.get("routing_input_mode", 1) == 2:
         weights = a[weights_name]
         assert weights.dtype in (torch.float32, torch.bfloat16) and weights.shape == ids.shape
@@ -31,6 +34,7 @@ def route(a: dict[str, Any]) -> tuple[Tensor, Tensor]:
     bias = a["routing_bias"]
     if bias is not None:
         assert bias.shape == (a["num_experts"],) and bias.dtype in (torch.float32, torch.bfloat16)
+    tiers.check_logits(method, a)
     rows = [_one(method, z.double(), bias, a) for z in a["routing_logits"]]
     ids, weights = (torch.stack(part) for part in zip(*rows, strict=True))
     return ids, weights.bfloat16().double()
@@ -52,10 +56,9 @@ def _one(method: str, z: Tensor, bias: Tensor | None, a: dict[str, Any]) -> tupl
         ids = _top(p, k)
         return ids, p[ids] if method == "Sigmoid" else p[ids] / (p[ids].sum() + 1e-20)
     assert method in ("DeepSeekV3", "MiniMax2"), method
-    choice = p if bias is None else p + bias.double()
+    choice = p if bias is None else p + bias.double()  # with groups, the kernel takes none for zero
     groups, kept = a["n_group"] or 0, a["topk_group"] or 0
     if method == "DeepSeekV3" and groups > 1:
-        assert groups <= 8 and kept <= 4 and k < kept * len(z) // groups and len(z) % 4 == 0
         parts = choice.view(groups, -1)
         best = _top(parts.topk(2).values.sum(1), kept)
         masked = torch.full_like(parts, -torch.inf)

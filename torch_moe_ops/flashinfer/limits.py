@@ -210,6 +210,11 @@ def sizes_noted(problem: Problem, hidden: int, inter: int) -> str:
 
 def routing_noted(problem: Problem) -> str:
     """Who routes in the monolithic op, where the method is known."""
-    if problem.routing_method is None:
+    method, experts, top_k = problem.routing_method, problem.num_experts, problem.top_k
+    if method is None:
         return ""
-    return "" if problem.routing_method in routing.METHODS else f"moeq::route does {problem.routing_method} routing"
+    if method not in routing.METHODS:
+        return f"moeq::route does {method} routing"
+    if routing.sizes_unmet(problem.scheme, method, experts, top_k or 1) is None:
+        return ""
+    return f"moeq::route does {method} routing of {experts} experts" + (f", top_k {top_k}" if top_k else "")

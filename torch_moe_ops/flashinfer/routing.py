@@ -24,7 +24,23 @@ METHODS = {
 # What a method does where the caller leaves `renormalize` open; the kernels cannot be told otherwise.
 _RENORMALIZES = {name: name not in ("default", "topk", "sigmoid", "topk_sigmoid") for name in METHODS}
 
-MAX_EXPERTS, MAX_TOP_K = 2048, 32
+MAX_EXPERTS, MAX_TOP_K = 2048, 32  # of the kernels that sort tokens by given ids, and of renormalize
+# The most experts and the most top_k that kernels are compiled for, method by method, in every supported release
+# (RoutingCustomPolicy.cuh). deepseek_v3: without groups.
+_SMALL, _BIASED, _ALL = (256, 8), (1024, 32), (MAX_EXPERTS, MAX_TOP_K)
+COMPILED = {
+    "default": _SMALL,
+    "renormalize": _ALL,
+    "renormalize_naive": _ALL,
+    "deepseek_v3": _BIASED,
+    "topk": _SMALL,
+    "sigmoid_renorm": _SMALL,
+    "minimax2": _BIASED,
+    "sigmoid": _SMALL,
+    "topk_sigmoid": _SMALL,
+}
+_READ_A_BIAS = ("deepseek_v3", "minimax2")  # without looking whether there is one
+_EXPERTS_MULTIPLE = 4  # older releases throw for other numbers of experts
 FP8_BLOCK_LAUNCHER = ("fp8_block", "mxfp8")  # schemes of trtllm_fp8_block_scale_moe, which asks for more
 LOGITS_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -51,12 +67,22 @@ def kernel_unmet(scheme: str, routing: Routing) -> str | None:
         return f"renormalize must be {_RENORMALIZES[routing.method]} for {routing.method}, got {routing.renormalize}"
     if routing.method != "deepseek_v3" and routing.scaling_factor != 1.0:
         return f"routed_scaling_factor must be 1 for {routing.method}, got {routing.scaling_factor}"
-    experts, top_k, groups = routing.router_logits.shape[1], routing.top_k, routing.n_group
-    if experts > MAX_EXPERTS or top_k > MAX_TOP_K:
-        return f"there must be at most {MAX_EXPERTS} experts and top_k {MAX_TOP_K}, got {experts} and {top_k}"
-    if groups > 1:
+    experts = routing.router_logits.shape[1]
+    if routing.n_group > 1:
         return _groups_unmet(routing, experts)
-    return _fp8_block_unmet(routing.method, experts, top_k) if scheme in FP8_BLOCK_LAUNCHER else None
+    return sizes_unmet(scheme, routing.method, experts, routing.top_k)
+
+
+def sizes_unmet(scheme: str, method: str, experts: int, top_k: int) -> str | None:
+    """Why no kernel is compiled for one of METHODS, without groups, with so many experts, or None."""
+    most_experts, most = COMPILED[method]
+    if scheme in FP8_BLOCK_LAUNCHER and method == "deepseek_v3":
+        most = 8 if experts <= 384 else 22
+    if experts > most_experts or top_k > most:
+        return f"{method} must have at most {most_experts} experts and top_k {most}, got {experts} and {top_k}"
+    if experts % _EXPERTS_MULTIPLE:
+        return f"the number of experts must be a multiple of {_EXPERTS_MULTIPLE}, got {experts}"
+    return None
 
 
 def _groups_unmet(routing: Routing, experts: int) -> str | None:
@@ -72,21 +98,18 @@ def _groups_unmet(routing: Routing, experts: int) -> str | None:
     return f"groups must be at most 8 of at most 32 experts, of which at most 4 are kept, top_k {most}, got {sizes}"
 
 
-def _fp8_block_unmet(method: str, experts: int, top_k: int) -> str | None:
-    most = (8 if experts <= 384 else 22) if method == "deepseek_v3" else MAX_TOP_K
-    return None if top_k <= most else f"top_k must be at most {most} for fp8 blocks and {method}, got {top_k}"
-
-
 def logits_arguments(scheme: str, routing: Routing) -> dict[str, Any]:
     """The arguments of a monolithic function that say how to route."""
     grouped = routing.n_group > 1
     # The launcher of fp8_block divides by n_group for this method, whether there are groups or not.
     ones = scheme in FP8_BLOCK_LAUNCHER and routing.method == "deepseek_v3"
-    logits = routing.router_logits
+    logits, bias = routing.router_logits, routing.bias
     deepseek = routing.method == "deepseek_v3"
+    if bias is None and routing.method in _READ_A_BIAS:
+        bias = torch.zeros(logits.shape[1], dtype=torch.float32, device=logits.device)
     return {
         "routing_logits": (logits if logits.dtype in LOGITS_DTYPES else logits.float()).contiguous(),
-        "routing_bias": None if routing.bias is None else routing.bias.contiguous(),
+        "routing_bias": None if bias is None else bias.contiguous(),
         "top_k": routing.top_k,
         "n_group": routing.n_group if grouped else 1 if ones else None,
         "topk_group": routing.topk_group if grouped else 1 if ones else None,

@@ -55,8 +55,10 @@ def run_routed(call: ExpertsCall, out: Tensor) -> None:
         fail(op_name(call), "backend", f"be one that runs {call.scheme} weights", call.backend)
     call = weigh_input(call)
     entry = package.entry(function_name(call.scheme, True, is_dynamic(call)))
-    total = call.num_experts or call.local_expert_offset + call.w13.shape[0]
-    for rows in _chunks(out.shape[0], call.topk_ids.shape[1]):
+    total, top_k = call.all_experts(), call.topk_ids.shape[1]
+    if top_k > routing.MAX_TOP_K:  # older releases would leave the order of tokens uninitialized
+        fail(op_name(call), "topk_ids", f"have at most {routing.MAX_TOP_K} columns for {call.backend}", top_k)
+    for rows in _chunks(out.shape[0], top_k):
         arguments = routing.given_arguments(entry, call.topk_ids[rows], call.topk_weights[rows], total)
         if _family(call).bias_in_routed:
             arguments["routing_bias"] = None
