@@ -4,7 +4,8 @@
 
 A package is bound to the backend that its weights were prepared for (the graph names it, and the weights lie in
 its layout): prepare and export again for another kind of machine. The process that loads a package must have
-imported torch_moe_ops, which defines the op.
+imported torch_moe_ops, which defines the op. Where loading a package fails with std::bad_cast or a segmentation fault,
+the compiler has linked libstdc++ from an archive: see scripts/cxx_local_archives.sh.
 """
 
 from __future__ import annotations

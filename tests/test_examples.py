@@ -90,7 +90,9 @@ def test_transformers_qwen3_moe_synthetic(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_export_aoti(tmp_path: Path) -> None:
+def test_export_aoti(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEQ_CXX", os.environ.get("CXX", "g++"))
+    monkeypatch.setenv("CXX", str(ROOT / "scripts" / "cxx_local_archives.sh"))
     package = tmp_path / "layer.pt2"
     out = _run("export_aoti.py", "--package", package)
     assert re.search(r"^exported .*: moeq.nvfp4_moe.default, bound to backend '\w+'$", out, re.MULTILINE)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
+from host_library import COMPILER
 from problems import Case, make_batch, make_raw
 from torch._dynamo.testing import EagerAndRecordGraphs, normalize_gm
 from torch.testing._internal.common_utils import TestCase, run_tests
@@ -16,6 +21,7 @@ from torch_moe_ops._schemas import FAMILIES
 
 CASE = Case(act_format="nvfp4", input_scale="tensor", experts=4, top_k=2)
 ROUTING = moe.Routing("renormalize", 2)
+WRAPPER = Path(__file__).resolve().parents[1] / "scripts" / "cxx_local_archives.sh"
 
 
 def _weights(backend: str = "reference") -> moe.PreparedWeights:
@@ -122,16 +128,40 @@ def test_prepared_weights_are_a_legal_export_input() -> None:
     torch.testing.assert_close(program.module()(x, logits, w), Layer()(x, logits, w), rtol=0, atol=0)
 
 
+def _package(folder: Path, compiler: str) -> subprocess.CompletedProcess[str]:
+    """aoti_package.py with a compiler of AOTInductor's behind the wrapper, and nothing of it in a cache."""
+    environment = {**os.environ, "CXX": str(WRAPPER), "MOEQ_CXX": compiler, "TORCHINDUCTOR_CACHE_DIR": str(folder)}
+    command = [sys.executable, str(Path(__file__).parent / "aoti_package.py"), str(folder / "layer.pt2")]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
 def test_aotinductor_runs_the_package(tmp_path: Path) -> None:
-    layer = _layer_module(_weights("cpu"))
-    tokens = torch.export.Dim("num_tokens", min=2, max=1024)
-    x, logits = torch.randn(7, CASE.hidden).bfloat16(), torch.randn(7, CASE.experts)
-    program = torch.export.export(layer, (x, logits), dynamic_shapes=({0: tokens}, {0: tokens}))
-    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "layer.pt2"))
-    loaded = torch._inductor.aoti_load_package(package)
-    for count in (2, 7, 33):
-        x, logits = torch.randn(count, CASE.hidden).bfloat16(), torch.randn(count, CASE.experts)
-        torch.testing.assert_close(loaded(x, logits), layer(x, logits), rtol=0, atol=0)
+    if COMPILER is None:
+        pytest.skip("AOTInductor needs a C++ compiler (g++ or clang++)")
+    done = _package(tmp_path, COMPILER)
+    assert (done.returncode, done.stdout) == (0, "equal\n"), done.stderr
+
+
+@pytest.mark.slow
+def test_aotinductor_with_a_libstdcxx_from_an_archive(tmp_path: Path) -> None:
+    """As of a compiler that finds no shared libstdc++: without the wrapper the package cannot be loaded."""
+    if COMPILER is None or not _archive_of_libstdcxx():
+        pytest.skip("needs a C++ compiler and libstdc++.a")
+    linker = tmp_path / "c++"
+    linker.write_text(
+        f'#!/bin/sh\ncase " $* " in *" -shared "*) set -- "$@" -static-libstdc++;; esac\nexec {COMPILER} "$@"\n'
+    )
+    linker.chmod(0o755)
+    done = _package(tmp_path, str(linker))
+    assert (done.returncode, done.stdout) == (0, "equal\n"), done.stderr
+    with zipfile.ZipFile(tmp_path / "layer.pt2") as package:
+        models = [package.read(name) for name in package.namelist() if name.endswith(".so")]
+    assert models and all(b"libstdc++.so" not in model for model in models), "the archive was not linked"
+
+
+def _archive_of_libstdcxx() -> bool:
+    found = subprocess.run([str(COMPILER), "-print-file-name=libstdc++.a"], capture_output=True, text=True, check=True)
+    return Path(found.stdout.strip()).is_absolute()
 
 
 if __name__ == "__main__":
