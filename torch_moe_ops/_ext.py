@@ -11,8 +11,16 @@ import importlib
 import importlib.util
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+
+_SOURCES = Path(__file__).resolve().parents[1]
+_INSTALL = "pip install --force-reinstall --no-deps --no-build-isolation "
+_INSTALL += str(_SOURCES) if (_SOURCES / "setup.py").exists() else "<folder of torch-moe-ops' sources>"
+# Shell commands that compile the extensions.
+BUILD_CPU = f"MOEQ_CUDA=0 {_INSTALL}"
+BUILD_CUDA = f"MOEQ_CUDA=1 {_INSTALL}"
 
 
 @dataclass(frozen=True)

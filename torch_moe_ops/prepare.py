@@ -15,6 +15,7 @@ from torch import Tensor
 from torch_moe_ops.activations import ACTIVATIONS, resolve_constants
 from torch_moe_ops.backends import Backend, Problem
 from torch_moe_ops.backends.explain import requested_backend, select
+from torch_moe_ops.backends.slow import warn_of_reference
 from torch_moe_ops.integer_storage import int4_scales_of
 from torch_moe_ops.prepared_weights import PreparedWeights
 from torch_moe_ops.raw_weights import RawWeights
@@ -58,6 +59,8 @@ def prepare(
         weight_policy: "exact"; "packed" or "folded" for nvfp4 weights with act_format "fp8": each
             weight is rounded once to e4m3 under a power of two per row (docs/numerics.md).
 
+    Warns, once for a device and a reason, where "auto" has nothing but `reference`, which is slow.
+
     Raises:
         ValueError: an argument does not fit, or no backend (or not the forced one) can run the
             problem; the message then holds the whole `explain` table.
@@ -75,7 +78,10 @@ def prepare(
         router_weight_on_input=router_weight_on_input,
         weight_policy=weight_policy,
     )
-    chosen = select(problem_of(raw, settings, target), requested_backend(backend))
+    problem, requested = problem_of(raw, settings, target), requested_backend(backend)
+    chosen = select(problem, requested)
+    if requested == "auto" and chosen.name == "reference":
+        warn_of_reference(problem, stacklevel=3)  # of the caller, beyond no_grad's wrapper
     return PreparedWeights(
         backend=chosen.name,
         layout=chosen.layout.name,

@@ -44,7 +44,7 @@ def _extension_reason() -> str | None:
 NEEDS = (
     one_of("device", "cuda"),
     Requirement(_capability_reason),
-    available(_extension_reason),
+    available(_extension_reason, _ext.BUILD_CUDA),
     Requirement(_dtype_reason),
     Requirement(_experts_reason),
 )

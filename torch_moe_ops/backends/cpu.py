@@ -114,7 +114,7 @@ register(
         layout=Layout("cpu_panels_v1", _cpu_pack.specs, _cpu_pack.intermediate_size, _cpu_pack.STORED),
         requires=(
             one_of("device", "cpu"),
-            available(lambda: _ext.cpu_extension_reason() or None),
+            available(lambda: _ext.cpu_extension_reason() or None, _ext.BUILD_CPU),
             formats(FORMATS),
             one_of("weight_policy", "exact"),
         ),

@@ -72,10 +72,12 @@ class Requirement:
     """A condition with its reason: `unmet(problem)` is None where it holds, else a clause that says why not.
 
     of_machine: it asks what is installed here, not what the problem is.
+    mend: a shell command after which such a one holds; "" where there is none.
     """
 
     unmet: Callable[[Problem], str | None]
     of_machine: bool = False
+    mend: str = ""
 
 
 @dataclass(frozen=True)
@@ -200,6 +202,6 @@ def formats(table: Mapping[str, tuple[str, ...]]) -> Requirement:
     return Requirement(unmet)
 
 
-def available(probe: Callable[[], str | None]) -> Requirement:
-    """A part of the library or a package is there: probe() is None, or says why not."""
-    return Requirement(lambda problem: probe(), of_machine=True)
+def available(probe: Callable[[], str | None], mend: str = "") -> Requirement:
+    """A part of the library or a package is there: probe() is None, or says why not. mend: the command that gets it."""
+    return Requirement(lambda problem: probe(), of_machine=True, mend=mend)

@@ -22,6 +22,7 @@ FORMATS: dict[str, tuple[str, ...]] = {scheme.name: scheme.act_formats for schem
 HIDDEN_DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 MIN_CAPABILITY = (8, 0)
 MIN_VERSION = (3, 6)
+INSTALL = f"pip install 'triton>={'.'.join(map(str, MIN_VERSION))}'"
 
 
 @cache
@@ -100,7 +101,7 @@ register(
         name="triton",
         layout=linear.LINEAR,
         requires=(
-            available(package_reason),
+            available(package_reason, INSTALL),
             Requirement(lambda problem: device_reason(problem.device, problem.capability)),
             formats(FORMATS),
             *COMMON,

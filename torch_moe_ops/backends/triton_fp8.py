@@ -26,7 +26,7 @@ register(
         name="triton_fp8",
         layout=linear.LINEAR,
         requires=(
-            available(triton.package_reason),
+            available(triton.package_reason, triton.INSTALL),
             Requirement(_device_reason),
             formats(FORMATS),
             *triton.COMMON,

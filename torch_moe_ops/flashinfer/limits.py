@@ -34,7 +34,7 @@ def installed() -> Requirement:
     def unmet(problem: Problem) -> str | None:
         return package.package_unmet(problem.scheme, importing=problem.device == "cuda")
 
-    return Requirement(unmet, of_machine=True)
+    return Requirement(unmet, of_machine=True, mend=f"pip install 'flashinfer-python>={package.OLDEST}'")
 
 
 def can_import(problem: Problem) -> bool:
