@@ -55,7 +55,6 @@ format: install
 
 # Proves on a machine without a GPU that the CUDA sources compile.
 cuda-compile: install
-	$(PY) -m pip install --quiet 'triton>=3.6'
 	JOBS=$(JOBS) PYTHON=$(PY) bash scripts/cuda_compile.sh
 
 # The C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer.

@@ -1,24 +1,38 @@
-"""Writes the support table of the README from the backend registry.
+"""Writes the support table of the README, and torch_moe_ops/tested.json, from the records of test runs.
 
     python scripts/support_table.py [--write]
 
-A cell is the best that holds for some backend: "tested" (its test suite runs on that device),
-"by contract" (checked against a simulator of the kernel's interface), or "not yet".
+A cell says of each backend that runs a format on a kind of device what tests/records has of it: "tested" (tests
+passed there, and nothing that the backend depends on has changed since: scripts/backend_digests.py), "tested at
+COMMIT, changed since", how many tests failed, "by contract" (passed against a simulator of the kernel's interface), or
+"not run".
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import sys
+from collections import Counter, defaultdict
 from pathlib import Path
+from typing import Any
 
-from torch_moe_ops.backends import BACKENDS, Problem
-from torch_moe_ops.schemes import SCHEMES, Scheme
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
 
-README = Path(__file__).parent.parent / "README.md"
+from backend_digests import digests  # noqa: E402
+
+from torch_moe_ops.backends import BACKENDS, Problem  # noqa: E402
+from torch_moe_ops.backends.tested import FILE, where_of  # noqa: E402
+from torch_moe_ops.schemes import SCHEMES, Scheme  # noqa: E402
+
+README = ROOT / "README.md"
+RECORDS = ROOT / "tests" / "records"
 BEGIN, END = "<!-- support table: made by scripts/support_table.py -->", "<!-- end of the support table -->"
+Record = dict[str, Any]
 
 # Column: device type and compute capability.
-DEVICES = {
+DEVICES: dict[str, tuple[str, tuple[int, int] | None]] = {
     "CPU": ("cpu", None),
     "Ampere (SM80)": ("cuda", (8, 0)),
     "Hopper (SM90)": ("cuda", (9, 0)),
@@ -27,42 +41,108 @@ DEVICES = {
 SIZES = {"num_experts": 8, "hidden_size": 1024, "intermediate_size": 1024}
 
 
-def cell(scheme: Scheme, act_format: str, device: str, capability: tuple[int, int] | None) -> str:
-    """Backends other than `reference` that fit, and how far they are verified on that device."""
-    scale = "tensor" if act_format in scheme.static_acts else "none"  # calibrated, as published checkpoints are
-    where = {"device": device, "capability": capability, "input_scale": scale}
-    problem = Problem(scheme.name, act_format=act_format, **where, **SIZES)
-    found = []
-    for name, backend in BACKENDS.items():
-        if name != "reference" and backend.fits_anywhere(problem):
-            found.append(f"{name}: {backend.verified(problem)}")
-    return "; ".join(found) or "not yet (`reference` runs)"
+def read_records(folder: Path = RECORDS) -> list[Record]:
+    """Of every device, in the order of their names."""
+    return [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
 
 
-def table() -> str:
-    header = ["scheme", "`act_format`", *DEVICES]
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    for scheme in SCHEMES.values():
-        for act in scheme.act_formats:
-            cells = [cell(scheme, act, *where) for where in DEVICES.values()]
-            lines.append("| " + " | ".join([f"`{scheme.name}`", f"`{act}`", *cells]) + " |")
-    return "\n".join(lines)
+class Table:
+    """What records say of backends whose contents now have the given digests."""
+
+    def __init__(self, records: list[Record], now: dict[str, str]):
+        self.records, self.now = records, now
+
+    def status(self, backend: str, scheme: str, act_format: str, where: str) -> str:
+        """Of one backend in one cell. where: as tests/attribution.py names devices."""
+        for place, passed in ((where, "tested"), ("simulator", "by contract")):
+            for record in self.records:
+                counts = self._counts(record, backend, scheme, act_format, place)
+                if counts["passed"] + counts["failed"]:
+                    return self._said(record, backend, counts, passed)
+        return "not run"
+
+    def _counts(self, record: Record, backend: str, scheme: str, act_format: str, where: str) -> Counter[str]:
+        counts: Counter[str] = Counter()
+        for row in record["rows"]:
+            if (row["backend"], row["scheme"], row["act_format"], row["where"]) == (backend, scheme, act_format, where):
+                counts.update({name: row[name] for name in ("passed", "failed", "skipped")})
+        return counts
+
+    def _said(self, record: Record, backend: str, counts: Counter[str], passed: str) -> str:
+        commit = record["commit"][:7]
+        total = counts["passed"] + counts["failed"]
+        said = f"{counts['failed']} of {total} tests failed" if counts["failed"] else passed
+        if self.changed(record, backend):
+            return f"{said} at {commit}, changed since"
+        return f"{said} at {commit}" if counts["failed"] else said
+
+    def changed(self, record: Record, backend: str) -> bool:
+        """Whether what the backend depends on is not what the record was made with."""
+        return bool(record["digests"].get(backend) != self.now[backend])
+
+    def cell(self, scheme: Scheme, act_format: str, device: str, capability: tuple[int, int] | None) -> str:
+        """Backends other than `reference` that fit, by what is known of them."""
+        scale = "tensor" if act_format in scheme.static_acts else "none"  # calibrated, as published checkpoints are
+        at = {"device": device, "capability": capability, "input_scale": scale}
+        problem = Problem(scheme.name, act_format=act_format, **at, **SIZES)  # type: ignore[arg-type]
+        known: dict[str, list[str]] = defaultdict(list)
+        for name, backend in BACKENDS.items():
+            if name != "reference" and backend.fits_anywhere(problem):
+                known[self.status(name, scheme.name, act_format, where_of(device, capability))].append(name)
+        return "; ".join(f"{', '.join(names)}: {said}" for said, names in known.items()) or "not yet (`reference` runs)"
+
+    def markdown(self) -> str:
+        header = ["scheme", "`act_format`", *DEVICES]
+        lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+        for scheme in SCHEMES.values():
+            for act in scheme.act_formats:
+                cells = [self.cell(scheme, act, *where) for where in DEVICES.values()]
+                lines.append("| " + " | ".join([f"`{scheme.name}`", f"`{act}`", *cells]) + " |")
+        return "\n".join([*lines, "", *(self._line(record) for record in self.records)]).rstrip()
+
+    def _line(self, record: Record) -> str:
+        totals, versions = record["totals"], record["versions"]
+        with_ = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton") if versions[name])
+        counts = f"{totals['passed']} passed, {totals['failed']} failed, {totals['skipped']} skipped"
+        device = record["device"] if record["capability"] else f"{record['device']} ({record['cpu_isa']})"
+        return f"- {device}, commit {record['commit'][:7]}, {record['date']}, {with_}: {counts}"
+
+    def distilled(self) -> str:
+        """torch_moe_ops/tested.json: what an installed library knows of its records."""
+        found = []
+        for record in self.records:
+            passed: dict[str, dict[str, dict[str, list[str]]]] = {}
+            for row in record["rows"]:
+                backends = passed.setdefault(row["where"], {})
+                names = backends.setdefault(row["backend"], {}).setdefault(row["scheme"], [])
+                if row["passed"] and not row["failed"] and row["act_format"] not in names:
+                    names.append(row["act_format"])
+            about = {name: record[name] for name in ("device", "commit", "date")}
+            about["changed"] = [name for name in BACKENDS if self.changed(record, name)]
+            found += [{"where": where, **about, "passed": names} for where, names in sorted(passed.items())]
+        return json.dumps({"format": 1, "records": found}, indent=1) + "\n"
+
+
+def current() -> Table:
+    """From this tree's records and contents."""
+    return Table(read_records(), digests())
 
 
 def readme_with_table(text: str) -> str:
     """The README with its table replaced."""
     before, rest = text.split(BEGIN)
     after = rest.split(END)[1]
-    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{current().markdown()}\n\n{END}{after}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
     if parser.parse_args().write:
         README.write_text(readme_with_table(README.read_text()))
+        FILE.write_text(current().distilled())
     else:
-        print(table())
+        print(current().markdown())
 
 
 if __name__ == "__main__":

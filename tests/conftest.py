@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import recording
+import required
 import torch
 from hypothesis import settings
 
@@ -16,6 +18,12 @@ settings.load_profile("moeq")
 torch.set_num_threads(1)
 
 DATA = Path(__file__).parent / "data"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for made in (required.plugin(config), recording.plugin(config)):
+        if made is not None:
+            config.pluginmanager.register(made)
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,7 +62,7 @@ def write_cell(cell: Cell, chosen: str, verdict: dict[str, Any]) -> None:
     line = {
         "backend": fmt.backend, "chosen": chosen, "scheme": fmt.scheme, "act_format": fmt.act_format,
         "input_scale": fmt.input_scale, "weight_policy": fmt.weight_policy, "tokens": cell.tokens, "form": cell.form,
-        "front": cell.front, **verdict,
+        "front": cell.front, "time": round(time.time(), 3), **verdict,
     }  # fmt: skip
     Path(folder).mkdir(parents=True, exist_ok=True)
     with (Path(folder) / f"in_graph-{os.getpid()}.jsonl").open("a") as file:

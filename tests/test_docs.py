@@ -25,7 +25,9 @@ def test_the_page_of_ops_is_up_to_date() -> None:
 def test_the_support_table_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # the table speaks of devices, not of an interpreter
     readme = (ROOT / "README.md").read_text()
-    assert readme == load("scripts/support_table.py").readme_with_table(readme)
+    script = load("scripts/support_table.py")
+    assert readme == script.readme_with_table(readme)
+    assert script.FILE.read_text() == script.current().distilled()
 
 
 def test_the_readme_names_what_exists() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torch_moe_ops.backends.flashinfer_trtllm import device_guard
 from torch_moe_ops.backends.registry import Backend, Problem, Requirement, formats, register
+from torch_moe_ops.backends.tested import was_run
 from torch_moe_ops.flashinfer import cutlass_call, limits, package
 from torch_moe_ops.flashinfer.activations import NAMES
 from torch_moe_ops.flashinfer.cutlass_layout import LAYER, RULES
@@ -74,13 +75,6 @@ def _placement_unmet(problem: Problem) -> str | None:
     return f"local_expert_offset and num_experts must be multiples of the {local} local experts, got {offset}, {total}"
 
 
-_RUN_ON_HOPPER = ("none", "fp8", "fp8_block")
-
-
-def _verified(problem: Problem) -> str:
-    return "tested" if problem.capability == (9, 0) and problem.scheme in _RUN_ON_HOPPER else "by contract"
-
-
 _SHARED = {107: 100, 110: 100, 121: 120}  # devices that take another one's module
 
 
@@ -95,7 +89,8 @@ def _module(problem: Problem) -> str | None:
 def _notes(problem: Problem) -> str:
     if problem.scheme not in RULES:
         return ""
-    said = [] if _verified(problem) == "tested" else ["by contract, not run on such a GPU"]
+    ran = was_run("flashinfer_cutlass", problem.scheme, problem.act_format, problem.device, problem.capability)
+    said = [] if ran else ["by contract, not run on such a GPU"]
     padded = RULES[problem.scheme].padded(problem.hidden_size, problem.intermediate_size)
     said.append(limits.sizes_noted(problem, *padded))
     if problem.input_scale == "expert":
@@ -147,6 +142,5 @@ register(
         # Its first call may compile for an hour: chosen unasked only where nothing else fits.
         auto=False,
         notes=_notes,
-        verified=_verified,
     )
 )

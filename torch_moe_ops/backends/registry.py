@@ -136,7 +136,6 @@ class Backend:
     restore: {argument: tensor} and sizes -> the same arguments as RawWeights holds them, bit for bit.
     run: fills `out` [num_tokens, hidden_size] (contiguous, of call.out_dtype; at least one token).
     notes: what a user should know where the backend fits ("pads ...", "emulates ..."), else "".
-    verified: how its results on such a problem are checked: "tested" on that hardware, or "by contract".
     run_monolithic: (call, router logits and the arguments of moeq::route after them, out) -> whether it ran.
         False, or None here: moeq::route and `run` do it.
     one_input_scale: tokens are quantized once, so `prepare` takes the largest a13_input_scale for all experts.
@@ -151,7 +150,6 @@ class Backend:
     hidden_dtypes: tuple[torch.dtype, ...] = FLOATS
     notes: Callable[[Problem], str] = lambda problem: ""
     auto: bool = True
-    verified: Callable[[Problem], str] = lambda problem: "tested"
     run_monolithic: Callable[[ExpertsCall, tuple[Any, ...], Tensor], bool] | None = None
     bias_layout: BiasLayout | None = None
     one_input_scale: bool = False

@@ -88,11 +88,6 @@ def notes(problem: Problem) -> str:
     return tuned.note(problem.scheme, problem.act_format, experts, *sizes)
 
 
-def verified(problem: Problem) -> str:
-    """The suite has run on Hopper; for other architectures the kernels are only compiled."""
-    return "tested" if problem.capability == (9, 0) else "not yet (compiled, not run there)"
-
-
 # Of every backend that runs these kernels.
 COMMON = (Requirement(_policy_reason), Requirement(_dtype_reason))
 
@@ -111,6 +106,5 @@ register(
         run=run,
         hidden_dtypes=HIDDEN_DTYPES,
         notes=notes,
-        verified=verified,
     )
 )

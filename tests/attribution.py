@@ -1,0 +1,93 @@
+"""Which backends, schemes and activation formats a test runs: seen from the calls that it makes."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+# Every way that tests take to a kernel: the ops, and the functions behind them that tests call by themselves. Each is
+# called with an ExpertsCall first, which names its backend.
+HOOKS = (
+    ("torch_moe_ops.ops.experts", "_run"),
+    ("torch_moe_ops.backends.cpu", "run"),
+    ("torch_moe_ops.backends.cuda_sm90", "run_kernel"),
+    ("torch_moe_ops.backends.cuda_sm90_bf16", "run_kernel"),
+    ("torch_moe_ops.backends.cuda_sm90_w4a8", "run"),
+    ("torch_moe_ops.kernels.triton.launch", "run_experts"),
+)
+
+
+class Ran(NamedTuple):
+    """A kind of call. where: "cpu", "sm90" and the like; "simulator" or "interpreter" of a GPU's backend on a CPU."""
+
+    backend: str
+    scheme: str
+    act_format: str
+    weight_policy: str
+    where: str
+
+
+class Watch:
+    """Watches the HOOKS from when it is made until `end`."""
+
+    def __init__(self) -> None:
+        self.seen: set[Ran] = set()
+        self.before: list[tuple[Any, str, Any]] = []
+        for module, name in HOOKS:
+            try:
+                owner = importlib.import_module(module)
+            except ImportError:  # Triton is not there
+                continue
+            function = getattr(owner, name)
+            self.before.append((owner, name, function))
+            setattr(owner, name, _watched(function, self.seen))
+
+    def taken(self) -> set[Ran]:
+        """What ran since this was asked before."""
+        now = set(self.seen)
+        self.seen.clear()
+        return now
+
+    def end(self) -> None:
+        for owner, name, function in self.before:
+            setattr(owner, name, function)
+
+
+def _watched(function: Callable[..., Any], seen: set[Ran]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        call = next((a for a in args if hasattr(a, "act_format")), None)
+        if call is not None:
+            device = call.hidden_states.device
+            seen.add(
+                Ran(call.backend, call.scheme, call.act_format, call.weight_policy, where_of(call.backend, device))
+            )
+        return function(*args, **kwargs)
+
+    return watched
+
+
+def where_of(backend: str, device: torch.device) -> str:
+    """What stands for the hardware that ran a call."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"sm{major}{minor}"
+    if backend.startswith("flashinfer"):
+        return "simulator"
+    return "interpreter" if backend.startswith("triton") else "cpu"
+
+
+def named_by(parameters: dict[str, Any]) -> Iterator[Ran]:
+    """What a test's parameters say that it would have run, for tests that are skipped or fail before they run it."""
+    for value in parameters.values():
+        if hasattr(value, "backend") and hasattr(value, "act_format"):
+            policy = getattr(value, "weight_policy", "exact")
+            yield Ran(value.backend, value.scheme, value.act_format, policy, _here())
+
+
+def _here() -> str:
+    return where_of("", torch.device("cuda" if torch.cuda.is_available() else "cpu"))
