@@ -55,6 +55,7 @@ format: install
 
 # Proves on a machine without a GPU that the CUDA sources compile.
 cuda-compile: install
+	$(PY) -m pip install --quiet 'triton>=3.6'
 	JOBS=$(JOBS) PYTHON=$(PY) bash scripts/cuda_compile.sh
 
 # The C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer.

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Proves that every CUDA source compiles, on a machine without a GPU and with a CPU-only torch: objects, no linking.
+# Kernels of csrc/cuda/sm90 have to wait for those in front before they touch memory (tests/sass_order.py).
 #
 # usage: scripts/cuda_compile.sh [source.cu ...]       (default: all of csrc/cuda)
-#   PYTHON       interpreter that has torch             (default: python3)
+#   PYTHON       interpreter that has torch, and Triton for its nvdisasm  (default: python3)
 #   NVCC         compiler                               (default: nvcc in PATH, else in CUDA_HOME/bin)
 #   MOEQ_ARCHS   targets, e.g. "80 90a"                 (default: those of 80 90a 100a 120 that nvcc knows)
 #   MOEQ_OBJECTS folder for the objects                 (default: a temporary one)
@@ -69,6 +70,12 @@ fi
 failures=$objects/failures
 : >"$failures"
 
+disassembles=yes
+if ! "$python" -c 'import triton' 2>/dev/null; then
+  disassembles=
+  echo "cuda-compile: $python has no Triton, whose nvdisasm reads machine code: what kernels do before they wait is not checked"
+fi
+
 # compile SOURCE: prints its report when it is done; adds to $failures if it does not compile.
 compile() {
   local source=$1 name start=$SECONDS of_source=("${targets[@]}")
@@ -85,6 +92,9 @@ compile() {
     local report
     report=$("$python" scripts/ptxas_report.py "$log") || echo "no report of $source" | tee -a "$failures"
     echo "ok   $source ($((SECONDS - start)) s)${report:+$'\n'$report}"
+    if [ -n "$disassembles" ] && [[ $source == */sm90/* ]]; then
+      "$python" tests/sass_order.py "$objects/${name%.cu}.o" || echo "FAIL $source: touches memory before it waits" | tee -a "$failures"
+    fi
   else
     echo "FAIL $source" | tee -a "$failures"
     cat "$log"

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from triton_cases import DEVICE, empty_output, make_call, relative_error
+from triton_cases import DEVICE, empty_output, make_call, packed_input, relative_error
 
 import torch_moe_ops as moe
 from torch_moe_ops.backends import BACKENDS
@@ -119,12 +119,8 @@ def test_router_weight_on_quantized_input() -> None:
 
 
 def test_packed_hidden_states() -> None:
-    from torch_moe_ops.quant.nvfp4 import quantize_activation
-
     call = make_call("nvfp4", "nvfp4", a1=500.0, a2=300.0)
-    codes, scale = quantize_activation(call.hidden_states.cpu(), torch.tensor(500.0))
-    packed = call._replace(hidden_states=codes.to(DEVICE), hidden_states_scale=scale.to(DEVICE))
-    assert torch.equal(run(packed), run(call))
+    assert torch.equal(run(packed_input(call)), run(call))
 
 
 @pytest.mark.parametrize("out_dtype", (torch.float16, torch.float32))

@@ -11,9 +11,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from test_triton_schemes import packed_input
 from tolerances import FP8_SUMS
-from triton_cases import DEVICE, empty_output, make_call, relative_error
+from triton_cases import DEVICE, empty_output, make_call, packed_input, relative_error
 
 import torch_moe_ops as moe
 from torch_moe_ops.backends import BACKENDS

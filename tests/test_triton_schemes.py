@@ -11,13 +11,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from triton_cases import DEVICE, empty_output, make_call, relative_error
+from triton_cases import DEVICE, empty_output, make_call, packed_input, relative_error
 
 from torch_moe_ops.backends import triton as backend
 from torch_moe_ops.kernels.triton import launch
 from torch_moe_ops.kernels.triton.configs import Config, Tile
 from torch_moe_ops.ops.call import ExpertsCall
-from torch_moe_ops.quant import fp8, int8, mx
 from torch_moe_ops.schemes import SCHEMES
 
 pytestmark = pytest.mark.skipif(
@@ -30,7 +29,6 @@ PAIRS = [(scheme, act) for scheme in SCHEMES for act in SCHEMES[scheme].act_form
 FEW = PAIRS if DEVICE == "cuda" else [(s, list(SCHEMES[s].act_formats)[i % 2 - 1]) for i, s in enumerate(SCHEMES)]
 SMALL = Config(16, 16, Tile(64, 64, 4, 3), Tile(64, 64, 4, 3))
 WHOLE = Config(16, 16, Tile(256, 256, 8, 3), Tile(256, 256, 8, 3))
-EIGHT_BIT = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 def run(call: ExpertsCall, config: Config | None = None) -> torch.Tensor:
@@ -133,19 +131,6 @@ def test_tiles_of_scales(config: Config) -> None:
         for act_format in ("fp8", "none"):
             call = make_call("fp8_block", act_format, tokens=3, experts=2, hidden=hidden, inter=inter)
             check(call._replace(out_dtype=torch.float32), config)
-
-
-def packed_input(call: ExpertsCall) -> ExpertsCall:
-    """The same call with hidden states that come quantized."""
-    x, act = call.hidden_states.cpu(), call.act_format
-    if act == "fp8" and SCHEMES[call.scheme].fp8_group:
-        codes, scale = fp8.quantize_fp8_group(x)
-    elif act in EIGHT_BIT:
-        codes, scale = (fp8.quantize_fp8 if act == "fp8" else int8.quantize_int8)(x)
-        scale = scale[:, None]
-    else:
-        codes, scale = mx.quantize_mx(x, SCHEMES[act].element, "rceil")
-    return call._replace(hidden_states=codes.to(DEVICE), hidden_states_scale=scale.to(DEVICE))
 
 
 # In the interpreter every activation format once.

@@ -17,7 +17,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
-from triton_cases import empty_output, make_call
+from triton_cases import empty_output, make_call, packed_input
 
 from torch_moe_ops.kernels.triton import launch, plan
 from torch_moe_ops.schemes import SCHEMES
@@ -66,12 +66,17 @@ def _type(value: Any) -> str:
     return "i32" if isinstance(value, int) else "fp32"
 
 
-def record(**fields: Any) -> Recorder:
-    """The launches of one small call, as a GPU would get them. Nothing runs."""
+def record(pdl: bool = False, packed: bool = False, **fields: Any) -> Recorder:
+    """The launches of one small call, as a GPU would get them. Nothing runs.
+
+    pdl: with dependent launches. packed: with hidden states that come quantized.
+    """
     call = make_call(**fields)
+    if packed:
+        call = packed_input(call)
     recorder = Recorder()
-    native = mock.patch.object(plan, "multiplies_int8", lambda device: True)
-    with native, mock.patch.object(launch, "_launch", recorder):
+    target = mock.patch.object(plan, "target_of", lambda device: {"USE_PTX": True, "PDL": pdl})
+    with target, mock.patch.object(launch, "_launch", recorder):
         launch.run_experts(call, empty_output(call))
     return recorder
 
@@ -103,7 +108,7 @@ def main(capability: int, cases: tuple[dict[str, Any], ...]) -> None:
     for fields in cases:
         if fields.get("backend") == "triton_fp8" and capability < 89:
             continue
-        recorder = record(**fields)
+        recorder = record(pdl=capability >= 90, **fields)
         for use_ptx in (True, False) if fields is _SIZES else (True,):
             for name, kernel in recorder.compile(capability, use_ptx, pdl=use_ptx and capability >= 90):
                 assert kernel.asm["cubin"]

@@ -11,7 +11,9 @@ from triton_weights import make_weight
 
 from torch_moe_ops.activations import resolve_constants
 from torch_moe_ops.ops.call import ExpertsCall
+from torch_moe_ops.quant import fp8, int8, mx, nvfp4
 from torch_moe_ops.reference import experts_reference
+from torch_moe_ops.schemes import SCHEMES
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -87,6 +89,21 @@ def make_call(
     values |= fields
     placed: dict[str, Any] = {name: v.to(DEVICE) if isinstance(v, Tensor) else v for name, v in values.items()}
     return ExpertsCall(**placed)
+
+
+def packed_input(call: ExpertsCall) -> ExpertsCall:
+    """The same call with hidden states that come quantized; NVFP4 with its a1_gscale []."""
+    x, act = call.hidden_states.cpu(), call.act_format
+    if act == "nvfp4":
+        codes, scale = nvfp4.quantize_activation(x, call.a1_gscale.cpu())
+    elif act == "fp8" and SCHEMES[call.scheme].fp8_group:
+        codes, scale = fp8.quantize_fp8_group(x)
+    elif act in ("fp8", "int8"):
+        codes, scale = (fp8.quantize_fp8 if act == "fp8" else int8.quantize_int8)(x)
+        scale = scale[:, None]
+    else:
+        codes, scale = mx.quantize_mx(x, SCHEMES[act].element, "rceil")
+    return call._replace(hidden_states=codes.to(DEVICE), hidden_states_scale=scale.to(DEVICE))
 
 
 def empty_output(call: ExpertsCall) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ _PRODUCT = re.compile(r"\b[HQI]GMMA\S*\s+R(\d+), (?:R(\d+)|gdesc)")
 _WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x([0-9a-f]+)")
 _BRANCH = re.compile(r"\bBRA\b.*`\((\.L_\S+)\)")
 _TABLE = re.compile(r"\bBRXU?\b.*BRANCH_TARGETS ([^\"]+)\"")
+_NEVER_FALLS = re.compile(r"(?:EXIT|BRXU?|RET)\b|BRA `")  # BRA.DIV and the like branch on what no predicate shows
 _FIRST_OPERAND = re.compile(r"^(?:@!?U?P\w+\s+)?(\S+)\s+(?:!?U?P\w+,\s*)*R(\d+)\b")
 _NO_DESTINATION = ("ST", "RED", "BAR", "LDGSTS", "CCTL", "HGMMA", "QGMMA", "IGMMA", "R2UR", "UTMA", "ATOMS")
 _OPERAND_REGISTERS = 4  # of a thread, for one instruction
@@ -65,10 +67,10 @@ def _after_wait(flying: tuple[Product, ...], groups: int) -> tuple[Product, ...]
     return flying if len(ends) <= groups else flying[ends[len(ends) - groups - 1] + 1 :]
 
 
-def _where_to(instruction: str) -> tuple[bool, list[str]]:
+def where_to(instruction: str) -> tuple[bool, list[str]]:
     """Whether what follows is not reached from here, and the labels that may be."""
     branch, table = _BRANCH.search(instruction), _TABLE.search(instruction)
-    ends = bool(branch or table or instruction.startswith("EXIT")) and not instruction.startswith("@")
+    ends = _NEVER_FALLS.match(instruction) is not None
     return ends, table[1].split(",") if table else [branch[1]] if branch else []
 
 
@@ -100,7 +102,7 @@ def find_hazards(sass: str) -> list[Hazard]:
                     first = product.first
                     if first is not None and any(first <= r < first + _OPERAND_REGISTERS for r in touched):
                         hazards.add(Hazard(address, text, product))
-            ends, next_labels = _where_to(text)
+            ends, next_labels = where_to(text)
             todo += [(labels[label], flying) for label in next_labels if label in labels]
             if ends:
                 break
@@ -122,13 +124,15 @@ def disassemble(cubin: bytes, folder: Path) -> str:
     return subprocess.run([tool("nvdisasm"), "-c", file], capture_output=True, text=True, check=True).stdout
 
 
-def kernels(library: Path, folder: Path) -> list[tuple[str, str]]:
-    """(name, SASS) of the kernels in a shared library that multiply by wgmma."""
-    subprocess.run([tool("cuobjdump"), "-xelf", "all", library], cwd=folder, capture_output=True, check=True)
-    found = []
+def disassembled(binary: Path, folder: Path) -> Iterator[tuple[str, str]]:
+    """(name, SASS) of every kernel in an object or a shared library; folder: an empty one, for what lies in it."""
+    subprocess.run([tool("cuobjdump"), "-xelf", "all", binary.resolve()], cwd=folder, capture_output=True, check=True)
     for cubin in sorted(folder.glob("*.cubin")):
         sass = subprocess.run([tool("nvdisasm"), "-c", cubin], capture_output=True, text=True, check=True).stdout
         for section in re.split(r"(?m)^\s*\.section\s+\.text\.", sass)[1:]:
-            if _PRODUCT.search(section):
-                found.append((section.split(",")[0], section))
-    return found
+            yield section.split(",")[0], section
+
+
+def kernels(library: Path, folder: Path) -> list[tuple[str, str]]:
+    """(name, SASS) of the kernels in a shared library that multiply by wgmma."""
+    return [(name, sass) for name, sass in disassembled(library, folder) if _PRODUCT.search(sass)]

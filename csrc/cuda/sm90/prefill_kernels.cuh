@@ -64,7 +64,7 @@ cudaError_t launch_bf16_operand(const OperandArgs& args);   // K in its own orde
 cudaError_t launch_requantize(const RequantizeArgs& args);
 cudaError_t launch_combine(const CombineArgs& args);
 
-// A launch that may begin before the previous kernel of the stream has ended (see wait_for_previous_kernel).
+// A launch that may begin before the previous kernel of the stream has ended (dependent_launch.h).
 template <class Args>
 cudaError_t launch_dependent(void (*kernel)(Args), const Args& args, dim3 grid, int threads, int shared_bytes) {
   return launch_after(kernel, args, grid, threads, shared_bytes, args.problem.stream);

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra import cuda as tl_cuda
 
+from torch_moe_ops.kernels.triton.dependent import wait_for_previous_kernel
 from torch_moe_ops.kernels.triton.elements import narrow
 
 
@@ -43,9 +43,7 @@ def combine_kernel(
     WEIGHTED: False where the router weight went on the input.
     SPECULATE: read a slot without waiting to know whether it is foreign: sooner, but more bytes where many are.
     """
-    if PDL:
-        tl_cuda.gdc_wait()
-        tl_cuda.gdc_launch_dependents()
+    wait_for_previous_kernel(PDL)
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros((BLOCK,), tl.float32)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra import cuda as tl_cuda
 
 from torch_moe_ops.kernels.triton.activations import activate_gated, activate_plain
 from torch_moe_ops.kernels.triton.columns import gemm1_columns, halves
+from torch_moe_ops.kernels.triton.dependent import wait_for_previous_kernel
 from torch_moe_ops.kernels.triton.elements import narrow
 from torch_moe_ops.kernels.triton.mainloop import multiply, prefetch_rows, rescale, tile_of
 from torch_moe_ops.kernels.triton.permute import reorder, reordered_position
@@ -134,6 +134,7 @@ def gemm1_kernel(
     BLOCK_T: tl.constexpr,
     TAIL_T: tl.constexpr,
     DIRECT: tl.constexpr,
+    EARLY_TILES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     SCALES: tl.constexpr,
@@ -145,21 +146,19 @@ def gemm1_kernel(
     FORMAT: `formats.WeightFormat`. ACT, FACTOR: `formats.OperandFormat` of the hidden states. H_HOW: of the
     intermediate, where a tile can make it; "none": round. ALPHAS: see `mainloop.rescale`.
     SLOT_ROWS: operand rows are slots. PER_WORD: of GEMM2's weights, which order the intermediate is stored in.
-    DIRECT: no schedule, see tile_of (table_ptr then holds the ids).
+    DIRECT: no schedule, see tile_of (table_ptr then holds the ids). EARLY_TILES: read table_ptr before waiting, as the
+    launch in front does not write it, and waited for who does.
     TAIL_T: tokens of a tile that is nearly empty; an expert's last tile often is, and products cost by the tile.
     """
     width: tl.constexpr = BLOCK_N // 2 if IS_GATED else BLOCK_N
     column_tiles: tl.constexpr = (I_PADDED + width - 1) // width
-    # The ids are older than the prologue, which let this kernel start: they can be read while it runs.
-    if PDL and not DIRECT:
-        tl_cuda.gdc_wait()
-        tl_cuda.gdc_launch_dependents()
+    if not EARLY_TILES:
+        wait_for_previous_kernel(PDL)
     valid, expert, column_tile, start, num_rows, row_tile = tile_of(
-        table_ptr, num_tiles_max, num_experts, expert_offset, column_tiles, DIRECT
+        table_ptr, num_tiles_max, num_experts, expert_offset, column_tiles, DIRECT, EARLY_TILES
     )
-    if PDL and DIRECT:
-        tl_cuda.gdc_wait()
-        tl_cuda.gdc_launch_dependents()
+    if EARLY_TILES:
+        wait_for_previous_kernel(PDL)
     if valid:
         first_row = row_tile * BLOCK_T
         if TAIL_T < BLOCK_T and num_rows - first_row <= TAIL_T:
@@ -236,6 +235,7 @@ def gemm2_kernel(
     BLOCK_T: tl.constexpr,
     TAIL_T: tl.constexpr,
     DIRECT: tl.constexpr,
+    EARLY_TILES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr,
     STAGES: tl.constexpr,
@@ -247,19 +247,19 @@ def gemm2_kernel(
     """y = alpha2 * (W2 @ operand) + bias, float32 [SPLIT_K, slots, H]: the combine adds parts and weighs slots.
 
     Grid: second dimension SPLIT_K, parts of K, for few tokens and a long K.
-    PREFETCH: bytes of a weight row to ask the L2 for while GEMM1 runs, 0: none.
+    PREFETCH: bytes of a weight row to ask the L2 for while GEMM1 runs, 0: none; with EARLY_TILES, as in gemm1_kernel.
     """
     column_tiles: tl.constexpr = (H + BLOCK_N - 1) // BLOCK_N
-    # The schedule was complete before GEMM1 let this kernel start: no need to wait for GEMM1 to read it.
+    if not EARLY_TILES:
+        wait_for_previous_kernel(PDL)
     valid, expert, column_tile, start, num_rows, row_tile = tile_of(
-        table_ptr, num_tiles_max, num_experts, expert_offset, column_tiles, DIRECT
+        table_ptr, num_tiles_max, num_experts, expert_offset, column_tiles, DIRECT, EARLY_TILES
     )
-    if PDL:
+    if EARLY_TILES:
         if PREFETCH and valid:
             columns = tl.minimum(column_tile * BLOCK_N + tl.arange(0, BLOCK_N), H - 1)
             prefetch_rows(w_ptr, expert, columns, H, PREFETCH)
-        tl_cuda.gdc_wait()
-        tl_cuda.gdc_launch_dependents()
+        wait_for_previous_kernel(PDL)
     if valid:
         first_row = row_tile * BLOCK_T
         if TAIL_T < BLOCK_T and num_rows - first_row <= TAIL_T:

@@ -16,7 +16,7 @@ from torch_moe_ops.kernels.triton.formats import OperandFormat, WeightFormat, ro
 from torch_moe_ops.kernels.triton.gemm import gemm1_kernel, gemm2_kernel
 from torch_moe_ops.kernels.triton.plan import Buffers, Plan, make_buffers, make_plan
 from torch_moe_ops.kernels.triton.prologue import prologue_kernel, requantize_kernel
-from torch_moe_ops.kernels.triton.schedule import FIELDS, many_slots
+from torch_moe_ops.kernels.triton.schedule import FIELDS, MANY_SLOTS, many_slots
 from torch_moe_ops.ops.call import ExpertsCall
 
 _PIECES = (256, 1024)  # activation values that one program handles, of few rows and of many
@@ -44,6 +44,16 @@ def _prefetch(plan: Plan) -> int:
     k, per_word = plan.intermediate_size, plan.weight2.per_word
     useful = plan.num_slots <= _FEW_SLOTS and k <= _SHORT_ROW and plan.config.gemm2.split_k == 1
     return 4 * k // per_word if useful and per_word > 1 and plan.target["PDL"] and k % 32 == 0 else 0
+
+
+def _early_tiles(plan: Plan, gemm: int) -> bool:
+    """Whether a GEMM reads what its tiles are (table or ids) before it waits for the launch in front.
+
+    Only where that launch is one of this call's, which did not write them and waited for whoever did: GEMM1 behind a
+    prologue that made no schedule, GEMM2 always. With many tokens other tiles hide what waiting first costs.
+    """
+    settled = plan.direct and plan.copies if gemm == 1 else plan.num_slots < MANY_SLOTS
+    return settled and plan.target["PDL"]
 
 
 def _codes(weight: Tensor, form: WeightFormat) -> Tensor:
@@ -182,6 +192,7 @@ def _run_gemm1(call: ExpertsCall, plan: Plan, b: Buffers, h: Tensor) -> None:
         SLOT_ROWS=plan.operand1.how == "expert",
         SCALES=_scales(tile, plan.weight1, call.w13.shape[1], plan.hidden_size, call.w13_scale),
         PER_WORD=plan.weight2.per_word if plan.fused else 1,
+        EARLY_TILES=_early_tiles(plan, 1),
         **_tile_constants(tile, plan),
     )
 
@@ -214,6 +225,7 @@ def _run_gemm2(call: ExpertsCall, plan: Plan, b: Buffers) -> None:
         OPERAND_STRIDE=plan.h_stride,
         ALPHAS=0 if alphas is None else alphas.numel() // alphas.shape[0],
         HAS_BIAS=call.w2_bias is not None,
+        EARLY_TILES=_early_tiles(plan, 2),
         PREFETCH=_prefetch(plan),
         SPLIT_K=tile.split_k,
         SCALES=_scales(tile, plan.weight2, plan.hidden_size, plan.intermediate_size, call.w2_scale),

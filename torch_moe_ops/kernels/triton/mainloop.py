@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from torch_moe_ops.kernels.triton.decode_words import decode_words
+from torch_moe_ops.kernels.triton.dependent import load_settled
 from torch_moe_ops.kernels.triton.products import dot, load_operand
 from torch_moe_ops.kernels.triton.words import multiply_words
 
@@ -31,27 +32,31 @@ def prefetch_rows(w_ptr, expert, columns, N: tl.constexpr, ROW_BYTES: tl.constex
 
 
 @triton.jit
-def tile_of(table_ptr, num_tiles_max, num_experts, expert_offset, COLUMN_TILES: tl.constexpr, DIRECT: tl.constexpr):
+def tile_of(
+    table_ptr, num_tiles_max, num_experts, expert_offset, COLUMN_TILES: tl.constexpr, DIRECT: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
     """This program's (valid, expert, column tile, first row, rows of the expert, row tile).
 
     The tiles of one expert are worked on together, its row tiles next to each other: its weights come
     from memory once. DIRECT: table_ptr holds the expert ids, and every slot is a tile and a row of its own.
+    EARLY: called before waiting for the kernel in front.
     """
     program = tl.program_id(0)
     tile = program // COLUMN_TILES
     if DIRECT:
-        expert = tl.load(table_ptr + tile) - expert_offset
+        expert = load_settled(table_ptr + tile, EARLY) - expert_offset
         valid = (expert >= 0) & (expert < num_experts)
         column_tile = program % COLUMN_TILES
         start = tile
         rows = tile * 0 + 1
         row_tile = tile * 0
     else:
-        expert = tl.load(table_ptr + tile)
-        first = tl.load(table_ptr + num_tiles_max + tile)
-        count = tl.load(table_ptr + 2 * num_tiles_max + tile)
-        start = tl.load(table_ptr + 3 * num_tiles_max + tile)
-        rows = tl.load(table_ptr + 4 * num_tiles_max + tile)
+        expert = load_settled(table_ptr + tile, EARLY)
+        first = load_settled(table_ptr + num_tiles_max + tile, EARLY)
+        count = load_settled(table_ptr + 2 * num_tiles_max + tile, EARLY)
+        start = load_settled(table_ptr + 3 * num_tiles_max + tile, EARLY)
+        rows = load_settled(table_ptr + 4 * num_tiles_max + tile, EARLY)
         count = tl.maximum(count, 1)  # 0 in tiles beyond the last one
         local = program - first * COLUMN_TILES
         valid = expert >= 0

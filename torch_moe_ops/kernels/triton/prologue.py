@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra import cuda as tl_cuda
 
+from torch_moe_ops.kernels.triton.dependent import wait_for_previous_kernel
 from torch_moe_ops.kernels.triton.elements import narrow
 from torch_moe_ops.kernels.triton.packed import load_packed
 from torch_moe_ops.kernels.triton.permute import reorder
@@ -133,9 +133,7 @@ def prologue_kernel(
     ACT, HOW: `formats.OperandFormat`.
     WEIGHTED: multiply x by the router weight of its token, rounded to x's dtype.
     """
-    if PDL:
-        tl_cuda.gdc_wait()
-        tl_cuda.gdc_launch_dependents()
+    wait_for_previous_kernel(PDL)
     program = tl.program_id(0)
     if program < num_scheduled:
         schedule_expert(
@@ -170,9 +168,7 @@ def requantize_kernel(
     HOW: "token" or "block". operand: [rows, K_PADDED]; factor: float32 [rows], or [rows, groups].
     Grid: (rows, cdiv(K_PADDED, PIECE)).
     """
-    if PDL:
-        tl_cuda.gdc_wait()
-        tl_cuda.gdc_launch_dependents()
+    wait_for_previous_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
     # Without a schedule all rows are done; those of foreign experts hold anything, and nobody reads them.

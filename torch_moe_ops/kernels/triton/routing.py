@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra import cuda as tl_cuda
 from triton.language.extra import libdevice
+
+from torch_moe_ops.kernels.triton.dependent import wait_for_previous_kernel
 
 INF = tl.constexpr(float("inf"))
 LOWEST = tl.constexpr(-(2**31))  # key of what cannot be chosen (any more)
@@ -130,9 +131,7 @@ def route_kernel(
     logits: [num_tokens, experts] of any strides. SCORE, WEIGHT: what experts are chosen and weighted by; the weight's
     softmax is over all experts where SCORE is one too, else over the chosen ones. Grid: num_tokens.
     """
-    if PDL:
-        tl_cuda.gdc_wait()
-        tl_cuda.gdc_launch_dependents()
+    wait_for_previous_kernel(PDL)
     token = tl.program_id(0).to(tl.int64)
     row = logits_ptr + token * row_stride
     group = tl.arange(0, GROUPS_PADDED)[:, None]

@@ -1,0 +1,76 @@
+"""Machine code as the steps of launch_order.py, and the Hopper kernels judged by it.
+
+`python tests/sass_order.py OBJECT ...` prints what the kernels in objects of csrc/cuda/sm90 do wrong; fails if any does.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from launch_order import Order, Step, faults_alone, order_of
+from wgmma_hazards import disassembled, parse, where_to
+
+# The kernels that no launch attribute starts early: they wait for nobody. All others do, unless they are added here.
+LAUNCHED_NORMALLY = ("decode_kernel", "decode_few_kernel")
+_OPCODE = re.compile(r"(@!?U?P\w+\s+)?([A-Z0-9]+)")
+_KINDS = {
+    "ACQBULK": "wait",
+    "PREEXIT": "trigger",
+    "EXIT": "end",
+    "UBLKPF": "prefetch",
+    "UTMAPF": "prefetch",
+    **dict.fromkeys(("LD", "LDG", "LDGSTS", "UTMALDG", "SULD", "TEX"), "load"),
+    **dict.fromkeys(("ST", "STG", "ATOM", "ATOMG", "RED", "REDG", "UTMASTG", "UTMAREDG", "SUST", "SURED"), "store"),
+}
+
+
+def _kind(instruction: str) -> str:
+    found = _OPCODE.match(instruction)
+    assert found is not None
+    guarded, name = found.groups()
+    if name == "UBLKCP":
+        return "store" if ".G.S" in instruction else "load"
+    if name == "CALL":
+        return "" if "$__internal" in instruction else "store"  # the compiler's own arithmetic; else unknown
+    kind = _KINDS.get(name, "")
+    return "" if kind == "wait" and guarded else kind
+
+
+def sass_order(sass: str) -> Order:
+    """Of one kernel. Where its addresses come from is not known."""
+    instructions, labels = parse(sass)
+    steps = []
+    for _, text in instructions:
+        ends, names = where_to(text)
+        targets = tuple(labels[name] for name in names)
+        steps.append(Step(text, _kind(text), targets=targets, falls=not ends))
+    return order_of([*steps, Step("the last instruction", falls=False)])
+
+
+def faults_of(name: str, sass: str) -> list[str]:
+    """Of a kernel of csrc/cuda/sm90, by its mangled name."""
+    order = sass_order(sass)
+    if not any(f"{len(normal)}{normal}" in name for normal in LAUNCHED_NORMALLY):
+        return faults_alone(order)
+    uses = [name for name in ("ACQBULK", "PREEXIT") if name in sass]
+    return [f"is launched normally, yet has {' and '.join(uses)}"] if uses else []
+
+
+def main(objects: list[str]) -> int:
+    wrong = 0
+    for file in objects:
+        with tempfile.TemporaryDirectory() as folder:
+            for name, sass in disassembled(Path(file), Path(folder)):
+                for fault in faults_of(name, sass):
+                    print(f"{name}: {fault}")
+                    wrong += 1
+    return min(wrong, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
