@@ -226,14 +226,18 @@ def tensors_of(raw: RawWeights, backend: Backend, settings: dict[str, Any], devi
         for name in tensors.keys() & {"w13_bias", "w2_bias"}:
             halves = 2 if name == "w13_bias" and raw.is_gated else 1
             tensors[name] = backend.bias_layout.arrange(name, tensors[name], halves)
-    return {name: _own(tensor, raw, device) for name, tensor in tensors.items()}
+    moved = {name: tensor.detach().to(device).contiguous() for name, tensor in tensors.items()}
+    return own_memory(moved, raw.tensors())  # `update_` writes into it
 
 
-def _own(tensor: Tensor, raw: RawWeights, device: torch.device) -> Tensor:
-    """Contiguous, on `device`, and not memory of `raw`: `update_` writes into it."""
-    moved = tensor.detach().to(device).contiguous()
-    shared = any(moved.data_ptr() == t.data_ptr() for t in raw.tensors().values()) if moved.numel() else False
-    return moved.clone() if shared and moved.device == raw.device else moved
+def own_memory(tensors: dict[str, Tensor], others: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, those copied that share a storage with one of `others`."""
+    taken = {_storage(t) for t in others.values()}
+    return {name: t.clone() if _storage(t) in taken else t for name, t in tensors.items()}
+
+
+def _storage(tensor: Tensor) -> tuple[torch.device, int]:
+    return tensor.device, tensor.untyped_storage().data_ptr()
 
 
 def _scalars(raw: RawWeights, static: bool) -> dict[str, Tensor]:

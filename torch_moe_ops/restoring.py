@@ -7,11 +7,12 @@ import urllib.parse
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torch_moe_ops.activations import ACTIVATIONS
 from torch_moe_ops.backends import BACKENDS
 from torch_moe_ops.backends.registry import Sizes
-from torch_moe_ops.prepare import KEPT, plain_values, tensors_of
+from torch_moe_ops.prepare import KEPT, own_memory, plain_values, tensors_of
 from torch_moe_ops.prepared_weights import PreparedWeights
 from torch_moe_ops.raw_weights import RawWeights
 from torch_moe_ops.schemes import SCHEMES
@@ -23,13 +24,29 @@ def sizes_of(w: PreparedWeights) -> Sizes:
     return Sizes(w.num_local_experts, w.hidden_size, w.intermediate_size, gated, w.w13.dtype)
 
 
+@torch.no_grad()
 def restore(w: PreparedWeights) -> RawWeights:
-    """The raw weights that `prepare` took (this rank's share of them), bit for bit."""
+    """The raw weights that `prepare` took (this rank's share of them), bit for bit, in memory of their own.
+
+    So they stay what they are where `update_` writes into `w`.
+    """
+    tensors, plain = _parts(w)
+    return RawWeights(scheme=w.scheme, **own_memory(tensors, w.tensors()), **plain)  # type: ignore[arg-type]
+
+
+def restored_views(w: PreparedWeights) -> RawWeights:
+    """`restore` without its copies: what the backend keeps as it came is memory of `w`. To be read, then dropped."""
+    tensors, plain = _parts(w)
+    return RawWeights(scheme=w.scheme, **tensors, **plain)  # type: ignore[arg-type]
+
+
+def _parts(w: PreparedWeights) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The fields of RawWeights besides the scheme: tensors, some of them memory of `w`, and plain values."""
     backend = BACKENDS[w.backend]
     arguments = {name: t for name, t in w.tensors().items() if name.split("_")[0] in ("w13", "w2")}
     for name in ("w13_bias", "w2_bias", "w13_scale_2", "w2_scale_2"):
         arguments.pop(name, None)
-    tensors: dict[str, Any] = backend.restore(SCHEMES[w.scheme], arguments, sizes_of(w))
+    tensors = backend.restore(SCHEMES[w.scheme], arguments, sizes_of(w))
     tensors |= {name: value for name in KEPT if (value := getattr(w, name)) is not None}
     plain = json.loads(urllib.parse.unquote(w.raw))
     for name, rows in (("w13_bias", w.intermediate_size), ("w2_bias", w.hidden_size)):
@@ -40,7 +57,7 @@ def restore(w: PreparedWeights) -> RawWeights:
                 bias = backend.bias_layout.undo(name, bias, halves)
             kept = bias.unflatten(1, (halves, -1))[:, :, :rows].flatten(1)
             tensors[name] = kept.to(getattr(torch, dtype))
-    return RawWeights(scheme=w.scheme, **tensors, **plain)
+    return tensors, plain
 
 
 @torch.no_grad()

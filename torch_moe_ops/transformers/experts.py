@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch_moe_ops.fused import fused_moe_routed
 from torch_moe_ops.prepare import prepare
 from torch_moe_ops.prepared_weights import PreparedWeights
-from torch_moe_ops.restoring import restore
+from torch_moe_ops.restoring import restored_views
 
 IMPLEMENTATION = "moeq"
 
@@ -39,7 +39,7 @@ class ExpertWeights(nn.Module):
             self.prepared = w.to(device) if device != w.device else w
             return self
         self.prepared = prepare(
-            restore(w),
+            restored_views(w),
             activation=w.activation,
             act_format=w.act_format,
             backend=self.backend,
