@@ -32,3 +32,13 @@ def planning_library(source: str, folder: Path) -> Path:
     flags = ["-std=c++17", "-O1", "-gencode", "arch=compute_90a,code=sm_90a", "-Xcompiler", "-fPIC", "-shared"]
     subprocess.run([NVCC, *flags, "-cudart", "static", str(path), "-o", str(library)], check=True, capture_output=True)
     return library
+
+
+def device_program(source: str, folder: Path) -> Path:
+    """A .cu file of tests/cpp as a program for a Hopper GPU."""
+    if NVCC is None:
+        pytest.skip("no CUDA compiler (nvcc) to build the program")
+    path, program = Path(__file__).parent / "cpp" / source, folder / "program"
+    flags = ["-std=c++17", "-O2", "-gencode", "arch=compute_90a,code=sm_90a", "-cudart", "static"]
+    subprocess.run([NVCC, *flags, str(path), "-o", str(program)], check=True, capture_output=True)
+    return program

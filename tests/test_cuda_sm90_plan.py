@@ -91,6 +91,18 @@ def test_every_tile_is_multiplied_once(library: Path, seed: int) -> None:
     assert min(map(int, done.stdout.split())) > 300
 
 
+# Of a green context, or another share of the GPU: results must not depend on how many there are.
+@pytest.mark.parametrize("layer", [QWEN3, GPT_OSS, DEEPSEEK, MIXTRAL], ids=["qwen3", "gpt-oss", "dsv3", "mixtral"])
+def test_any_number_of_multiprocessors(library: Path, layer: tuple[int, int, int, int]) -> None:
+    top_k, experts, hidden, inter = layer
+    functions = ctypes.CDLL(str(library))
+    for sms in range(1, 133):
+        for tokens in (1, 2, 3):
+            fields = Layer(sms, HOPPER[1], tokens, top_k, experts, hidden, inter, 1, 0, 0)
+            assert functions.plan_few(fields) > 0, (sms, tokens)
+            assert functions.deal_few(fields) > 0, (sms, tokens)
+
+
 # In a process of its own: a plan that divides by what was never written ends it.
 PROGRAM = """
 import ctypes, random, sys

@@ -1,4 +1,4 @@
-"""The Hopper kernels where they share the GPU: other streams, graphs, foreign kernels, another process.
+"""The Hopper kernels where they share the GPU: other streams, graphs, foreign kernels, green contexts, another process.
 
 Two of them wait for other thread blocks of their launch. What does not end is a failure here, not a lost run: every
 scenario is a process of its own, and its time is limited.
@@ -6,6 +6,7 @@ scenario is a process of its own, and its time is limited.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from sm90_cases import why_not_here
-from sm90_streams import SCENARIOS
+from sm90_streams import OF_ANY_CONTEXT, SCENARIOS
 
 REASON = why_not_here()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(REASON), reason=REASON or "it is there")]
@@ -22,22 +23,26 @@ SECONDS = 120
 GIGABYTES = 4  # of a process, with its context
 
 
-def start(scenario: str) -> subprocess.Popen[str]:
+def start(*arguments: str, program: Path = PROGRAM) -> subprocess.Popen[str]:
     free = torch.cuda.mem_get_info()[0] / 2**30
     if free < 2 * GIGABYTES:
         pytest.skip(f"needs {2 * GIGABYTES} GiB of free GPU memory, got {free:.1f}")
-    command = [sys.executable, str(PROGRAM), scenario]
+    command = [sys.executable, str(program), *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def finish(process: subprocess.Popen[str]) -> None:
+def text_of(process: subprocess.Popen[str]) -> str:
     try:
         text, _ = process.communicate(timeout=SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
         pytest.fail(f"not done after {SECONDS} s: {process.args}\n{process.communicate()[0]}")
     assert process.returncode == 0, text
-    assert "all results are those alone" in text
+    return text
+
+
+def finish(process: subprocess.Popen[str]) -> None:
+    assert "all results are those alone" in text_of(process)
 
 
 @pytest.mark.parametrize("scenario", sorted(SCENARIOS))
@@ -45,13 +50,26 @@ def test_results_are_those_alone(scenario: str) -> None:
     finish(start(scenario))
 
 
-def test_two_processes_at_once() -> None:
+@pytest.mark.parametrize("scenario", sorted(OF_ANY_CONTEXT))
+def test_results_in_a_green_context(scenario: str) -> None:
+    finish(start(scenario, "--green", "64"))
+
+
+@pytest.mark.parametrize("places", [("", ""), ("64", "64")], ids=["whole", "green"])
+def test_two_processes_at_once(places: tuple[str, str]) -> None:
     both: list[subprocess.Popen[str]] = []
     try:
-        for scenario in ("eager", "graphs"):
-            both.append(start(scenario))
+        for scenario, green in zip(("eager", "graphs"), places, strict=True):
+            both.append(start(scenario, *(("--green", green) if green else ())))
         for process in both:
             finish(process)
     finally:
         for process in both:
             process.kill()
+
+
+def test_a_wait_without_end_is_ended() -> None:
+    text = text_of(start(program=Path(__file__).parent / "sm90_endless_wait.py"))
+    seconds = re.search(r"ended ([0-9.]+) s after", text)
+    assert seconds is not None and float(seconds[1]) < 30, text
+    assert "decode_few_kernel" in text and "block: [" in text and "must not change under a launch" in text, text

@@ -8,7 +8,8 @@
 
 namespace {
 
-int multiprocessors, shared_memory;
+int shared_memory;
+char workspace[16];
 uint3 this_block;
 dim3 this_grid;
 
@@ -17,8 +18,8 @@ cudaError_t no_device(int* device) {
   return cudaSuccess;
 }
 
-cudaError_t given_attribute(int* value, cudaDeviceAttr attribute, int) {
-  *value = attribute == cudaDevAttrMultiProcessorCount ? multiprocessors : shared_memory;
+cudaError_t given_attribute(int* value, cudaDeviceAttr, int) {
+  *value = shared_memory;
   return cudaSuccess;
 }
 
@@ -43,7 +44,9 @@ cudaError_t given_attribute(int* value, cudaDeviceAttr attribute, int) {
 
 namespace few = moeq::sm90::few;
 
-// What a test asks for: the GPU's multiprocessors and shared memory, then the call.
+constexpr int kWholeDevice = 132;
+
+// What a test asks for: the multiprocessors that the call has and a block's shared memory, then the call.
 struct Layer {
   int sms, shared, tokens, top_k, experts, hidden, inter, gated, dynamic, format;
 };
@@ -63,7 +66,8 @@ bool shares_rightly(const few::Plan& plan) {
   right = right && deal.each * plan.grid + deal.more == args.slots * args.row_tiles[0];
   right = right && (parts - 1) * tiles < args.k_tiles[0];
   right = right && args.partials >= args.outputs + (outputs << args.part_bits[1][args.slots]);
-  return right && args.partials + int64_t{plan.grid} * (moeq::sm90::kTileRows / 2) <= few::kExchangePairs;
+  const size_t end = args.partials + size_t{static_cast<unsigned>(plan.grid)} * (moeq::sm90::kTileRows / 2);
+  return right && end <= few::kExchangePairs && end <= plan.exchange_pairs;
 }
 
 // What every plan that fits must hold for.
@@ -80,7 +84,8 @@ bool holds(const few::Plan& plan) {
       right = right && args.part_stage_tiles[gemm][bits] <= args.stage_tiles;
     }
     const int64_t outputs = int64_t{args.slots} * args.row_tiles[1] * (moeq::sm90::kTileRows / 2);
-    right = right && args.outputs + (outputs << args.part_bits[1][entries]) <= few::kExchangePairs;
+    const size_t end = args.outputs + (outputs << args.part_bits[1][entries]);
+    right = right && end <= few::kExchangePairs && end <= plan.exchange_pairs;
   }
   return right && (!shares(plan) || shares_rightly(plan));
 }
@@ -88,7 +93,6 @@ bool holds(const few::Plan& plan) {
 // -1: no plan could be made, 0: the kernel does not take the layer, else what `found` says of the plan.
 template <class Found>
 int answer(const Layer& layer, Found found) {
-  multiprocessors = layer.sms;
   shared_memory = layer.shared;
   moeq::sm90::Problem p = {};
   p.tokens = layer.tokens, p.top_k = layer.top_k, p.experts = layer.experts;
@@ -97,10 +101,17 @@ int answer(const Layer& layer, Found found) {
   p.activation = p.gated ? moeq::sm90::Activation::kSilu : moeq::sm90::Activation::kRelu2NoMul;
   p.a1 = p.a2 = layer.dynamic != 0 ? moeq::sm90::ActScale::kToken : moeq::sm90::ActScale::kNone;
   p.format = static_cast<moeq::sm90::Format>(layer.format);
+  p.partition = {layer.sms, layer.sms == kWholeDevice};
+  p.workspace = workspace;
   few::Plan plan;
   std::memset(&plan, 0, sizeof(plan));   // as memory may be that was never written
   bool fits = false;
-  return few::make_plan(p, plan, fits) != cudaSuccess ? -1 : fits ? found(plan) : 0;
+  if (few::make_plan(p, plan, fits) != cudaSuccess) {
+    return -1;
+  }
+  // A launch that others may overlap has an exchange of its own.
+  const void* own = p.partition.whole_device ? nullptr : workspace;
+  return !fits ? 0 : plan.args.exchange == own && plan.args.epochs == nullptr ? found(plan) : -1;
 }
 
 // What one thread block works out, where `entries` are this rank's.

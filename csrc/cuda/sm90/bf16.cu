@@ -42,7 +42,7 @@ Plan make_plan(const Problem& p) {
   gemm.operand = plan.operand.operand;
   gemm.h = arena.take<__nv_bfloat16>(int64_t{gemm.rows} * gemm.inter_padded);
   gemm.y = arena.take<uint8_t>(int64_t{slots} * p.hidden * result_bytes(p));
-  plan.combine = {p, gemm.y, gemm.y_wide};
+  plan.combine = {p, gemm.y, gemm.y_wide, schedule.overdue};
   plan.bytes = arena.used();
   return plan;
 }
@@ -75,15 +75,11 @@ cudaError_t make_maps(Bf16Args& args, int block_tiles) {
 cudaError_t launch_gemms(Bf16Args& args) {
   const Problem& p = args.gemm.problem;
   const Bf16Kernel kernel = kernel_for(p);
-  int device = 0, multiprocessors = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  if (error == cudaSuccess) {
-    error = cudaFuncSetAttribute(kernel.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes);
-  }
+  cudaError_t error =
+      cudaFuncSetAttribute(kernel.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes);
   if (error == cudaSuccess) error = make_maps(args, kernel.block_tiles);
   if (error != cudaSuccess) return error;
-  return launch_after(kernel.kernel, args, multiprocessors, kernel.threads, kernel.shared_bytes, p.stream);
+  return launch_after(kernel.kernel, args, p.partition.multiprocessors, kernel.threads, kernel.shared_bytes, p.stream);
 }
 
 cudaError_t run_piece(const Problem& p) {

@@ -35,9 +35,9 @@ __global__ void __launch_bounds__(kThreads) operand_kernel(const __grid_constant
 #pragma unroll 4
   for (int j = 0; j < p.top_k; j++) {
     const int64_t slot = int64_t{token} * p.top_k + j;
-    const int expert = local_expert(p, slot);
+    const auto [expert, rank] = args.schedule.rank[slot];
     if (expert < 0) continue;
-    const int row = args.schedule.first_row[expert] + args.schedule.rank[slot];
+    const int row = args.schedule.first_row[expert] + rank;
     if (piece == 0) args.schedule.slot_of_row[row] = slot;
     *reinterpret_cast<uint4*>(k_tile + int64_t{row} * 64 + (piece % 8 ^ row % 8) * 8) = values;
   }

@@ -11,6 +11,24 @@
 
 namespace moeq::sm90::decode {
 
+namespace {
+
+__device__ State whole_device_state;   // of launches that take the whole device
+
+// Clears a launch's own state, in its workspace, or finds that of the whole device.
+cudaError_t give_state(Args& args) {
+  if (args.state != nullptr) {
+    return cudaMemsetAsync(args.state, 0, sizeof(State), args.p.stream);
+  }
+  static KnownAddresses known;
+  void* state = nullptr;
+  const cudaError_t error = find_variable(whole_device_state, known, state);
+  args.state = static_cast<State*>(state);
+  return error;
+}
+
+}  // namespace
+
 const void* kernel_of(Format format, int groups) {
   switch (format) {
     case Format::kMxfp4:
@@ -40,7 +58,14 @@ bool decode_takes_logits(const Problem& p) {
 
 size_t decode_workspace(const Problem& p) {
   decode::Plan plan;
-  return decode::make_plan(p, plan) == cudaSuccess ? plan.workspace : 0;
+  const size_t bytes = decode::make_plan(p, plan) == cudaSuccess ? plan.workspace : 0;
+  few::Plan few_plan;
+  bool few = false;
+  if (p.partition.whole_device || few::make_plan(p, few_plan, few) != cudaSuccess || !few) {
+    return bytes;
+  }
+  const size_t exchange = few::exchange_bytes(few_plan);
+  return exchange > bytes ? exchange : bytes;
 }
 
 cudaError_t decode_run(const Problem& p) {
@@ -64,6 +89,9 @@ cudaError_t decode_run(const Problem& p) {
   const void* kernel = decode::kernel_of(p.format, plan.groups);
   static KnownDevices known[kFormats][5];
   error = allow_shared_memory(kernel, plan.shared_bytes, known[static_cast<int>(p.format)][plan.groups]);
+  if (error == cudaSuccess) {
+    error = decode::give_state(plan.args);
+  }
   if (error != cudaSuccess) {
     return error;
   }

@@ -17,6 +17,10 @@
 
 namespace moeq::sm90::few {
 
+// Of launches that take the whole device.
+__device__ uint4 whole_device_exchange[2 * kExchangePairs];
+__device__ uint32_t whole_device_epochs[kMaxBlocks];
+
 // Of slots and entries, loaded while the first weights are under way. Helpers.
 __device__ __forceinline__ void load_shares(const Args& args, Fixed& fixed) {
   const Problem& p = args.p;
@@ -97,8 +101,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1) decode_few_kernel(const __gr
     help<kKind>(args, fixed, base);
   }
   named_barrier(kMultiplied, kThreads + kHelperThreads);
-  if (warp == 0) {   // it has nothing to combine, or comes last
-    await_epochs(fixed.epoch);
+  if (warp == 0 && args.epochs != nullptr) {   // it has nothing to combine, or comes last
+    await_epochs(args.epochs, fixed.epoch);
   }
   combine<kKind>(args, fixed);
 }
@@ -132,12 +136,31 @@ const void* kernel_of(Format format, Kind kind) {
   }
 }
 
-cudaError_t run(const Plan& plan) {
+// Clears a launch's own exchange, in its workspace, or finds that of the whole device.
+cudaError_t give_exchange(const Plan& plan, Args& args) {
+  if (!args.p.partition.whole_device) {
+    return cudaMemsetAsync(args.exchange, 0, exchange_bytes(plan), args.p.stream);
+  }
+  static KnownAddresses known_exchange, known_epochs;
+  void *exchange = nullptr, *epochs = nullptr;
+  cudaError_t error = find_variable(whole_device_exchange, known_exchange, exchange);
+  if (error == cudaSuccess) {
+    error = find_variable(whole_device_epochs, known_epochs, epochs);
+  }
+  args.exchange = static_cast<uint4*>(exchange);
+  args.epochs = static_cast<uint32_t*>(epochs);
+  return error;
+}
+
+cudaError_t run(Plan& plan) {
   static KnownDevices known[kFormats][kKinds];
   const Problem& p = plan.args.p;
   const void* kernel = kernel_of(p.format, plan.kind);
-  const cudaError_t error = allow_shared_memory(kernel, plan.shared_bytes,
-                                                known[static_cast<int>(p.format)][static_cast<int>(plan.kind)]);
+  cudaError_t error = allow_shared_memory(kernel, plan.shared_bytes,
+                                          known[static_cast<int>(p.format)][static_cast<int>(plan.kind)]);
+  if (error == cudaSuccess) {
+    error = give_exchange(plan, plan.args);
+  }
   if (error != cudaSuccess) {
     return error;
   }

@@ -17,6 +17,7 @@ constexpr int kFewSlots = 32;                    // a lane for each
 constexpr int kMaxTokens = 8;                    // more take as long in the other kernel, or less
 constexpr int kColumns = 8;                      // tokens of an entry at most: the N of mma.m16n8k16
 constexpr int kMaxStages = 12;
+constexpr int kMaxBlocks = 1024;                 // of a launch: multiprocessors
 constexpr int kTileBytes = 2048 + 256;           // that a stage has for a tile, whatever its format
 constexpr int kMaxPartBits = 2;                  // K is cut into 1, 2 or 4 parts
 constexpr int64_t kExchangePairs = 1 << 18;      // of 16 bytes, see decode_exchange.cuh
@@ -38,6 +39,8 @@ struct Deal {
 
 struct Args {
   Problem p;
+  uint4* exchange;                               // see decode_exchange.cuh
+  uint32_t* epochs;
   int row_tiles[2], k_tiles[2];                  // of GEMM1 and GEMM2
   int slots;
   int columns;                                   // of an entry at most: 1, 2, 4 or 8
@@ -59,13 +62,17 @@ struct Args {
 struct Plan {
   Args args;
   Kind kind;
+  size_t exchange_pairs;                         // that the launch may use
   int grid;
   int shared_bytes;
 };
 
+// What a launch that does not take the whole device needs of the workspace.
+inline size_t exchange_bytes(const Plan& plan) { return plan.exchange_pairs * sizeof(uint4); }
+
 // fits: whether the kernel takes the problem, and there is room for it.
 cudaError_t make_plan(const Problem& p, Plan& plan, bool& fits);
 
-cudaError_t run(const Plan& plan);
+cudaError_t run(Plan& plan);
 
 }  // namespace moeq::sm90::few

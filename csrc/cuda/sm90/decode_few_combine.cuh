@@ -27,7 +27,7 @@ __device__ __forceinline__ float2 find_output(const Args& args, const Fixed& fix
   const bool ours = item < p.top_k << bits && fixed.place[slot] != kForeign;
   Pair found = {};
   if (ours) {
-    const Pair* from = sent_pairs(epoch) + (args.outputs + (part * args.slots + slot) * per_slot + pair);
+    const Pair* from = sent_pairs(args, epoch) + (args.outputs + (part * args.slots + slot) * per_slot + pair);
     await(found, from, epoch);
   }
   float2 y = {found.a(), found.b()};

@@ -44,9 +44,13 @@ __device__ __forceinline__ void copy_tokens(const Args& args, Fixed& fixed, uint
 }
 
 // One thread: the number of this launch.
-__device__ __forceinline__ void count_launch(Fixed& fixed) {
-  fixed.epoch = epoch_after(epoch_of(blockIdx.x));
-  set_epoch(fixed.epoch);
+__device__ __forceinline__ void count_launch(const Args& args, Fixed& fixed) {
+  if (args.epochs == nullptr) {
+    fixed.epoch = kOnlyEpoch;
+    return;
+  }
+  fixed.epoch = epoch_after(epoch_of(args.epochs, blockIdx.x));
+  set_epoch(args.epochs, fixed.epoch);
 }
 
 // A group of warps does not see the phases of the other group's stages, so that a barrier's parity alone may be that of

@@ -35,7 +35,7 @@ __device__ __forceinline__ void send_hidden(const Args& args, const Fixed& fixed
   }
   if (inside && !is_up) {
     const int64_t line = static_cast<int64_t>(slot) * args.row_tiles[0] * kTileRows;
-    send_rounded(line + pair, h.a, h.b, fixed.epoch);
+    send_rounded(args, line + pair, h.a, h.b, fixed.epoch);
   }
 }
 
@@ -48,7 +48,7 @@ __device__ __forceinline__ int partials_of(const Args& args, int block) {
 __device__ __forceinline__ float2 add_partials(const Args& args, const Fixed& fixed, int parts, float2 sums) {
 #pragma unroll 1
   for (int part = 1; part < parts; ++part) {
-    const Pair* from = sent_pairs(fixed.epoch) + partials_of(args, blockIdx.x + part);
+    const Pair* from = sent_pairs(args, fixed.epoch) + partials_of(args, blockIdx.x + part);
     Pair found = look(from);
     await(found, from, fixed.epoch);
     sums.x += found.a(), sums.y += found.b();
@@ -81,7 +81,7 @@ __device__ __forceinline__ void finish_unit(const Args& args, Fixed& fixed, uint
     const int slot = fixed.slots[entry.first + column];
     if (Case<kKind>::kShared && work.part_bits < 0) {
       if (work.part > 0) {
-        send_pair(partials_of(args, blockIdx.x), all.x, all.y, fixed.epoch);
+        send_pair(args, partials_of(args, blockIdx.x), all.x, all.y, fixed.epoch);
         continue;
       }
       all = add_partials(args, fixed, 1 << -work.part_bits, all);
@@ -90,8 +90,8 @@ __device__ __forceinline__ void finish_unit(const Args& args, Fixed& fixed, uint
       send_hidden<kKind>(args, fixed, entry, work.entry, slot, work.row_tile, all);
     } else {
       const int line = work.part * args.slots + slot;
-      send_pair((gemm == 0 ? 0 : args.outputs) + (line * row_tiles + work.row_tile) * (kTileRows / 2) + lane, all.x,
-                all.y, fixed.epoch);
+      send_pair(args, (gemm == 0 ? 0 : args.outputs) + (line * row_tiles + work.row_tile) * (kTileRows / 2) + lane,
+                all.x, all.y, fixed.epoch);
     }
   }
   __syncwarp();

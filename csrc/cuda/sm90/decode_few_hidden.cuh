@@ -29,7 +29,7 @@ struct SentSums {
 template <Kind kKind>
 __device__ __forceinline__ SentSums look_for_sums(const Args& args, uint32_t epoch, const Row& row, int pair) {
   const int place = Case<kKind>::gated(args.p) ? pair + (pair & ~3) : pair;   // gate and up alternate in fours
-  const Pair* from = sent_pairs(epoch) + (row.slot * args.row_tiles[0] * (kTileRows / 2) + place);
+  const Pair* from = sent_pairs(args, epoch) + (row.slot * args.row_tiles[0] * (kTileRows / 2) + place);
   return {look(from), look(from + (Case<kKind>::gated(args.p) ? 4 : 0))};
 }
 
@@ -38,8 +38,10 @@ __device__ __forceinline__ Two hidden_pair(const Args& args, const Fixed& fixed,
                                            SentSums& sums) {
   const Problem& p = args.p;
   const uint32_t epoch = fixed.epoch;
+  BoundedWait wait;
   while (!(sums.gate.has(epoch) && sums.up.has(epoch))) {
     sums = look_for_sums<kKind>(args, epoch, row, pair);
+    check_wait(wait);
   }
   float g[2] = {sums.gate.a(), sums.gate.b()}, u[2] = {sums.up.a(), sums.up.b()};
   float factor = args.scale;
@@ -162,7 +164,7 @@ __device__ __forceinline__ void make_from_finished(const Args& args, Fixed& fixe
       pairs[i] = {};
       from[i] = nullptr;
       if (place.real) {
-        from[i] = sent_pairs(epoch) + (place.row.slot * per_slot + place.pair);
+        from[i] = sent_pairs(args, epoch) + (place.row.slot * per_slot + place.pair);
         pairs[i] = look(from[i]);
       }
     }

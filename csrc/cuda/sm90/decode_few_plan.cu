@@ -129,8 +129,10 @@ void deal_units(Args& args, int grid, bool shares) {
 
 // Into how many parts each GEMM's K is cut for each number of entries; false if the exchange has no room. Of GEMM1 only
 // units that blocks share are cut: whole sums can be activated and rounded where they are.
-bool choose_parts(Args& args, int grid, Kind& kind) {
+bool choose_parts(Plan& plan) {
+  Args& args = plan.args;
   const Problem& p = args.p;
+  const int grid = plan.grid;
   const int64_t hidden_pairs = int64_t{args.slots} * args.row_tiles[0] * (kTileRows / 2);
   const int64_t output_pairs = int64_t{args.slots} * args.row_tiles[1] * (kTileRows / 2);
   args.outputs = static_cast<int>(hidden_pairs);
@@ -145,8 +147,9 @@ bool choose_parts(Args& args, int grid, Kind& kind) {
   }
   const int64_t used = hidden_pairs + (output_pairs << most), partials = int64_t{grid} * (kTileRows / 2);
   args.partials = static_cast<int>(used);
-  deal_units(args, grid, kind != Kind::kGeneral && used + partials <= kExchangePairs);
-  kind = args.whole[0].shared_bits > 0 ? with_shared_units(kind) : kind;
+  deal_units(args, grid, plan.kind != Kind::kGeneral && used + partials <= kExchangePairs);
+  plan.kind = args.whole[0].shared_bits > 0 ? with_shared_units(plan.kind) : plan.kind;
+  plan.exchange_pairs = used + (shares_units(plan.kind) ? partials : 0);
   return used <= kExchangePairs;
 }
 
@@ -183,16 +186,16 @@ cudaError_t make_plan(const Problem& p, Plan& plan, bool& fits) {
   int device = 0, shared = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&plan.grid, cudaDevAttrMultiProcessorCount, device);
-  }
-  if (error == cudaSuccess) {
     error = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   }
   if (error != cudaSuccess) {
     return error;
   }
+  plan.grid = p.partition.multiprocessors;
   Args& args = plan.args;
   args.p = p;
+  args.exchange = p.partition.whole_device ? nullptr : static_cast<uint4*>(p.workspace);
+  args.epochs = nullptr;
   args.slots = p.tokens * p.top_k;
   for (args.columns = 1; args.columns < p.tokens && args.columns < kColumns; args.columns *= 2) {
   }
@@ -202,7 +205,7 @@ cudaError_t make_plan(const Problem& p, Plan& plan, bool& fits) {
   args.k_tiles[0] = k_tiles(p.hidden);
   args.row_tiles[1] = ceil_div(p.hidden, kTileRows);
   args.k_tiles[1] = k_tiles(p.inter);
-  fits = choose_parts(args, plan.grid, plan.kind) && place_in_shared(args, plan.grid, shared) && experts_fit(args);
+  fits = choose_parts(plan) && place_in_shared(args, plan.grid, shared) && experts_fit(args);
   if (fits) {
     set_divisors(args, plan.grid);
     plan.shared_bytes = shared;

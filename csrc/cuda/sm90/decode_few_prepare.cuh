@@ -92,7 +92,7 @@ __device__ __forceinline__ void prepare_block(const Args& args, Fixed& fixed, ui
     copy_tokens(args, fixed, base);
   } else if (warp == kFirstHelper + 1) {
     if (lane_of_warp() == 0) {
-      count_launch(fixed);
+      count_launch(args, fixed);
     }
   } else if (warp < kWarps) {
     clear_padding(args, fixed, base);

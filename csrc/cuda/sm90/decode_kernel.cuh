@@ -1,38 +1,35 @@
 // The decode kernel, for each format of weights (decode_*_kernel.cu) and number of tokens an expert.
 #pragma once
+#include "bounded_wait.cuh"
 #include "decode_combine.cuh"
 #include "decode_routing.cuh"
 
 namespace moeq::sm90::decode {
 
-// What must be known across thread blocks, on each device. Launches follow each other here without anybody zeroing it:
-// a launch adds kArrivals for each block to `arrivals`, so the count says which launch this is, and launches take turns
-// at the two sets of `taken`, each clearing the other's. That needs launches never to overlap: each takes all shared
-// memory of all multiprocessors (and all at once: it is cooperative), so a block of the next one can only start where
-// one of this one has ended, which is after the last arrival of all.
-struct State {
-  alignas(128) unsigned long long arrivals;
-  alignas(128) uint32_t taken[2][2][32];
-};
-static __device__ State state;   // of the kernels of one format
-constexpr int kArrivals = 4;
-
-__device__ __forceinline__ unsigned long long arrivals_so_far() {
+__device__ __forceinline__ unsigned long long arrivals_so_far(const State* state) {
   unsigned long long count;
-  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(count) : "l"(&state.arrivals) : "memory");
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(count) : "l"(&state->arrivals) : "memory");
   return count;
+}
+
+__device__ __forceinline__ void await_arrivals(const State* state, unsigned long long target) {
+  BoundedWait wait;
+  while (arrivals_so_far(state) < target) {
+    if (wait.is_over()) {
+      give_up("decode_kernel", "other thread blocks did not come to a grid barrier within seconds");
+    }
+  }
 }
 
 // All workers of all blocks. The `steps` of a launch's barriers add up to kArrivals. Who waits may do something useful.
 template <typename Meanwhile>
-__device__ __forceinline__ void sync_grid(Fixed& fixed, unsigned steps, int ready, Meanwhile meanwhile) {
+__device__ __forceinline__ void sync_grid(State* state, Fixed& fixed, unsigned steps, int ready, Meanwhile meanwhile) {
   sync_workers();
   if (threadIdx.x == 0) {
     const unsigned long long mine = steps;
-    asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(&state.arrivals), "l"(mine) : "memory");
+    asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(&state->arrivals), "l"(mine) : "memory");
     fixed.target += mine * gridDim.x;
-    while (arrivals_so_far() < fixed.target) {
-    }
+    await_arrivals(state, fixed.target);
     asm volatile("st.release.cta.shared.s32 [%0], %1;" ::"r"(shared_address(&fixed.ready)), "r"(ready) : "memory");
   } else if (threadIdx.x >= 32) {
     meanwhile();
@@ -48,7 +45,7 @@ __device__ __forceinline__ void work(const Args& args, const Shared& s) {
   unsigned arrivals = kArrivals;
   if (args.operand != nullptr && !args.private_operand) {
     make_operand(args, fixed);
-    sync_grid(fixed, 1, 0, nothing);
+    sync_grid(args.state, fixed, 1, 0, nothing);
     --arrivals;
   }
   const int worker = threadIdx.x / 128;
@@ -62,20 +59,20 @@ __device__ __forceinline__ void work(const Args& args, const Shared& s) {
     if (gemm == 0) {
       fence_async_proxy();
       if (args.wide != nullptr) {
-        sync_grid(fixed, 1, 0, nothing);
+        sync_grid(args.state, fixed, 1, 0, nothing);
         quantize_hidden(args, fixed);
         --arrivals;
       }
     }
     // The last barrier makes up for those that there were not.
-    sync_grid(fixed, gemm == 0 ? 1 : arrivals, 1, [&] {
+    sync_grid(args.state, fixed, gemm == 0 ? 1 : arrivals, 1, [&] {
       if (gemm == 0) {
         load_shares(args, s);
       }
     });
     --arrivals;
     if (gemm == 0 && blockIdx.x == 0 && threadIdx.x < 2) {
-      state.taken[1 - fixed.launch][threadIdx.x][0] = 0;
+      args.state->taken[1 - fixed.launch][threadIdx.x][0] = 0;
     }
   }
   combine(args, s);
@@ -94,11 +91,11 @@ __device__ __forceinline__ void start_block(const Args& args, const Shared& s) {
   }
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   if (i == 0) {
-    const unsigned long long each = kArrivals * gridDim.x, launch = arrivals_so_far() / each;
+    const unsigned long long each = kArrivals * gridDim.x, launch = arrivals_so_far(args.state) / each;
     fixed.target = launch * each;
     fixed.launch = launch % 2;
-    fixed.next_row[0] = state.taken[launch % 2][0];
-    fixed.next_row[1] = state.taken[launch % 2][1];
+    fixed.next_row[0] = args.state->taken[launch % 2][0];
+    fixed.next_row[1] = args.state->taken[launch % 2][1];
     fixed.ready = args.operand == nullptr || args.private_operand ? 0 : -1;
   }
 }

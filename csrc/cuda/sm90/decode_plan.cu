@@ -49,18 +49,15 @@ void set_format_of(const Problem& p, Args& args) {
 }  // namespace
 
 cudaError_t make_plan(const Problem& p, Plan& plan) {
-  int device = 0, multiprocessors = 0, shared = 0;
+  int device = 0, shared = 0;
   cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  }
   if (error == cudaSuccess) {
     error = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   }
   if (error != cudaSuccess) {
     return error;
   }
-  plan.grid = multiprocessors;
+  plan.grid = p.partition.multiprocessors;
   plan.groups = groups_for(p);
   const size_t slots = static_cast<size_t>(p.tokens) * p.top_k;
   Args& args = plan.args;
@@ -72,6 +69,7 @@ cudaError_t make_plan(const Problem& p, Plan& plan) {
   args.row_tiles[1] = ceil_div(p.hidden, kTileRows);
   args.k_tiles[1] = k_tiles(p.inter);
   Arena arena(p.workspace);
+  args.state = p.partition.whole_device ? nullptr : arena.take<State>(1);
   args.h = arena.take<__nv_bfloat16>(slots * p.inter);
   args.output_parts = output_parts_for(args.k_tiles[1]);
   args.y = arena.take<float>(args.output_parts * slots * p.hidden);

@@ -23,9 +23,22 @@ struct Entry {
   uint16_t expert, first, count, unused;
 };
 
+// What thread blocks must know of each other. Launches that take the whole device follow each other here without anybody
+// zeroing it: a launch adds kArrivals for each block to `arrivals`, so the count says which launch this is, and launches
+// take turns at the two sets of `taken`, each clearing the other's. That needs launches never to overlap, and all to be
+// of one size: each takes all shared memory of all multiprocessors (and all at once: it is cooperative), so a block of
+// the next one can only start where one of this one has ended, which is after the last arrival of all. Any other launch,
+// of a green context or under MPS, has a state of its own in its workspace, zeroed before it.
+struct State {
+  alignas(128) unsigned long long arrivals;
+  alignas(128) uint32_t taken[2][2][32];
+};
+constexpr int kArrivals = 4;
+
 // Everything the kernel gets.
 struct Args {
   Problem p;
+  State* state;
   int row_tiles[2], k_tiles[2];             // of GEMM1 and GEMM2
   int slots;                                // tokens * top_k
   __nv_bfloat16* operand;                   // GEMM1's, [tokens or slots, hidden], where it is not x itself

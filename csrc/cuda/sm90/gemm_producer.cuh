@@ -1,5 +1,6 @@
 // The warps that load, all by bulk copies, and the one that finds out which work comes next.
 #pragma once
+#include "bounded_wait.cuh"
 #include "gemm_shared.cuh"
 
 namespace moeq::sm90 {
@@ -104,8 +105,14 @@ __device__ __forceinline__ void load_weights(const GemmArgs& args, GemmShared<C>
   }
 }
 
+// A wait that is too long ends all waits of the grid, and the launch that comes last ends in a trap (combine.cu).
 __device__ __forceinline__ void wait_for_intermediate(const GemmArgs& args, const Work& work) {
-  while (load_acquire(args.schedule.finished + work.expert) < work.arrivals) __nanosleep(64);
+  BoundedWait wait;
+  while (load_acquire(args.schedule.finished + work.expert) < work.arrivals) {
+    __nanosleep(64);
+    if (wait.is_over()) *args.schedule.overdue = 1;
+    if (wait.rests() && load_acquire(args.schedule.overdue) != 0) break;
+  }
   fence_async_proxy();
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 #include "op_arguments.cuh"
 #include "op_router.cuh"
+#include "partition.h"
 
 namespace moeq::sm90 {
 
@@ -97,6 +98,14 @@ inline Chosen choose(Problem& p, const LayerCall& call, bool kernel_routes) {
   return {ids, weights};
 }
 
+// What CUDA's own text does not say.
+inline std::string hint_at(cudaError_t error, const Partition& partition) {
+  if (error != cudaErrorCooperativeLaunchTooLarge) return "";
+  return "; it begins on all " + std::to_string(partition.multiprocessors) +
+         " multiprocessors of the stream's context at once, and CUDA has room for fewer: the backend \"triton\" has no "
+         "such launch";
+}
+
 // bind_weights(p) sets the weights and what their shapes say.
 template <class AnyProblem, class BindWeights>
 void run_layer(AnyProblem& p, const LayerCall& call, const Kernels<AnyProblem>& kernels, BindWeights bind_weights) {
@@ -106,6 +115,9 @@ void run_layer(AnyProblem& p, const LayerCall& call, const Kernels<AnyProblem>& 
   bind_weights(p);
   bind_scalars(p, call);
   p.stream = current_stream(out);
+  cudaError_t error = partition_of(p.stream, p.partition);
+  STD_TORCH_CHECK(error == cudaSuccess, "moeq_C::", call.op, ": stream of device ", out.get_device_index(), ": ",
+                  cudaGetErrorString(error));
   const Chosen chosen = choose(p, call, kernels.takes_logits != nullptr && kernels.takes_logits(p));
   // A view may start anywhere; the kernels move 16 bytes at a time.
   const Tensor x = is_aligned(call.hidden_states) ? call.hidden_states : torch::stable::clone(call.hidden_states);
@@ -115,9 +127,9 @@ void run_layer(AnyProblem& p, const LayerCall& call, const Kernels<AnyProblem>& 
   // From torch's allocator at every call, so that a CUDA graph owns its own.
   const Tensor bytes = torch::stable::new_empty(out, {static_cast<int64_t>(kernels.workspace(p))}, ScalarType::Byte);
   p.workspace = const_cast<void*>(bytes.const_data_ptr());
-  const cudaError_t error = kernels.run(p);
+  error = kernels.run(p);
   STD_TORCH_CHECK(error == cudaSuccess, "moeq_C::", call.op, ": ", kernels.name, " kernel: ",
-                  cudaGetErrorString(error));
+                  cudaGetErrorString(error), hint_at(error, p.partition));
   if (!is_aligned(out)) {
     Tensor target = out;
     torch::stable::copy_(target, aligned_out);

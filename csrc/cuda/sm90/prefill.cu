@@ -1,6 +1,5 @@
 // A layer on many tokens: sort and prepare, both GEMMs in one persistent kernel, combine.
-#include <atomic>
-
+#include "known_devices.h"
 #include "prefill_plan.h"
 
 namespace moeq::sm90 {
@@ -75,35 +74,21 @@ Plan make_plan(const Problem& p, Shape shape) {
   gemm.h = arena.take<__nv_bfloat16>(int64_t{rows} * gemm.inter_padded);
   gemm.y = arena.take<uint8_t>(int64_t{slots} * p.hidden * result_bytes(p));
   plan.requantize = {p, schedule, gemm.h_wide, gemm.h, h_factor, rows, gemm.inter_padded};
-  plan.combine = {p, gemm.y, gemm.y_wide};
+  plan.combine = {p, gemm.y, gemm.y_wide, schedule.overdue};
   plan.bytes = arena.used();
   return plan;
 }
 
-// Asked for once a device and kernel: the answers never change, and calls are frequent.
-cudaError_t multiprocessors_for(const Problem& p, Shape shape, const GemmVariant& variant, int& count) {
-  constexpr int kDevices = 64;
-  static std::atomic<int> known[kDevices][kFormats][kFinishes][kShapes];
-  int device = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  auto& of_kernel = known[device % kDevices][static_cast<int>(p.format)][static_cast<int>(finish_of(p))]
-                         [static_cast<int>(shape)];
-  count = device < kDevices ? of_kernel.load(std::memory_order_relaxed) : 0;
-  if (count != 0) return cudaSuccess;
-  error = cudaFuncSetAttribute(variant.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, variant.shared_bytes);
-  if (error != cudaSuccess) return error;
-  error = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  if (error == cudaSuccess && device < kDevices) of_kernel.store(count, std::memory_order_relaxed);
-  return error;
-}
-
 cudaError_t launch_gemms(const GemmArgs& args, Shape shape) {
-  const GemmVariant variant = variant_for(args.problem, shape);
-  int multiprocessors = 0;
-  const cudaError_t error = multiprocessors_for(args.problem, shape, variant, multiprocessors);
+  static KnownDevices known[kFormats][kFinishes][kShapes];
+  const Problem& p = args.problem;
+  const GemmVariant variant = variant_for(p, shape);
+  KnownDevices& of_kernel =
+      known[static_cast<int>(p.format)][static_cast<int>(finish_of(p))][static_cast<int>(shape)];
+  const cudaError_t error =
+      allow_shared_memory(reinterpret_cast<const void*>(variant.kernel), variant.shared_bytes, of_kernel);
   if (error != cudaSuccess) return error;
-  return launch_dependent(variant.kernel, args, multiprocessors * variant.blocks, variant.threads,
+  return launch_dependent(variant.kernel, args, p.partition.multiprocessors * variant.blocks, variant.threads,
                           variant.shared_bytes);
 }
 

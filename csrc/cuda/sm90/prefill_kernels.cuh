@@ -16,7 +16,8 @@ inline Schedule take_sorted_schedule(Arena& arena, int slots, int experts) {
   schedule.next_item = arena.take<int>(1);
   schedule.finished = arena.take<int>(experts);
   schedule.first_row = arena.take<int>(experts);
-  schedule.rank = arena.take<int>(slots);
+  schedule.overdue = arena.take<int>(1);
+  schedule.rank = arena.take<SlotRank>(slots);
   schedule.slot_of_row = arena.take<int>(max_rows(slots, experts));
   schedule.tiles = arena.take<TokenTile>(max_token_tiles(slots, experts));
   return schedule;
@@ -56,6 +57,7 @@ struct CombineArgs {
   Problem problem;
   const void* y;            // [slots, hidden]: bfloat16, or float32 if y_wide
   bool y_wide;
+  const int* overdue;       // of the schedule; null: no kernel before waits
 };
 
 cudaError_t launch_schedule(const OperandArgs& args);

@@ -55,8 +55,8 @@ __global__ void __launch_bounds__(kThreads) operand_kernel(const __grid_constant
 #pragma unroll 4
   for (int j = 0; j < p.top_k; j++) {
     const int64_t slot = int64_t{token} * p.top_k + j;
-    const int expert = local_expert(p, slot);
-    const int row = expert >= 0 ? args.schedule.first_row[expert] + args.schedule.rank[slot] : -1;
+    const auto [expert, rank] = args.schedule.rank[slot];
+    const int row = expert >= 0 ? args.schedule.first_row[expert] + rank : -1;
     if (real && block == 0 && row >= 0) args.schedule.slot_of_row[row] = slot;
     if (p.a1 == ActScale::kExpert) {
       float values[16];

@@ -43,6 +43,12 @@ struct Router {
   float factor;              // multiplies the weights
 };
 
+// What a stream's launches have of the GPU.
+struct Partition {
+  int multiprocessors;
+  bool whole_device;         // all of the device's, and none under another process's share of it
+};
+
 // One layer's call. Weights lie in the layout of layout.h; everything else as the op has it, contiguous.
 struct Problem {
   const uint8_t* w13;        // [experts, row_tiles13, k_tiles13, 2048]
@@ -71,6 +77,7 @@ struct Problem {
   Router router;             // where logits are given; then topk_ids and topk_weights are null
   void* workspace;           // of the size that *_workspace(problem) says; contents undefined, need not survive
   cudaStream_t stream;
+  Partition partition;       // the stream's (partition.h)
 };
 
 // Whether decode_run routes a problem of this shape by itself; else route_run goes before it, as before prefill_run.

@@ -19,20 +19,20 @@ __device__ void list_tiles(const Schedule& schedule, int expert, int start, int 
 
 // Slots first, first + kThreads, ...: all loads before what depends on them.
 __device__ void rank_slots(const OperandArgs& args, int* counts, int first, int slots) {
-  int ids[kBatch];
+  SlotRank ranks[kBatch];
 #pragma unroll
   for (int i = 0; i < kBatch; i++) {
     const int slot = first + i * kThreads;
-    ids[i] = slot < slots ? local_expert(args.problem, slot) : -1;
+    ranks[i] = {slot < slots ? local_expert(args.problem, slot) : -1, 0};
   }
 #pragma unroll
   for (int i = 0; i < kBatch; i++) {
-    if (ids[i] >= 0) ids[i] = atomicAdd(&counts[ids[i]], 1);
+    if (ranks[i].expert >= 0) ranks[i].rank = atomicAdd(&counts[ranks[i].expert], 1);
   }
 #pragma unroll
   for (int i = 0; i < kBatch; i++) {
     const int slot = first + i * kThreads;
-    if (slot < slots) args.schedule.rank[slot] = ids[i];
+    if (slot < slots) args.schedule.rank[slot] = ranks[i];
   }
 }
 
@@ -62,6 +62,7 @@ __global__ void __launch_bounds__(kThreads) schedule_kernel(const __grid_constan
     *schedule.tiles_total = tiles_total;
     *schedule.rows_total = rows_total;
     *schedule.next_item = 0;
+    *schedule.overdue = 0;
   }
 }
 

@@ -18,6 +18,12 @@ struct TokenTile {
   int unused[2];
 };
 
+// Where a slot is. Ids are read once: whoever read them again could find others, and write beyond a row's end.
+struct alignas(8) SlotRank {
+  int expert;   // -1: foreign
+  int rank;     // among the slots of the expert
+};
+
 // Rows of operands are slots sorted by expert; an expert's rows begin at a multiple of 8, so that there are gaps.
 struct Schedule {
   int* tiles_total;    // [1]
@@ -25,7 +31,8 @@ struct Schedule {
   int* next_item;      // [1]: of the persistent kernel
   int* finished;       // [experts]: pieces of GEMM1's work that are in memory
   int* first_row;      // [experts]
-  int* rank;           // [slots]: among those of the expert; -1 where it is foreign
+  int* overdue;        // [1]: whether a wait of the persistent kernel was too long, for who comes last to tell it
+  SlotRank* rank;      // [slots]
   int* slot_of_row;    // [max_rows]; undefined in gaps
   TokenTile* tiles;    // [max_token_tiles]
 };

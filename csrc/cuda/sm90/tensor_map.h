@@ -1,10 +1,8 @@
-// Tensor maps, which tell the copy engine how an array lies in memory. The driver makes them; its function is found
-// through the runtime, so that nothing has to be linked with it.
+// Tensor maps, which tell the copy engine how an array lies in memory. The driver makes them.
 #pragma once
-#include <cuda.h>
-#include <cuda_runtime.h>
-
 #include <cstdint>
+
+#include "driver_function.h"
 
 namespace moeq::sm90 {
 
@@ -15,20 +13,9 @@ struct TensorMapShape {
   uint32_t box[5];
 };
 
-using EncodeTensorMap = decltype(&cuTensorMapEncodeTiled);
-
-inline EncodeTensorMap find_encode_tensor_map() {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found{};
-  const cudaError_t error =
-      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
-  if (error != cudaSuccess || found != cudaDriverEntryPointSuccess) return nullptr;
-  return reinterpret_cast<EncodeTensorMap>(function);
-}
-
 // bfloat16, 64 innermost values of a box (128 bytes) swizzled; what lies outside of `sizes` is read as zero.
 inline cudaError_t encode_bf16_map(CUtensorMap& map, const void* data, const TensorMapShape& shape) {
-  static const EncodeTensorMap encode = find_encode_tensor_map();
+  static const auto encode = driver_function<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled", 12000);
   if (encode == nullptr) return cudaErrorNotSupported;
   const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
   const CUresult result =

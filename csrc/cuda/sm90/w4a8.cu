@@ -22,7 +22,7 @@ Schedule take_schedule(Arena& arena, int slots, int experts) {
   schedule.next_item = arena.take<int>(2);
   schedule.start = arena.take<int>(experts + 1);
   schedule.count = arena.take<int>(experts);
-  schedule.rank = arena.take<int>(slots);
+  schedule.rank = arena.take<SlotRank>(slots);
   schedule.slot_of_row = arena.take<int>(max_rows(slots, experts));
   schedule.place_of_row = arena.take<Place>(max_rows(slots, experts));
   schedule.tiles = arena.take<TokenTile>(max_tiles(slots, experts));
@@ -55,7 +55,7 @@ Plan make_plan(const W4a8Problem& p) {
                 schedule.next_item, k_tiles13, tiles(p.gated ? 2 * p.inter : p.inter, kTileRows)};
   plan.second = {p, schedule, operand2, factor2, p.w2, p.w2_scale, p.scales2, nullptr, y, wide, false,
                  schedule.next_item + 1, k_tiles2, tiles(p.hidden, kTileRows)};
-  plan.combine = {p, y, wide};
+  plan.combine = {p, y, wide, nullptr};
   plan.rows = rows;
   plan.bytes = arena.used();
   return plan;
@@ -79,15 +79,11 @@ GemmKernel kernel_of(Weights weights, Finish finish, bool wide) {
 
 cudaError_t launch_gemm(const GemmArgs& args, Finish finish) {
   const W4a8Problem& p = args.problem;
-  int device = 0, multiprocessors = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
   const GemmKernel gemm = kernel_of(p.weights, finish, is_wide(p));
-  if (error == cudaSuccess) {
-    error = cudaFuncSetAttribute(gemm.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, gemm.shared_bytes);
-  }
+  const cudaError_t error =
+      cudaFuncSetAttribute(gemm.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, gemm.shared_bytes);
   if (error != cudaSuccess) return error;
-  return launch_after(gemm.kernel, args, multiprocessors, kGemmThreads, gemm.shared_bytes, p.stream);
+  return launch_after(gemm.kernel, args, p.partition.multiprocessors, kGemmThreads, gemm.shared_bytes, p.stream);
 }
 
 cudaError_t run_piece(const W4a8Problem& p) {

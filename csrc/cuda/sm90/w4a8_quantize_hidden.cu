@@ -178,12 +178,9 @@ template <bool groups>
 cudaError_t launch_ring(const RingArgs& args) {
   const auto kernel = quantize_ring_kernel<groups>;
   const int threads = round_up(args.quantize.k_tiles * kPieces, 32), shared = args.stages * args.row_bytes;
-  int device = 0, multiprocessors = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  if (error == cudaSuccess) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (error != cudaSuccess) return error;
-  const int blocks = multiprocessors * least_of(kRingBytes / shared, kRingThreads / threads);
+  const int blocks = args.quantize.problem.partition.multiprocessors * least_of(kRingBytes / shared, kRingThreads / threads);
   return launch_after(kernel, args, blocks, threads, shared, args.quantize.problem.stream);
 }
 

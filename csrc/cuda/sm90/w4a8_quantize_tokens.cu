@@ -11,9 +11,9 @@ constexpr int kPlaces = 32;   // of a token's slots, looked up at a time
 
 __device__ Place place_of(const QuantizeArgs& args, int slot) {
   const Schedule& schedule = args.schedule;
-  const int rank = schedule.rank[slot];
-  if (rank < 0) return {-1, 0, 0, 0};
-  const int expert = args.problem.topk_ids[slot] - args.problem.expert_offset, start = schedule.start[expert];
+  const auto [expert, rank] = schedule.rank[slot];
+  if (expert < 0) return {-1, 0, 0, 0};
+  const int start = schedule.start[expert];
   const Place place{start + rank, expert, start, round_up(schedule.count[expert], 8)};
   schedule.slot_of_row[place.row] = slot;
   schedule.place_of_row[place.row] = place;

@@ -39,7 +39,8 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_kernel(const __grid_cons
 #pragma unroll 8
   for (int slot = threadIdx.x; slot < slots; slot += kThreads) {
     const int64_t id = int64_t{p.topk_ids[slot]} - p.expert_offset;
-    schedule.rank[slot] = id >= 0 && id < p.experts ? atomicAdd(&counts[id], 1) : -1;
+    const int expert = id >= 0 && id < p.experts ? static_cast<int>(id) : -1;
+    schedule.rank[slot] = {expert, expert >= 0 ? atomicAdd(&counts[expert], 1) : 0};
   }
   __syncthreads();
   const int count = counts[expert], tiles = tiles_for(count, args.widest);

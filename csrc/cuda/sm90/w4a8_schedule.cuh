@@ -4,6 +4,7 @@
 // as wgmma reads it, so that any tile of tokens is one bulk copy.
 #pragma once
 #include "dependent_launch.h"
+#include "schedule.cuh"
 #include "w4a8.h"
 #include "w4a8_layout.h"
 
@@ -34,7 +35,7 @@ struct Schedule {
   int* next_item;      // [2]: of the GEMMs
   int* start;          // [experts + 1]: first row, a multiple of 8
   int* count;          // [experts]
-  int* rank;           // [slots]: among those of its expert; -1: a foreign expert's
+  SlotRank* rank;      // [slots]
   int* slot_of_row;    // [rows]; -1: nobody's. Written when tokens are quantized, but for the -1
   Place* place_of_row; // [rows], likewise
   TokenTile* tiles;    // [max_tiles]
