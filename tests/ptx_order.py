@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from launch_order import UNKNOWN, Order, Step, order_of
 
@@ -15,40 +15,81 @@ _NAME = re.compile(r"[%$A-Za-z_][\w$]*")
 _BRACKETS = re.compile(r"\[([^\]]*)\]")
 _NOT_GLOBAL = {"param", "param::entry", "shared", "shared::cta", "shared::cluster", "const", "local"}
 _SPACES = _NOT_GLOBAL | {"global"}
+T = TypeVar("T")
+
+
+Scope = tuple[int, ...]  # the blocks in braces that enclose a statement; labels are known inside theirs
 
 
 class _Statement(NamedTuple):
     guarded: bool
     opcode: str
     operands: str
+    scope: Scope
 
     def text(self) -> str:
         return f"{self.opcode} {self.operands}".strip()
 
 
-def _statements(body: str) -> tuple[list[_Statement], dict[str, int], dict[str, list[str]]]:
-    """Instructions; the instruction that each label stands before; tables of labels by their own label."""
-    instructions: list[_Statement] = []
-    labels: dict[str, int] = {}
-    tables: dict[str, list[str]] = {}
-    for text in body.split(";"):
-        rest = text.lstrip("{} \t\n")
-        label = ""
+class _Labels(dict[tuple[Scope, str], T]):
+    """What labels stand for, by their scope and name."""
+
+    def add(self, scope: Scope, name: str, value: T) -> None:
+        if (scope, name) in self:
+            raise ValueError(f"label {name} stands twice")
+        self[scope, name] = value
+
+    def seen_from(self, scope: Scope, name: str) -> T:
+        while scope and (scope, name) not in self:
+            scope = scope[:-1]
+        return self[scope, name]
+
+
+class _Program:
+    """Instructions, the instruction that each label stands before, and tables of labels by their own label."""
+
+    def __init__(self, body: str) -> None:
+        self.instructions: list[_Statement] = []
+        self.labels = _Labels[int]()
+        self.tables = _Labels[list[str]]()
+        self._scope: Scope = ()
+        self._blocks = 0
+        for text in body.split(";"):
+            self._add(text)
+
+    def _skip_braces(self, text: str) -> str:
+        """The text without what opens and closes blocks in front of it."""
+        text = text.lstrip()
+        while text[:1] in ("{", "}"):
+            if text[0] == "{":
+                self._blocks += 1
+                self._scope += (self._blocks,)
+            else:
+                self._scope = self._scope[:-1]
+            text = text[1:].lstrip()
+        return text
+
+    def _add(self, text: str) -> None:
+        rest, label = self._skip_braces(text), ""
         while found := _LABEL.match(rest):
             label = found[1]
-            if label in labels:
-                raise ValueError(f"label {label} stands twice")
-            labels[label] = len(instructions)
-            rest = rest[found.end() :].lstrip("{} \t\n")
+            self.labels.add(self._scope, label, len(self.instructions))
+            rest = self._skip_braces(rest[found.end() :])
         if rest.startswith(".branchtargets"):
-            tables[label] = _NAME.findall(rest.removeprefix(".branchtargets"))
-        if not rest or rest.startswith("."):
-            continue
-        guard = _PREDICATE.match(rest)
-        opcode, _, operands = rest[guard.end() if guard else 0 :].partition(" ")
-        opcode, _, more = opcode.partition("\t")
-        instructions.append(_Statement(guard is not None, opcode.strip(), " ".join(f"{more} {operands}".split())))
-    return instructions, labels, tables
+            self.tables.add(self._scope, label, _NAME.findall(rest.removeprefix(".branchtargets")))
+        if rest and not rest.startswith("."):
+            guard = _PREDICATE.match(rest)
+            opcode, *operands = rest[guard.end() if guard else 0 :].split(maxsplit=1)
+            self.instructions.append(
+                _Statement(guard is not None, opcode, " ".join(" ".join(operands).split()), self._scope)
+            )
+
+    def targets(self, statement: _Statement) -> tuple[int, ...]:
+        """The instructions that a branch may go to."""
+        scope, names = statement.scope, [statement.operands]
+        if statement.opcode.startswith("brx"):
+            names = self.tables.seen_from(scope, statement.operands.split(",")[-1].strip())
+        return tuple(self.labels.seen_from(scope, name) for name in names)
 
 
 def _kind(opcode: str) -> str:
@@ -119,16 +160,13 @@ def steps_of(ptx: str) -> list[Step]:
     text = re.sub(r"//.*|^\s*\.(loc|file)\b.*$", "", ptx.partition("\n\t.section")[0], flags=re.MULTILINE)
     (entry,) = _ENTRY.finditer(text)
     body = text[text.index("{", entry.end()) : text.rindex("}")]
-    instructions, labels, tables = _statements(body)
-    origins = _origins(instructions, _pointers(entry[2]))
+    program = _Program(body)
+    origins = _origins(program.instructions, _pointers(entry[2]))
     steps = []
-    for statement in instructions:
-        guarded, opcode, operands = statement
-        kind, targets = _kind(opcode), ()
-        if opcode.startswith("bra"):
-            targets = (labels[operands],)
-        elif opcode.startswith("brx"):
-            targets = tuple(labels[name] for name in tables[operands.split(",")[-1].strip()])
+    for statement in program.instructions:
+        guarded, opcode = statement.guarded, statement.opcode
+        kind = _kind(opcode)
+        targets = program.targets(statement) if opcode.startswith(("bra", "brx")) else ()
         falls = guarded or not (targets or kind == "end" or opcode == "trap")
         if guarded and kind == "wait":
             kind = ""  # some threads do not wait

@@ -127,6 +127,8 @@ def test_every_path_has_to_wait() -> None:
     assert early("@%p1 ret;", WAIT) == [("end", {-1})]
     assert early("@%p1 griddepcontrol.wait;") == [("end", {-1})]
     assert early("bra.uni $L__BB0_2;", "$L__BB0_1:", "ld.global.b32 %r2, [%rd1];", "$L__BB0_2:", WAIT) == []
+    twice = ["{ again: @!%p1 bra.uni again; }", "{ again: @%p2 bra again; }"]  # each its own label
+    assert early(*twice, WAIT) == []
     table = ["brx.idx %r1, $L_table;", "$L_table: .branchtargets $L_a, $L_b;", "$L_a:", WAIT, "bra.uni $L_c;", "$L_b:"]
     assert early(*table, "ld.global.b32 %r2, [%rd3];", WAIT, "$L_c:") == [("load", {2})]
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import triton
+from launch_order import Launch, faults
+from ptx_order import ptx_order
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton_cases import empty_output, make_call, packed_input
@@ -58,6 +60,17 @@ class Recorder:
             }
             source = ASTSource(kernel, signature, values, aligned)
             yield kernel.fn.__name__, triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+    def order(self, compiled: Iterable[tuple[str, CompiledKernel]]) -> list[Launch]:
+        """What the launches, compiled for dependent launches, do before they wait; a memory is a tensor's storage."""
+        return [
+            Launch(
+                name,
+                ptx_order(kernel.asm["ptx"]),
+                [a.untyped_storage().data_ptr() if isinstance(a, torch.Tensor) else None for a in args],
+            )
+            for (_, args, _), (name, kernel) in zip(self.launches, compiled, strict=True)
+        ]
 
 
 def _type(value: Any) -> str:
@@ -110,7 +123,10 @@ def main(capability: int, cases: tuple[dict[str, Any], ...]) -> None:
             continue
         recorder = record(pdl=capability >= 90, **fields)
         for use_ptx in (True, False) if fields is _SIZES else (True,):
-            for name, kernel in recorder.compile(capability, use_ptx, pdl=use_ptx and capability >= 90):
+            pdl = use_ptx and capability >= 90
+            compiled = list(recorder.compile(capability, use_ptx, pdl))
+            assert not pdl or not (wrong := faults(recorder.order(compiled))), (fields, wrong)
+            for name, kernel in compiled:
                 assert kernel.asm["cubin"]
                 ptx = kernel.asm["ptx"]
                 assert capability >= 89 or "e4m3" not in ptx  # a type that older targets lack

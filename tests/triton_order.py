@@ -17,7 +17,7 @@ import triton
 from launch_order import Launch, faults
 from ptx_order import ptx_order
 from triton.backends.nvidia.compiler import CUDABackend
-from triton_aot import Recorder, record
+from triton_aot import record
 from triton_routing_aot import CASES as ROUTING_CASES
 from triton_routing_aot import compile_case
 
@@ -50,25 +50,13 @@ def _cases() -> Iterator[dict[str, Any]]:
 CASES = tuple(_cases())
 
 
-def launches(recorder: Recorder) -> list[Launch]:
-    """In order; a memory is the storage of its tensor."""
-    made = zip(recorder.launches, recorder.compile(CAPABILITY, pdl=True), strict=True)
-    return [
-        Launch(
-            name,
-            ptx_order(kernel.asm["ptx"]),
-            [a.untyped_storage().data_ptr() if isinstance(a, torch.Tensor) else None for a in args],
-        )
-        for (_, args, _), (name, kernel) in made
-    ]
-
-
 def check(fields: dict[str, Any]) -> None:
-    calls = launches(record(pdl=True, **fields))
-    early = sum(1 for launch in calls if any(launch.order.of("load")))
+    recorder = record(pdl=True, **fields)
+    launches = recorder.order(recorder.compile(CAPABILITY, pdl=True))
+    early = sum(1 for launch in launches if any(launch.order.of("load")))
     named = "-".join(str(value) for value in fields.values()).replace(" ", "")
-    print(named, early, *(launch.name for launch in calls))
-    for fault in faults(calls):
+    print(named, early, *(launch.name for launch in launches))
+    for fault in faults(launches):
         print("FAULT", named, fault)
 
 
