@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ import torch_moe_ops as moe
 from torch_moe_ops.backends import tested
 from torch_moe_ops.backends.explain import Explanation
 from torch_moe_ops.flashinfer import package
+
+UNKNOWN_ORDER = "no source says whether nvfp4 kernels apply the scale of a token before or after"
 
 
 @pytest.mark.parametrize(
@@ -49,10 +52,23 @@ from torch_moe_ops.flashinfer import package
         ({"scheme": "fp8_block", "act_format": "fp8", "num_experts": 126}, "num_experts must be a multiple of 4"),
         ({"scheme": "fp8_block", "act_format": "fp8", "top_k": 128}, "top_k must be less than num_experts = 128"),
         ({"scheme": "mxint4", "act_format": "none", "has_bias": True}, "has_bias must be False"),
+        ({"input_scale": "none", "has_bias": True}, f"has_bias must be False: {UNKNOWN_ORDER} biases, got True"),
+        (
+            {"input_scale": "none", "constants": (1.0, 0.0, 7.0)},
+            f"constants must have beta 0 and limit inf: {UNKNOWN_ORDER} them, got (1.0, 0.0, 7.0)",
+        ),
+        ({"input_scale": "none", "constants": (1.702, 1.0, math.inf)}, "constants must have beta 0 and limit inf"),
     ],
 )
 def test_trtllm_requirements(change: dict[str, object], text: str) -> None:
     assert text in against(dataclasses.replace(NVFP4, **change))
+
+
+@pytest.mark.parametrize("constants", [None, (1.702, 0.0, math.inf)])
+def test_nvfp4_with_a_scale_per_token_needs_no_order(constants: object) -> None:
+    assert UNKNOWN_ORDER not in against(dataclasses.replace(NVFP4, input_scale="none", constants=constants))
+    static = dataclasses.replace(NVFP4, has_bias=True, constants=(1.702, 1.0, 7.0))
+    assert UNKNOWN_ORDER not in against(static)
 
 
 @pytest.mark.parametrize(

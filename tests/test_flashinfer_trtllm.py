@@ -50,9 +50,8 @@ CASES = {
     "nvfp4 identity": dataclasses.replace(NVFP4, activation="identity_no_mul"),
     "nvfp4 gpt-oss": dataclasses.replace(NVFP4, activation="swigluoai", bias=True, inter=176),
     "nvfp4 dynamic": dataclasses.replace(NVFP4, input_scale="none"),
-    "nvfp4 dynamic half alphas": dataclasses.replace(NVFP4, input_scale="none", per_half=True, bias=True, inter=176),
+    "nvfp4 dynamic half alphas": dataclasses.replace(NVFP4, input_scale="none", per_half=True, inter=176),
     "nvfp4 dynamic relu2": dataclasses.replace(NVFP4, input_scale="none", activation="relu2_no_mul", hidden=272),
-    "nvfp4 dynamic gpt-oss": dataclasses.replace(NVFP4, input_scale="none", activation="swigluoai", bias=True),
     "nvfp4 swiglustep": dataclasses.replace(NVFP4, activation="swiglustep"),
     "nvfp4 padded": dataclasses.replace(NVFP4, hidden=272, inter=144, foreign=True, dtype=torch.float16),
     "mxfp4": dataclasses.replace(BASE, scheme="mxfp4"),
@@ -156,6 +155,39 @@ def test_calls_that_the_kernels_cannot_serve_say_why(calls: list[str]) -> None:
         RuntimeError, match=r"hidden_states must have one of the dtypes .*bfloat16.*, got torch.float16"
     ):
         moe.fused_moe_routed(batch[0].half(), *batch[1:], mx)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "text"),
+    [
+        ("nvfp4 dynamic", {"swiglu_limit": 7.0}, "swiglu_limit must be inf for backend .* before or after it, got 7.0"),
+        ("nvfp4 dynamic", {"w13_bias": True}, "w13_bias must be None for backend .* before or after biases, got"),
+        ("nvfp4 dynamic", {"w2_bias": True}, "w2_bias must be None for backend .* before or after biases, got"),
+        ("fp8 channel", {"swiglu_limit": 7.0}, "swiglu_limit must be inf .* with a scale per token take no constants"),
+        ("fp8 channel", {"w2_bias": True}, "w2_bias must be None .* kernels of fp8 weights take none"),
+        ("fp8_block", {"w13_bias": True}, "w13_bias must be None .* kernels of fp8_block weights take none"),
+        ("mxfp8", {"w2_bias": True}, "w2_bias must be None .* kernels of mxfp8 weights take none"),
+        ("mxint4", {"w13_bias": True}, "w13_bias must be None .* kernels of mxint4 weights take none"),
+        ("none", {"w2_bias": True}, "w2_bias must be None .* kernels of none weights take none"),
+    ],
+)
+@pytest.mark.parametrize("monolithic", [False, True])
+def test_what_kernels_cannot_be_told_is_refused_at_the_call(
+    monolithic: bool, name: str, change: dict[str, object], text: str, calls: list[str]
+) -> None:
+    """Of prepared weights that were changed, or of an op called by hand: nothing is left out in silence."""
+    case = CASES[name]
+    w, _ = layers(case)
+    rows = {"w13_bias": w.w13.shape[-2], "w2_bias": w.w2.shape[-2]}
+    biases = {n: torch.zeros(case.experts, rows[n]) for n, value in change.items() if value is True}
+    changed = dataclasses.replace(w, **{**change, **biases})
+    x, ids, weights = make_batch(case)
+    with pytest.raises(RuntimeError, match=text):
+        if monolithic:
+            logits = torch.zeros(case.tokens, case.experts)
+            moe.fused_moe(x, logits, changed, routing=moe.Routing("renormalize", case.top_k))
+        else:
+            moe.fused_moe_routed(x, ids, weights, changed)
 
 
 def test_packed_fp8_is_refused_per_tensor_and_taken_per_block(calls: list[str]) -> None:

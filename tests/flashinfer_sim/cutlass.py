@@ -1,8 +1,4 @@
-"""The runner of the CUTLASS binding: bind, check, decode, compute.
-
-Between the GEMMs the kernel rounds the first one's output to the output dtype where it quantizes again; the
-simulator does not, so that a comparison with the oracle stays sharp.
-"""
+"""The runner of the CUTLASS binding: bind, check, decode, compute."""
 
 from __future__ import annotations
 
@@ -86,6 +82,7 @@ def _check(a: dict[str, Any]) -> None:
     assert a["token_final_scales"].dtype == torch.float32 and a["token_final_scales"].shape == ids.shape
     assert all(t.is_contiguous() for t in (x, w1, w2, ids, a["token_final_scales"], a["output"]))
     assert a["output"].dtype == a["output_dtype"]
+    assert x.data_ptr() % 16 == a["output"].data_ptr() % 16 == 0, "kernels access 128 bits at a time"
     multiplier = 16 if _fp4(a) else 1
     hidden, inter = w2.shape[1], w2.shape[2] * multiplier
     gated = activation(a) in GATED
@@ -118,7 +115,11 @@ def _run(a: dict[str, Any]) -> Tensor:
         made.append(experts.Expert(w1 * factor1, w2 * factor2, bias1=biases[0], bias2=biases[1], **own))
     hidden, requantize = _activations(a, scales)
     ids, offset = a["token_selected_experts"].long(), a["ep_rank"] * experts_
-    return experts.layer(lambda e: hidden, made, ids, a["token_final_scales"].double(), offset, name, requantize)
+    # Both GEMMs write the output dtype; biases are added by the kernels that read it.
+    written = lambda x: x.to(a["output_dtype"]).double()  # noqa: E731
+    roundings = experts.Roundings(written, written, bias_follows=True)
+    weights = a["token_final_scales"].double()
+    return experts.layer(lambda e: hidden, made, ids, weights, offset, name, requantize, roundings)
 
 
 def _constants(a: dict[str, Any], name: str, count: int) -> dict[str, list[float]]:

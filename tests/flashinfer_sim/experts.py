@@ -9,7 +9,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Halves = tuple[Tensor, Tensor | None]  # up, gate
+
+@dataclass(frozen=True)
+class Roundings:
+    """What kernels round besides the operands of their GEMMs. Each maps float64 to float64.
+
+    first: what the first GEMM gives, before biases where they are added later, and before the activation.
+    second: what the second gives, before the sum over experts. bias_follows: w2's bias is added after that.
+    """
+
+    first: Callable[[Tensor], Tensor] = lambda x: x
+    second: Callable[[Tensor], Tensor] = lambda x: x
+    bias_follows: bool = False
+
+
+# Whether simulated kernels round like that. Where they do not, what is left is arguments, layouts, scales and units, and
+# a comparison with the oracle is sharp.
+ROUNDS = False
 
 
 @dataclass
@@ -76,18 +92,25 @@ def layer(
     offset: int,
     activation: str,
     requantize: Callable[[int, Tensor], Tensor],
+    roundings: Roundings,
 ) -> Tensor:
     """sum over slots of weight * expert(x): float64 [tokens, H].
 
     x: expert -> the input [tokens, H] as that expert sees it. requantize: (expert, intermediate) -> operand.
     """
+    if not ROUNDS:
+        roundings = Roundings()
     out = torch.zeros(ids.shape[0], experts[0].w2.shape[0], dtype=torch.float64)
     for e, expert in enumerate(experts):
         token, slot = torch.nonzero(ids == e + offset, as_tuple=True)
         if not token.numel():
             continue
-        hidden = activate(activation, expert, x(e)[token] @ expert.w1.T)
+        hidden = activate(activation, expert, roundings.first(x(e)[token] @ expert.w1.T))
         y = requantize(e, hidden) @ expert.w2.T
-        y = (y if expert.bias2 is None else y + expert.bias2) * expert.factor2
+        bias = 0.0 if expert.bias2 is None else expert.bias2
+        if roundings.bias_follows:
+            y = roundings.second(y * expert.factor2) + bias * expert.factor2
+        else:
+            y = roundings.second((y + bias) * expert.factor2)
         out.index_add_(0, token, y * weights[token, slot, None].double())
     return out

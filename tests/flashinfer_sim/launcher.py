@@ -15,6 +15,8 @@ def common(a: dict[str, Any]) -> None:
     assert 0 < local <= experts and offset >= 0 and offset + local <= experts
     assert a["hidden_states"].ndim == 2 and a["hidden_states"].is_contiguous()
     assert a["output"].dtype == BF16 and a["do_finalize"]
+    for name in ("hidden_states", "output"):
+        assert a[name].data_ptr() % 16 == 0, f"{name}: an access of 128 bits to an address that 16 does not divide"
     for name in ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit"):
         per_expert(a, name)
 

@@ -37,6 +37,10 @@ def blocks(values: Tensor, scale: Tensor) -> Tensor:
     return values * scale.repeat_interleave(values.shape[-1] // scale.shape[-1], -1)
 
 
+def round_bf16(x: Tensor) -> Tensor:
+    return x.float().bfloat16().double()
+
+
 def round_e4m3(x: Tensor) -> Tensor:
     return x.float().clamp(-448, 448).to(torch.float8_e4m3fn).float().double()
 

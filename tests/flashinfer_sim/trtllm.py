@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from . import cpp, launcher, layouts, numbers, routing
-from .experts import Expert, layer
+from . import experts as experts_
+from .experts import Expert, Roundings, layer
 
 
 def simulate(op: str, values: tuple[Any, ...]) -> list[Tensor]:
@@ -36,6 +37,11 @@ def _constants(a: dict[str, Any], e: int, gate_factor: float = 1.0, name: str = 
         "beta": _optional(a, "gemm1_beta", e, 0.0),
         "limit": _optional(a, "gemm1_clamp_limit", e, 7.0 / gate_factor if name == "SwigluStep" else math.inf),
     }
+
+
+def _written(intermediate: Tensor) -> Tensor:
+    """As the first GEMM writes it where another kernel quantizes it row by row."""
+    return numbers.round_bf16(intermediate) if experts_.ROUNDS else intermediate
 
 
 def _fused_rows(matrix: Tensor, gated: bool) -> Tensor:
@@ -75,13 +81,13 @@ def _fp4(a: dict[str, Any]) -> Tensor:
         requantize = lambda e, h: numbers.through_nvfp4(h, one)  # noqa: E731
         if a.get("per_token_scales") is not None:
             hidden = hidden * a["per_token_scales"].double()[:, None]
-            requantize = lambda e, h: numbers.through_nvfp4_rows(h)  # noqa: E731
+            requantize = lambda e, h: numbers.through_nvfp4_rows(_written(h))  # noqa: E731
     elif act_vec == 32:
         hidden = numbers.blocks(numbers.e4m3(x), numbers.e8m0(a["hidden_states_scale"]))
         requantize = lambda e, h: numbers.through_mxfp8(h)  # noqa: E731
     else:
         hidden = x.double()
-        requantize = lambda e, h: h.bfloat16().double()  # noqa: E731
+        requantize = lambda e, h: numbers.round_bf16(h)  # noqa: E731
     return _layer(a, hidden, experts, name, requantize, "topk_ids", "topk_weights")
 
 
@@ -93,9 +99,10 @@ def _layer(
     requantize: Callable[[int, Tensor], Tensor],
     ids_name: str = "expert_indices",
     weights_name: str = "expert_weights",
+    roundings: Roundings = Roundings(second=numbers.round_bf16),  # noqa: B008 (it is frozen)
 ) -> Tensor:
     ids, weights = routing.decode(a, _first(a, ids_name, "expert_indices"), weights_name)
-    return layer(lambda e: hidden, experts, ids, weights, a["local_expert_offset"], name, requantize)
+    return layer(lambda e: hidden, experts, ids, weights, a["local_expert_offset"], name, requantize, roundings)
 
 
 def _first(a: dict[str, Any], *names: str) -> str:
@@ -123,7 +130,7 @@ def _mxint4(a: dict[str, Any]) -> Tensor:
             linear = layouts.untiled(scale[e].reshape(codes.shape[0], codes.shape[1] // 32)).double()
             parts.append(_fused_rows(numbers.blocks(codes, linear), gated))
         experts.append(Expert(*parts, **_constants(a, e)))
-    return _layer(a, x.double(), experts, "Swiglu", lambda e, h: h.bfloat16().double())
+    return _layer(a, x.double(), experts, "Swiglu", lambda e, h: numbers.round_bf16(h))
 
 
 def _fp8_tensor(a: dict[str, Any]) -> Tensor:
@@ -160,7 +167,7 @@ def _fp8_channel(a: dict[str, Any]) -> Tensor:
         ]
         experts.append(Expert(*parts, *factors))
     x = numbers.e4m3(a["hidden_states"]) * a["hidden_states_scale"].double()
-    return _layer(a, x, experts, name, lambda e, h: numbers.through_fp8_groups(h, h.shape[-1]))
+    return _layer(a, x, experts, name, lambda e, h: numbers.through_fp8_groups(_written(h), h.shape[-1]))
 
 
 def _mxfp8(a: dict[str, Any]) -> Tensor:
@@ -201,7 +208,9 @@ def _fp8_block(a: dict[str, Any]) -> Tensor:
             parts.append(numbers.e4m3(rows) * wide)
         experts.append(Expert(*parts, **_constants(a, e)))
     x = numbers.blocks(numbers.e4m3(a["hidden_states"]), a["hidden_states_scale"].T.double())
-    return _layer(a, x, experts, name, lambda e, h: numbers.through_fp8_groups(h))
+    # The activation is a kernel of its own: the first GEMM writes e4m3 with a scale for 128 values of up or of gate.
+    roundings = Roundings(first=numbers.through_fp8_groups, second=numbers.round_bf16)
+    return _layer(a, x, experts, name, lambda e, h: numbers.through_fp8_groups(h), roundings=roundings)
 
 
 def _bf16(a: dict[str, Any]) -> Tensor:
@@ -218,7 +227,7 @@ def _bf16(a: dict[str, Any]) -> Tensor:
         rows1, rows2 = (_blocked_rows(w[e]).view(torch.bfloat16).double() for w in (w1, w2))
         gated = launcher.halves(name) == 2
         experts.append(Expert(_fused_rows(rows1, gated), _fused_rows(rows2, False), **_constants(a, e, name=name)))
-    return _layer(a, a["hidden_states"].double(), experts, name, lambda e, h: h.bfloat16().double())
+    return _layer(a, a["hidden_states"].double(), experts, name, lambda e, h: numbers.round_bf16(h))
 
 
 _OPS: dict[str, Callable[[dict[str, Any]], Tensor]] = {

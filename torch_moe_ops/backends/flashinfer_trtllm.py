@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops.backends.registry import Backend, Problem, Requirement, formats, register
-from torch_moe_ops.flashinfer import limits, trtllm_call
+from torch_moe_ops.flashinfer import limits, package, trtllm_call, trtllm_operands
 from torch_moe_ops.flashinfer.activations import NAMES
 from torch_moe_ops.flashinfer.routing import FP8_BLOCK_LAUNCHER, MAX_EXPERTS, MAX_TOP_K
 from torch_moe_ops.flashinfer.trtllm_layout import LAYER, RULES
@@ -66,6 +66,18 @@ def _constants_unmet(problem: Problem) -> str | None:
     return None
 
 
+def _order_unmet(problem: Problem) -> str | None:
+    """nvfp4 with a scale per token: when kernels apply it matters wherever they add or clamp, and no source says."""
+    if problem.scheme != "nvfp4" or problem.input_scale != "none":
+        return None
+    if problem.has_bias:
+        return f"has_bias must be False: {trtllm_operands.UNKNOWN_ORDER} biases, got True"
+    constants = problem.constants
+    if constants is None or constants[1:] == (0.0, math.inf):
+        return None  # alpha meets the gate in real units, as silu itself does
+    return f"constants must have beta 0 and limit inf: {trtllm_operands.UNKNOWN_ORDER} them, got {constants}"
+
+
 def _takes_constants(problem: Problem) -> str | None:
     """The function that is to be told constants. Those for 4-bit weights could be told always."""
     if problem.constants is None or problem.scheme not in ("none", "fp8", "fp8_block", "mxfp8"):
@@ -114,9 +126,22 @@ def _notes(problem: Problem) -> str:
     said = [limits.sizes_noted(problem, *padded), limits.routing_noted(problem)]
     if problem.input_scale == "expert":
         said.append("takes the largest input scale for all experts")
+    said += _rounded(problem)
+    return "; ".join(["by contract, not run on SM100", *(s for s in said if s)])
+
+
+def _rounded(problem: Problem) -> list[str]:
+    """What is rounded where the numerics contract rounds nothing."""
+    said = []
+    if problem.scheme == "fp8_block":
+        said.append("rounds what the first GEMM gives to e4m3, in groups of 128, before the activation")
     if problem.scheme in ("nvfp4", "fp8") and problem.input_scale == "none":
         said.append("rounds the intermediate to bfloat16 before it is quantized per token")
-    return "; ".join(["by contract, not run on SM100", *(s for s in said if s)])
+    said.append("rounds what the second GEMM gives to bfloat16 before the sum over experts")
+    if problem.router_weight_on_input:
+        return said  # the routing weights that are left are ones
+    always = limits.can_import(problem) and not package.entry(_routed_function(problem) or "").accepts_pairs
+    return [*said, "rounds routing weights to bfloat16" + ("" if always else " where the kernel routes")]
 
 
 def run(call: ExpertsCall, out: Tensor) -> None:
@@ -149,6 +174,7 @@ register(
             limits.has_activation(NAMES),
             Requirement(_situ_unmet),
             Requirement(_constants_unmet),
+            Requirement(_order_unmet),
             limits.has_parameter("gemm1_clamp_limit", _takes_constants, "an activation with constants"),
             # Earlier kernels ignored them, or the launcher refused them.
             limits.since("0.6.13", _constants_of("nvfp4")),

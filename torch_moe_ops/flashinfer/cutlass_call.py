@@ -17,6 +17,7 @@ from torch_moe_ops.flashinfer.hidden import (
     Hidden,
     calibrated,
     hidden_states_of,
+    is_aligned,
     op_name,
     refuse_packed,
     single_scale,
@@ -178,7 +179,7 @@ def _run(call: ExpertsCall, out: Tensor) -> None:
     operands = FAMILIES[call.scheme](call, _hidden(call, hidden_size))
     unquantized = call.hidden_states.dtype if call.hidden_states_scale is None else out.dtype
     dtype = unquantized if unquantized in FLOATS else torch.bfloat16
-    fits = out.dtype == dtype and out.shape[1] == hidden_size
+    fits = out.dtype == dtype and out.shape[1] == hidden_size and is_aligned(out)
     target = out if fits else out.new_empty((out.shape[0], hidden_size), dtype=dtype)
     flags = dict.fromkeys(operands.flags, True)
     activation = _activation(call)

@@ -13,6 +13,7 @@ from torch_moe_ops.ops.call import ExpertsCall
 from torch_moe_ops.schemes import ACT_FORMATS, SCHEMES
 
 BF16 = (torch.bfloat16,)
+ALIGNMENT = 16  # bytes: kernels read hidden states and write outputs 128 bits at a time
 
 
 class Hidden(NamedTuple):
@@ -103,10 +104,15 @@ def refuse_packed(call: ExpertsCall, why: str) -> None:
         fail(op_name(call), "hidden_states", f"be unquantized for {call.backend}, {why}", "packed codes")
 
 
+def is_aligned(x: Tensor) -> bool:
+    """Whether kernels may read or write x where it lies."""
+    return x.data_ptr() % ALIGNMENT == 0
+
+
 def _pad(x: Tensor, columns: int) -> Tensor:
-    """x with so many columns of zeros behind it. Any dtype: bytes are padded as bytes."""
+    """x with so many columns of zeros behind it, aligned. Any dtype: bytes are padded as bytes."""
     if not columns:
-        return x
+        return x if is_aligned(x) else x.clone()
     if x.element_size() == 1:
         return pad(x.view(torch.uint8), (0, columns)).view(x.dtype)
     return pad(x, (0, columns))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_moe_ops._check import fail
 from torch_moe_ops.flashinfer import package, routing, trtllm_operands
-from torch_moe_ops.flashinfer.hidden import Hidden, hidden_states_of, is_dynamic, op_name, weigh_input
+from torch_moe_ops.flashinfer.hidden import Hidden, hidden_states_of, is_aligned, is_dynamic, op_name, weigh_input
 from torch_moe_ops.flashinfer.trtllm_layout import LAYER
 from torch_moe_ops.flashinfer.trtllm_operands import Prepared
 from torch_moe_ops.ops.call import ExpertsCall
@@ -24,11 +24,12 @@ class _Family(NamedTuple):
     stem: str  # the functions are trtllm_<stem>_moe and trtllm_<stem>_routed_moe
     prepare: Callable[[ExpertsCall, Hidden], Prepared]
     bias_in_routed: bool = True  # the routed function takes routing_bias as well
+    has_biases: bool = False  # of the experts
 
 
 FAMILIES = {
-    "nvfp4": _Family("fp4_block_scale", trtllm_operands.nvfp4),
-    "mxfp4": _Family("fp4_block_scale", trtllm_operands.mxfp4),
+    "nvfp4": _Family("fp4_block_scale", trtllm_operands.nvfp4, has_biases=True),
+    "mxfp4": _Family("fp4_block_scale", trtllm_operands.mxfp4, has_biases=True),
     "mxint4": _Family("mxint4_block_scale", trtllm_operands.mxint4, bias_in_routed=False),
     "fp8": _Family("fp8_per_tensor_scale", trtllm_operands.fp8),
     "fp8_block": _Family("fp8_block_scale", trtllm_operands.fp8_block),
@@ -93,12 +94,15 @@ def _rows_of(call: ExpertsCall, rows: slice) -> ExpertsCall:
 
 def _run(entry: package.Entry, call: ExpertsCall, routed: dict[str, Any], out: Tensor) -> None:
     family, w2 = _family(call), call.w2
+    if not family.has_biases:
+        trtllm_operands.refuse_biases(call, f"its routed kernels of {call.scheme} weights take none")
     inter = LAYER.intermediate_size(SCHEMES[call.scheme], tuple(w2.shape))
     hidden = w2.shape[2] if w2.ndim == 4 else w2.shape[1]
     prepared = family.prepare(call, hidden_states_of(call, hidden))
     experts, offset = call.w13.shape[0], call.local_expert_offset
     # Kernels write bfloat16, in the padded width.
-    direct = out.dtype == torch.bfloat16 and hidden == out.shape[1] and "output" in entry.parameters
+    fits = out.dtype == torch.bfloat16 and hidden == out.shape[1] and is_aligned(out)
+    direct = fits and "output" in entry.parameters
     optional = prepared.optional | ({"output": out} if direct else {})
     result = entry(
         optional,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,8 @@ from torch_moe_ops.flashinfer import package
 from torch_moe_ops.flashinfer.activations import Units, activation_number, constant_tensors
 from torch_moe_ops.flashinfer.hidden import Hidden, calibrated, is_dynamic, op_name, refuse_packed, single_scale
 from torch_moe_ops.ops.call import ExpertsCall
+
+UNKNOWN_ORDER = "no source says whether nvfp4 kernels apply the scale of a token before or after"
 
 
 class Prepared(NamedTuple):
@@ -43,6 +46,23 @@ def _activation(call: ExpertsCall) -> dict[str, Any]:
     return {"activation_type": activation_number(call.activation)}
 
 
+_NEUTRAL = {"swiglu_alpha": 1.0, "swiglu_beta": 0.0, "swiglu_limit": math.inf}
+
+
+def _refuse_constants(call: ExpertsCall, why: str, names: tuple[str, ...] = tuple(_NEUTRAL)) -> None:
+    """For kernels that cannot be told these."""
+    for name in names:
+        if getattr(call, name) != _NEUTRAL[name]:
+            fail(op_name(call), name, f"be {_NEUTRAL[name]} for backend {call.backend}: {why}", getattr(call, name))
+
+
+def refuse_biases(call: ExpertsCall, why: str) -> None:
+    """For kernels that take none."""
+    for name in ("w13_bias", "w2_bias"):
+        if getattr(call, name) is not None:
+            fail(op_name(call), name, f"be None for backend {call.backend}: {why}", getattr(call, name).shape)
+
+
 def _given(tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
     """Without what is absent: releases that do not know an argument have the plain activation."""
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
@@ -57,6 +77,8 @@ def nvfp4(call: ExpertsCall, x: Hidden) -> Prepared:
     arguments |= {"output1_scale_scalar": scalar, "output1_scale_gate_scalar": gate}
     arguments["output2_scale_scalar"] = call.g2_alphas
     if x.token_scale is not None:
+        refuse_biases(call, f"{UNKNOWN_ORDER} biases")
+        _refuse_constants(call, f"{UNKNOWN_ORDER} it", ("swiglu_beta", "swiglu_limit"))
         arguments["per_token_scale"] = x.token_scale
     if call.w13_bias is not None:
         arguments["gemm1_bias"] = _bias_before_scaling(call.w13_bias, call.g1_alphas, gated)
@@ -141,6 +163,7 @@ def fp8(call: ExpertsCall, x: Hidden) -> Prepared:
 def fp8_channel(call: ExpertsCall, x: Hidden) -> Prepared:
     """Per token and per row of the weights; scales of whole matrices or halves are repeated for their rows."""
     assert call.w13_scale is not None and call.w2_scale is not None and x.scale is not None
+    _refuse_constants(call, "fp8 kernels with a scale per token take no constants")
     ones = torch.ones(call.w13.shape[0], dtype=torch.float32, device=call.w13.device)
     arguments = {
         "hidden_states": x.values,
