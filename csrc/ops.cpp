@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <string>
+#include <utility>
 
 #include "check.h"
 #include "cpu/bind.h"
@@ -38,10 +39,11 @@ Enum parse_name(const char* argument, const std::string& name) {
 
 void bind_tokens(ExpertsArgs& args, Tensor& out, const Tensor& hidden_states, const Tensor& topk_ids,
                  const Tensor& topk_weights) {
-  const Tensor* const tensors[] = {&out, &hidden_states, &topk_ids, &topk_weights};
-  for (const Tensor* tensor : tensors) {
-    MOEQ_CHECK(kOp, tensor->is_cpu() && tensor->is_contiguous() && tensor->dim() == 2,
-               "tokens must be contiguous matrices on the CPU");
+  const std::pair<const char*, const Tensor*> tensors[] = {
+      {"out", &out}, {"hidden_states", &hidden_states}, {"topk_ids", &topk_ids}, {"topk_weights", &topk_weights}};
+  for (const auto& [name, tensor] : tensors) {
+    check_memory(name, *tensor);
+    MOEQ_CHECK(kOp, tensor->dim() == 2, name, " must be a matrix");
   }
   args.num_tokens = topk_ids.size(0);
   args.top_k = topk_ids.size(1);
@@ -86,8 +88,9 @@ void bind_hidden(ExpertsArgs& args, const Tensor& hidden_states, const OptionalT
   const PackedRow row = packed_row(format, args.scheme, args.hidden_size);
   MOEQ_CHECK(kOp, row.codes > 0 && args.hidden_row_bytes == row.codes, "hidden_states must have rows of ", row.codes,
              " bytes, got ", args.hidden_row_bytes);
+  check_memory("hidden_states_scale", *scale);
   const int64_t bytes = scale->numel() * static_cast<int64_t>(scale->element_size());
-  MOEQ_CHECK(kOp, scale->is_cpu() && scale->is_contiguous() && bytes == args.num_tokens * row.scales,
+  MOEQ_CHECK(kOp, bytes == args.num_tokens * row.scales,
              "hidden_states_scale must have ", row.scales, " bytes per token");
   args.hidden_scale = static_cast<const uint8_t*>(scale->const_data_ptr());
   args.hidden_scale_row_bytes = row.scales;

@@ -18,6 +18,10 @@ NVFP4 = Case(act_format="nvfp4", input_scale="tensor", bias=True)
 PLAIN = Case(scheme="none", hidden=40, inter=24, bias=True)
 PER_EXPERT = dataclasses.replace(NVFP4, input_scale="expert")
 
+ONE_SCALE = (
+    "a1_gscale must have shape () where hidden_states are packed: they were quantized before an expert was known"
+)
+
 Change = tuple[str, Any]  # argument, new value or a function of the old one
 
 
@@ -72,7 +76,12 @@ def _expert_rows(prefix: str) -> list[tuple[str, str, Change, str]]:
             ("num_experts", 3),
             "num_experts must be 0 or at least local_expert_offset + local experts = 4, got 3",
         ),
-        (routed, base, ("topk_ids", lambda t: t.long()), "topk_ids must have dtype torch.int32, got torch.int64"),
+        (
+            routed,
+            base,
+            ("topk_ids", lambda t: t.long()),
+            "topk_ids must have dtype torch.int32 (fused_moe_routed also takes torch.int64), got torch.int64",
+        ),
         (
             routed,
             base,
@@ -85,7 +94,7 @@ def _expert_rows(prefix: str) -> list[tuple[str, str, Change, str]]:
             routed,
             base,
             ("topk_weights", lambda t: t.bfloat16()),
-            "topk_weights must have dtype torch.float32, got torch.bfloat16",
+            "topk_weights must have dtype torch.float32 (fused_moe_routed also takes other float dtypes), got",
         ),
         (
             routed,
@@ -153,7 +162,7 @@ def _nvfp4_rows() -> list[tuple[str, str, Change, str]]:
                 op,
                 "nvfp4",
                 ("w13_scale", lambda t: t.float()),
-                "w13_scale must have dtype torch.float8_e4m3fn, got torch.float32",
+                "w13_scale must have dtype torch.float8_e4m3fn or torch.uint8, got torch.float32",
             ),
             (op, "nvfp4", ("w2_scale", lambda t: t[..., :-1]), "w2_scale must have shape"),
             (op, "nvfp4", ("g1_alphas", lambda t: t.double()), "g1_alphas must have dtype torch.float32"),
@@ -204,7 +213,7 @@ def _nvfp4_rows() -> list[tuple[str, str, Change, str]]:
             "hidden_states must be unquantized where the router weight goes on the input, got torch.uint8",
         ),
         (routed, "packed", ("a1_gscale", None), "a1_gscale must be given where hidden_states are packed"),
-        (routed, "packed", ("a1_gscale", lambda t: t.expand(4).contiguous()), "a1_gscale must have shape (), got (4,)"),
+        (routed, "packed", ("a1_gscale", lambda t: t.expand(4).contiguous()), ONE_SCALE),
     ]
 
 
@@ -317,7 +326,12 @@ def _out_rows() -> list[tuple[str, str, Change, str]]:
             (op, base, ("out", lambda t: t[:-1]), "out must have shape"),
             (op, base, ("out", lambda t: t.double()), "out must have dtype torch.bfloat16, got torch.float64"),
             (op, base, ("out", lambda t: t.T.contiguous().T), "out must be contiguous"),
-            (op, base, ("topk_ids", lambda t: t.long()), "topk_ids must have dtype torch.int32, got torch.int64"),
+            (
+                op,
+                base,
+                ("topk_ids", lambda t: t.long()),
+                "topk_ids must have dtype torch.int32 (fused_moe_routed also takes torch.int64), got torch.int64",
+            ),
         ]
     return rows
 

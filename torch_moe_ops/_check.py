@@ -24,6 +24,12 @@ def check(cond: Any, message: Callable[[], str]) -> None:
     torch._check(cond, message)
 
 
+def check_given(op: str, argument: str, value: Any) -> None:
+    """Raise where a tensor is None: dispatch lets that through although the schema says Tensor."""
+    if value is None:
+        fail(op, argument, "be a Tensor", None)
+
+
 def fail(op: str, argument: str, requirement: str, got: Any) -> NoReturn:
     """Raise the library's error for one argument of one op."""
     raise RuntimeError(describe(op, argument, requirement, got))

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torch_moe_ops._check import fail, show
+from torch_moe_ops._check import check_given, fail, show
 from torch_moe_ops.routing_methods import (
     MAX_EXPERTS,
     METHOD_NAMES,
@@ -121,6 +121,7 @@ def check_route(
 
     Reads shapes and dtypes only, so that an op and its fake share it.
     """
+    check_given(op, "router_logits", router_logits)
     problem = logits_problem(router_logits)
     if problem is None and routing_bias is not None:
         problem = bias_problem(routing_bias, router_logits)

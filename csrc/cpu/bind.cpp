@@ -38,10 +38,6 @@ Storage storage_of(Scheme scheme, DType weight_dtype) {
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t bytes_of(const Tensor& tensor) { return tensor.numel() * static_cast<int64_t>(tensor.element_size()); }
 
-void check_memory(const char* name, const Tensor& tensor) {
-  MOEQ_CHECK(kOp, tensor.is_cpu(), name, " must be on the CPU");
-  MOEQ_CHECK(kOp, tensor.is_contiguous(), name, " must be contiguous");
-}
 
 // [E, panels, groups, 16], or one per tile of 128 x 128: [E, row tiles, groups].
 void bind_scale(const char* name, const Tensor& scale, Scheme scheme, const Storage& storage, int64_t experts,
@@ -76,6 +72,19 @@ void bind_zero_point(const char* name, const Tensor& zero_point, int64_t experts
 }
 
 }  // namespace
+
+void check_memory(const char* name, const Tensor& tensor) {
+  MOEQ_CHECK(kOp, tensor.is_cpu(), name, " must be on the CPU");
+  MOEQ_CHECK(kOp, tensor.is_contiguous(), name, " must be contiguous");
+  int64_t held = 0;  // a storage may have been resized under its tensors, as FSDP does
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &held));
+  const int64_t skipped = tensor.storage_offset() * static_cast<int64_t>(tensor.element_size());
+  MOEQ_CHECK(kOp, held - skipped >= bytes_of(tensor), name, " must hold ", bytes_of(tensor), " bytes, got ",
+             held - skipped);
+  const auto address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
+  MOEQ_CHECK(kOp, address % tensor.element_size() == 0, name, " must start at a multiple of ", tensor.element_size(),
+             " bytes");
+}
 
 DType dtype_of(const Tensor& tensor, const char* name) {
   const ScalarType type = tensor.scalar_type();

@@ -22,6 +22,9 @@ struct WeightTensors {
   const OptionalTensor& bias;
 };
 
+// Fails unless the tensor is contiguous, on the CPU, aligned to its elements, and its memory is there.
+void check_memory(const char* name, const Tensor& tensor);
+
 DType dtype_of(const Tensor& tensor, const char* name);
 
 // Fills the sizes, pointers and strides of `weight`: `units` of K, rows in `halves` halves.

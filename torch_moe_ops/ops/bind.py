@@ -7,8 +7,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from torch_moe_ops._schemas import LIB
+from torch_moe_ops._check import fail
+from torch_moe_ops._schemas import LIB, arguments
 
 _NOTHING = nullcontext()
 
@@ -33,10 +35,25 @@ def _without_autocast(device_type: str) -> Iterator[None]:
 def attach(name: str, cpu: Callable[..., Any], anywhere: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Give op `name` its kernels.
 
-    cpu: runs where every tensor argument is on the CPU (the dispatcher guarantees it).
+    cpu: runs where every tensor argument is an ordinary one on the CPU (the dispatcher guarantees it).
     anywhere: runs on any device and checks devices itself.
     fake: shapes, dtypes and the same errors, no data.
     """
     LIB.impl(name, cpu, "CPU")
-    LIB.impl(name, anywhere, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"moeq::{name}", fake, lib=LIB)
+    LIB.impl(name, anywhere, "CUDA")  # ordinary tensors, of which some are on a CUDA device
+    LIB.impl(name, _strided_only(name, anywhere), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"moeq::{name}", _strided_only(name, fake), lib=LIB)
+
+
+def _strided_only(name: str, body: Callable[..., Any]) -> Callable[..., Any]:
+    """`body` for arguments that may be sparse, nested, or of another layout whose sizes or memory mean other things."""
+    op, names = name.removesuffix(".out"), arguments(name)[0]
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for argument, value in (*zip(names, args, strict=False), *kwargs.items()):
+            if isinstance(value, Tensor) and (value.layout is not torch.strided or value.is_nested):
+                got = f"a nested tensor ({value.layout})" if value.is_nested else value.layout
+                fail(op, argument, "be a strided tensor", got)
+        return body(*args, **kwargs)
+
+    return checked

@@ -17,7 +17,8 @@ from torch_moe_ops._check import check, describe, fail
 from torch_moe_ops._schemas import FAMILIES, arguments
 from torch_moe_ops.ops.bind import attach, like_a_kernel
 from torch_moe_ops.ops.call import FIELDS, ExpertsCall
-from torch_moe_ops.ops.checks import Plan, check_experts, check_out, check_topk, check_weighted_input, plan_of
+from torch_moe_ops.ops.checks import check_experts, check_out, check_topk, check_weighted_input
+from torch_moe_ops.ops.plan import Plan, Table, plan_of
 from torch_moe_ops.ops.route import run_route
 from torch_moe_ops.routing import check_route, route_reference
 
@@ -93,9 +94,13 @@ _MADE_CONTIGUOUS = (
 )
 
 
-def _run(call: ExpertsCall, plan: Plan, out: Tensor, routing: tuple[Any, ...] | None = None) -> None:
+def _run(call: ExpertsCall, plan: Plan, table: Table, out: Tensor, routing: tuple[Any, ...] | None = None) -> None:
     """Run a checked call on at least one token. routing: the arguments of moeq::route, for a monolithic call."""
     small = {name: t.contiguous() for name in _MADE_CONTIGUOUS if (t := getattr(call, name)) is not None}
+    for name in table.e4m3:
+        codes = small.get(name, getattr(call, name))
+        if codes.dtype is torch.uint8:
+            small[name] = codes.view(torch.float8_e4m3fn)
     ready = call._replace(
         **small,
         swiglu_alpha=plan.alpha,
@@ -117,19 +122,19 @@ def _run(call: ExpertsCall, plan: Plan, out: Tensor, routing: tuple[Any, ...] | 
 
 _NOTHING: dict[str, Any] = {}  # keywords: the dispatcher passes everything by position
 
-Checked = Callable[..., tuple[ExpertsCall, Plan, int]]
+Checked = Callable[..., tuple[ExpertsCall, Plan, Table]]
 
 
 def _define_routed(family: str) -> None:
     op = f"{family}_moe_routed" if family else "moe_routed"
     binder = _Binder(op, family)
 
-    def checked(args: Any, kwargs: Any, devices: bool, tracing: bool = False) -> tuple[ExpertsCall, Plan, int]:
+    def checked(args: Any, kwargs: Any, devices: bool, tracing: bool = False) -> tuple[ExpertsCall, Plan, Table]:
         call = binder.bind(args, kwargs)
         plan = plan_of(op, call)
-        hidden_size = check_experts(op, call, plan, devices, tracing)
+        table = check_experts(op, call, plan, devices, tracing)
         check_topk(op, call)
-        return call, plan, hidden_size
+        return call, plan, table
 
     bind = binder.bind
 
@@ -137,39 +142,41 @@ def _define_routed(family: str) -> None:
         def impl(*args: Any) -> Tensor:
             call = bind(args, _NOTHING)  # `checked`, without the cost of a call
             plan = plan_of(op, call)
-            hidden_size = check_experts(op, call, plan, devices)
+            table = check_experts(op, call, plan, devices)
             num_tokens = check_topk(op, call)
-            out = _output(call, hidden_size)
+            out = _output(call, table.hidden_size)
             if num_tokens:
-                _run(call, plan, out)
+                _run(call, plan, table, out)
             return out
 
         return impl
 
     def fake(*args: Any, **kwargs: Any) -> Tensor:
-        call, _, hidden_size = checked(args, kwargs, True, tracing=True)
-        return _output(call, hidden_size)
+        call, _, table = checked(args, kwargs, True, tracing=True)
+        return _output(call, table.hidden_size)
 
     attach(op, make(devices=False), make(devices=True), fake)
     _define_out(op, checked)
 
 
 def _define_out(op: str, checked: Checked) -> None:
-    def prepared(args: Any, kwargs: Any, devices: bool, tracing: bool = False) -> tuple[ExpertsCall, Plan, Tensor]:
+    def prepared(
+        args: Any, kwargs: Any, devices: bool, tracing: bool = False
+    ) -> tuple[ExpertsCall, Plan, Table, Tensor]:
         out = kwargs.pop("out")
-        call, plan, hidden_size = checked(args, kwargs, devices, tracing)
+        call, plan, table = checked(args, kwargs, devices, tracing)
         x = call.hidden_states
-        check_out(op, out, (x.shape[0], hidden_size), _out_dtype(call), x.device)
-        return call, plan, out
+        check_out(op, out, (x.shape[0], table.hidden_size), _out_dtype(call), x.device)
+        return call, plan, table, out
 
     def make(devices: bool) -> Callable[..., None]:
         def impl(*args: Any, **kwargs: Any) -> None:
-            call, plan, out = prepared(args, kwargs, devices)
+            call, plan, table, out = prepared(args, kwargs, devices)
             for name, value in zip(FIELDS, call, strict=True):
                 if isinstance(value, Tensor) and torch._C._overlaps(out, value):
                     fail(op, "out", "not share memory with an argument", name)
             if out.shape[0]:
-                _run(call, plan, out)
+                _run(call, plan, table, out)
 
         return impl
 
@@ -197,7 +204,7 @@ def _define_monolithic(family: str) -> None:
 
     def checked(
         args: Any, kwargs: Any, devices: bool, tracing: bool = False
-    ) -> tuple[ExpertsCall, Plan, int, tuple[Any, ...]]:
+    ) -> tuple[ExpertsCall, Plan, Table, tuple[Any, ...]]:
         full = binder.fill(args, kwargs)
         logits, bias, options = full[logits_at], full[bias_at], tuple(full[i] for i in route_at)
         check_route(op, logits, bias, *options)
@@ -207,9 +214,9 @@ def _define_monolithic(family: str) -> None:
             fail(op, "num_experts", f"be 0 or {experts}, the columns of router_logits", call.num_experts)
         given, call = call.num_experts, call._replace(num_experts=experts)
         plan = plan_of(op, call)
-        hidden_size = check_experts(op, call, plan, devices, tracing)
-        if not given and call.w13.shape[0] != experts:
-            text = f"be {experts}, the columns of router_logits, where only {call.w13.shape[0]} experts are local"
+        table = check_experts(op, call, plan, devices, tracing)
+        if not given and table.num_experts != experts:
+            text = f"be {experts}, the columns of router_logits, where only {table.num_experts} experts are local"
             fail(op, "num_experts", text, given)
         if options[0] == "llama4":
             check_weighted_input(op, call)
@@ -223,21 +230,21 @@ def _define_monolithic(family: str) -> None:
             for name, tensor in (("router_logits", logits), ("routing_bias", bias)):
                 if tensor is not None and tensor.device != call.hidden_states.device:
                     fail(op, name, f"be on {call.hidden_states.device} like hidden_states", tensor.device)
-        return call, plan, hidden_size, (logits, bias, *options)
+        return call, plan, table, (logits, bias, *options)
 
     def make(devices: bool) -> Callable[..., Tensor]:
         def impl(*args: Any, **kwargs: Any) -> Tensor:
-            call, plan, hidden_size, routing = checked(args, kwargs, devices)
-            out = _output(call, hidden_size)
+            call, plan, table, routing = checked(args, kwargs, devices)
+            out = _output(call, table.hidden_size)
             if out.shape[0]:
-                _run(call, plan, out, routing)
+                _run(call, plan, table, out, routing)
             return out
 
         return impl
 
     def fake(*args: Any, **kwargs: Any) -> Tensor:
-        call, _, hidden_size, _ = checked(args, kwargs, True, tracing=True)
-        return _output(call, hidden_size)
+        call, _, table, _ = checked(args, kwargs, True, tracing=True)
+        return _output(call, table.hidden_size)
 
     attach(op, make(devices=False), make(devices=True), fake)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops import _ext
-from torch_moe_ops._check import check, describe, fail
+from torch_moe_ops._check import check, check_given, describe, fail
 from torch_moe_ops.ops.bind import attach, like_a_kernel
 from torch_moe_ops.quant import fp8, int8, mx, nvfp4
 from torch_moe_ops.quant.e8m0 import RULES
@@ -20,6 +20,7 @@ Pair = tuple[Tensor, Tensor]
 
 def _check_rows(op: str, x: Tensor, act_format: str) -> None:
     """x [..., K] of a float dtype, K as the format needs it."""
+    check_given(op, "x", x)
     if x.dtype not in FLOATS:
         fail(op, "x", f"have one of the dtypes {[str(d) for d in FLOATS]}", x.dtype)
     if x.ndim < 1:
@@ -66,6 +67,7 @@ def _attach(op: str, checks: Callable[..., None], run: Callable[..., Pair], fake
 
 def _check_nvfp4(x: Tensor, gscale: Tensor) -> None:
     _check_rows("quantize_nvfp4", x, "nvfp4")
+    check_given("quantize_nvfp4", "gscale", gscale)
     _check_gscale("quantize_nvfp4", x, gscale)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from torch_moe_ops._check import check, describe, fail
+from torch_moe_ops._check import check, check_given, describe, fail
 from torch_moe_ops.ops.bind import attach, like_a_kernel
 from torch_moe_ops.quant import swizzle
 
@@ -16,6 +16,7 @@ def _padded(rows: int, cols: int) -> int:
 
 
 def _check_element(op: str, argument: str, t: Tensor, ndim: int, shape: str) -> None:
+    check_given(op, argument, t)
     if t.element_size() not in (1, 2):
         fail(op, argument, "have a dtype of 1 or 2 bytes", t.dtype)
     if t.ndim < ndim:
