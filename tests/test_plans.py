@@ -42,5 +42,5 @@ def test_a_valid_call_lets_no_other_dtype_of_w2_pass(backend: str, dtype: torch.
     torch.ops.moeq.moe_routed(*args, **keywords)
     at = NAMES.index("w2")
     wrong = (*args[:at], torch.zeros(args[at].shape, dtype=dtype), *args[at + 1 :])
-    with pytest.raises(RuntimeError, match="moeq::moe_routed: w2 must have dtype torch.bfloat16, got"):
+    with pytest.raises(RuntimeError, match=r"moeq::moe_routed: w2 must have dtype torch\.bfloat16, got"):
         torch.ops.moeq.moe_routed(*wrong, **keywords)
