@@ -21,6 +21,17 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(REASON), reason=REASON or
 PROGRAM = Path(__file__).parent / "sm90_streams.py"
 SECONDS = 120
 GIGABYTES = 4  # of a process, with its context
+# Matrix products of 64 thread blocks, each of which has a multiprocessor to itself.
+FILLER = f"""
+import time, torch
+long = torch.randn(1024, 1 << 18, device="cuda").bfloat16()
+print("filling", flush=True)
+end = time.monotonic() + {SECONDS}
+while time.monotonic() < end:
+    for _ in range(8):
+        long @ long.t()
+    torch.cuda.synchronize()
+"""
 
 
 def start(*arguments: str, program: Path = PROGRAM) -> subprocess.Popen[str]:
@@ -66,6 +77,18 @@ def test_two_processes_at_once(places: tuple[str, str]) -> None:
     finally:
         for process in both:
             process.kill()
+
+
+@pytest.mark.parametrize("scenario", ["eager", "graphs"])
+def test_beside_a_process_that_fills_half_of_the_device(scenario: str) -> None:
+    filler = subprocess.Popen([sys.executable, "-c", FILLER], stdout=subprocess.PIPE, text=True)
+    try:
+        assert filler.stdout is not None and filler.stdout.readline() == "filling\n"
+        finish(start(scenario))
+        assert filler.poll() is None
+    finally:
+        filler.kill()
+        filler.communicate()
 
 
 def test_a_wait_without_end_is_ended() -> None:
