@@ -142,27 +142,29 @@ def as_reference(raw: moe.RawWeights, fmt: Format, device: str = "cuda") -> moe.
 ROUTINGS = ("random", "skewed", "one", "half", "foreign")
 
 
-def make_batch(sizes: Sizes, hidden: int, tokens: int, routing: str = "random", seed: int = 0) -> list[Tensor]:
+def make_batch(
+    sizes: Sizes, hidden: int, tokens: int, routing: str = "random", seed: int = 0, device: str = "cuda"
+) -> list[Tensor]:
     """hidden_states, topk_ids, topk_weights.
 
     routing: "random"; "skewed" (most tokens to few experts); "one" (every slot to the same expert); "half" (the upper
     half of the experts is empty); "foreign" (a third of the ids is nobody's, and the last token has no other).
     """
-    g = torch.Generator("cuda").manual_seed(seed)
-    x = torch.randn(tokens, hidden, generator=g, device="cuda").to(sizes.dtype)
-    scores = torch.rand(tokens, sizes.experts, generator=g, device="cuda")
+    g = torch.Generator(device).manual_seed(seed)
+    x = torch.randn(tokens, hidden, generator=g, device=device).to(sizes.dtype)
+    scores = torch.rand(tokens, sizes.experts, generator=g, device=device)
     if routing == "skewed":
-        scores += torch.arange(sizes.experts, 0, -1, device="cuda") / 4.0 % sizes.experts
+        scores += torch.arange(sizes.experts, 0, -1, device=device) / 4.0 % sizes.experts
     ids = scores.argsort(dim=1, descending=True)[:, : sizes.top_k].int()
     if routing == "one":
         ids = torch.full_like(ids, sizes.experts - 2)
     elif routing == "half":
         ids //= 2
     elif routing == "foreign":
-        holes = torch.rand(ids.shape, generator=g, device="cuda") < 0.33
-        values = torch.tensor([-1, sizes.experts, 2**31 - 1, -(2**31)], dtype=torch.int32, device="cuda")
-        pick = torch.randint(4, ids.shape, generator=g, device="cuda")
+        holes = torch.rand(ids.shape, generator=g, device=device) < 0.33
+        values = torch.tensor([-1, sizes.experts, 2**31 - 1, -(2**31)], dtype=torch.int32, device=device)
+        pick = torch.randint(4, ids.shape, generator=g, device=device)
         holes[-1:] = True
         ids = torch.where(holes, values[pick], ids)
-    weights = torch.rand(tokens, sizes.top_k, generator=g, device="cuda") + 0.1
+    weights = torch.rand(tokens, sizes.top_k, generator=g, device=device) + 0.1
     return [x, ids, weights]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from triton_cases import empty_output, make_call, relative_error
+from triton_cases import empty_output, error_over_bound, make_call, relative_error
 
 from torch_moe_ops import _ext, tuned_kernels
 from torch_moe_ops.backends import _sm90_choice, cuda_sm90
@@ -102,6 +102,7 @@ __all__ = [
     "SHAPES_OF_ALL",
     "empty_output",
     "error_of",
+    "error_over_bound",
     "in_tiles",
     "make_call",
     "number_of",

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from sm90_cases import make_call, relative_error, why_not_here
+from sm90_cases import error_over_bound, make_call, relative_error, why_not_here
 from test_triton_schemes import packed_input
-from tolerances import FP8_SUMS
 from torch import Tensor
 
 import torch_moe_ops as moe
@@ -59,9 +58,9 @@ def case(scheme: str, **fields: Any) -> ExpertsCall:
 
 
 def check(call: ExpertsCall) -> None:
-    error = relative_error(run(in_tiles(call)), call)
-    print(f"{call.scheme} {call.w2.shape[1]} {error:.2e}")
-    assert error < FP8_SUMS  # NaN where the output has one
+    out = run(in_tiles(call))
+    print(f"{call.scheme} {call.w2.shape[1]} {relative_error(out, call):.2e}")
+    assert error_over_bound(out, call) < 1
 
 
 @schemes
@@ -114,7 +113,7 @@ def test_foreign_ids_and_router_weight(scheme: str) -> None:
     call = case(scheme, tokens=30, foreign=True)
     out = run(in_tiles(call))
     assert not out[-1].any()  # every expert of the last token is foreign
-    assert relative_error(out, call._replace(topk_weights=call.topk_weights.nan_to_num(1.0))) < FP8_SUMS
+    assert error_over_bound(out, call._replace(topk_weights=call.topk_weights.nan_to_num(1.0))) < 1
     check(case(scheme, tokens=30, top_k=1, router_weight_on_input=True))
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from sm90_cases import ACTIVATIONS, SHAPES_OF_ALL, make_call, relative_error, why_not_here
-from tolerances import FP8_SUMS, FP8_SUMS_EXACT
+from sm90_cases import ACTIVATIONS, SHAPES_OF_ALL, error_over_bound, make_call, relative_error, why_not_here
+from tolerances import FP8_SUMS_EXACT
 from torch import Tensor
 
 from torch_moe_ops.backends import _sm90_w4a8_layout as layout
@@ -53,9 +53,9 @@ def case(policy: str, **fields: Any) -> ExpertsCall:
 
 
 def error_of(policy: str, **fields: Any) -> float:
+    """By its bound."""
     call = case(policy, **fields)
-    out = run(in_tiles(call))
-    return relative_error(out, call) if torch.isfinite(out).all() else float("inf")
+    return error_over_bound(run(in_tiles(call)), call)
 
 
 @policies
@@ -63,7 +63,7 @@ def error_of(policy: str, **fields: Any) -> float:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes(policy: str, shape: tuple[int, ...], out_dtype: torch.dtype) -> None:
     fields = dict(zip(("experts", "top_k", "hidden", "inter", "tokens"), shape, strict=True))
-    assert error_of(policy, **fields, out_dtype=out_dtype) < FP8_SUMS
+    assert error_of(policy, **fields, out_dtype=out_dtype) < 1
 
 
 @policies
@@ -86,14 +86,14 @@ def test_sums_that_the_tensor_cores_hold_exactly(policy: str, shape: tuple[int, 
 @pytest.mark.parametrize("bias", (True, False))
 def test_activations(policy: str, activation: str, bias: bool) -> None:
     fields = {"activation": activation, "bias": bias, "inter": 176, "hidden": 256, "tokens": 40}
-    assert error_of(policy, **fields, out_dtype=torch.float32) < FP8_SUMS
+    assert error_of(policy, **fields, out_dtype=torch.float32) < 1
 
 
 @policies
 @pytest.mark.parametrize("inter", (4096, 14080))
 def test_long_rows_that_are_activated_when_they_are_quantized(policy: str, inter: int) -> None:
     """Gate and up in float32: of 4096 a block holds three rows, of 14080 it cannot hold two."""
-    assert error_of(policy, activation="gelu", inter=inter, tokens=30, out_dtype=torch.float32) < FP8_SUMS
+    assert error_of(policy, activation="gelu", inter=inter, tokens=30, out_dtype=torch.float32) < 1
 
 
 @policies
@@ -105,7 +105,7 @@ def test_foreign_ids_contribute_nothing(policy: str, tokens: int) -> None:
     out = run(in_tiles(call))
     assert not out[-1].any()  # every expert of the last token is foreign
     if tokens > 1:
-        assert relative_error(out, call._replace(topk_weights=call.topk_weights.nan_to_num(1.0))) < FP8_SUMS
+        assert error_over_bound(out, call._replace(topk_weights=call.topk_weights.nan_to_num(1.0))) < 1
 
 
 @policies
@@ -113,12 +113,12 @@ def test_duplicate_ids_and_skew(policy: str) -> None:
     call = case(policy, experts=40, tokens=260, top_k=3, hidden=256)
     call.topk_ids[:] = 37
     call.topk_ids[::7, 1] = 3
-    assert relative_error(run(in_tiles(call)), call) < FP8_SUMS
+    assert error_over_bound(run(in_tiles(call)), call) < 1
 
 
 @policies
 def test_router_weight_on_input_and_alphas_of_halves(policy: str) -> None:
-    assert error_of(policy, top_k=1, router_weight_on_input=True, per_half=True, tokens=50) < FP8_SUMS
+    assert error_of(policy, top_k=1, router_weight_on_input=True, per_half=True, tokens=50) < 1
 
 
 @policies
@@ -150,7 +150,7 @@ def test_rows_of_zeros_and_of_tiny_values(policy: str) -> None:
     call.hidden_states[5] *= 1e-37
     out = run(in_tiles(call))
     assert torch.isfinite(out).all() and not out[2].any()
-    assert relative_error(out, call) < FP8_SUMS
+    assert error_over_bound(out, call) < 1
 
 
 @policies
@@ -162,4 +162,4 @@ def test_block_scales_of_every_size(policy: str) -> None:
         g = torch.Generator().manual_seed(3)
         bits = torch.randint(0, 127, scale.shape, generator=g, dtype=torch.uint8)
         scale.view(torch.uint8).copy_(bits)
-    assert relative_error(run(in_tiles(call)), call) < FP8_SUMS
+    assert error_over_bound(run(in_tiles(call)), call) < 1

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+from tolerances import fp8_sums_bound
 from torch import Tensor
 from triton_weights import make_weight
 
@@ -110,6 +111,15 @@ def empty_output(call: ExpertsCall) -> Tensor:
     """An output full of NaN: whatever the engine forgets to write shows."""
     shape = (call.topk_ids.shape[0], call.w2.shape[1])
     return torch.full(shape, math.nan, dtype=call.out_dtype, device=call.w2.device)
+
+
+def error_over_bound(out: Tensor, call: ExpertsCall) -> float:
+    """`relative_error` by the bound of products of e4m3 codes on fp8 tensor cores: below 1 where it holds.
+
+    Infinite where the output is not finite."""
+    values = call.topk_ids.numel() * SCHEMES[call.scheme].logical_k(call.w2.shape[2])
+    error = relative_error(out, call) if torch.isfinite(out).all() else math.inf
+    return error / fp8_sums_bound(values, call.out_dtype or call.hidden_states.dtype)
 
 
 def relative_error(out: Tensor, call: ExpertsCall) -> float:
