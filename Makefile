@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.installed
 
 SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/cpu/*.cpp csrc/cpu/*.h csrc/cuda/* csrc/cuda/sm90/*)
 
-.PHONY: install quickstart test test-all test-triton test-flashinfer lint format cuda-compile sanitize table bench clean
+.PHONY: fuzz fuzz-problems install quickstart test test-all test-triton test-flashinfer lint format cuda-compile sanitize table bench clean
 
 $(STAMP): pyproject.toml setup.py $(SOURCES)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or later is needed")'
@@ -43,6 +43,15 @@ test-triton: install
 
 test-flashinfer: install
 	PYTHON=$(PY) bash scripts/flashinfer_releases.sh
+
+# Random problems on the kernels of this CPU against the oracle; scripts/gpu_fuzz.sh does it on a GPU.
+FUZZ_PROBLEMS ?= 2000
+
+fuzz: fuzz-problems
+
+fuzz-problems: install
+	PYTHONPATH=. $(PY) tests/fuzz_problems.py --backend cpu --count $(FUZZ_PROBLEMS)
+	PYTHONPATH=. MOEQ_CPU_ISA=portable $(PY) tests/fuzz_problems.py --backend cpu --count $(FUZZ_PROBLEMS)
 
 lint: install
 	$(VENV)/bin/ruff format --check .

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from typing import Any
 
 import pytest
 import torch
@@ -58,14 +58,23 @@ def _wanted() -> Iterator[tuple[str, str, str, str]]:
                     yield scheme.name, act, scale, policy
 
 
-def _formats() -> Iterator[Format]:
-    for backend, (scheme, act, scale, policy) in itertools.product(GPU_BACKENDS, _wanted()):
+@cache
+def formats_of(backend: str, device: str = "cuda") -> tuple[Format, ...]:
+    """What a backend says that it runs on a device of this machine, or where there is none, on a Hopper GPU."""
+    found = []
+    for scheme, act, scale, policy in _wanted():
         problem = moe.Problem(
-            scheme, act, device="cuda", capability=capability(), num_experts=8, hidden_size=256,
-            intermediate_size=256, input_scale=scale, weight_policy=policy,
+            scheme, act, device=device, capability=capability() if device == "cuda" else None, num_experts=8,
+            hidden_size=256, intermediate_size=256, input_scale=scale, weight_policy=policy,
         )  # fmt: skip
         if BACKENDS[backend].fits_anywhere(problem):
-            yield Format(backend, scheme, act, scale, policy)
+            found.append(Format(backend, scheme, act, scale, policy))
+    return tuple(found)
+
+
+def _formats() -> Iterator[Format]:
+    for backend in GPU_BACKENDS:
+        yield from formats_of(backend)
 
 
 # From the backends' own requirements: a format that a backend gains is tested from then on.
@@ -135,8 +144,8 @@ def prepare(raw: moe.RawWeights, fmt: Format, device: str = "cuda") -> moe.Prepa
     return moe.prepare(raw, backend=fmt.backend, **fmt.settings(device))
 
 
-def as_reference(raw: moe.RawWeights, fmt: Format, device: str = "cuda") -> moe.PreparedWeights:
-    return moe.prepare(raw, backend="reference", **fmt.settings(device))
+def as_reference(raw: moe.RawWeights, fmt: Format, device: str = "cuda", **options: Any) -> moe.PreparedWeights:
+    return moe.prepare(raw, backend="reference", **fmt.settings(device), **options)
 
 
 ROUTINGS = ("random", "skewed", "one", "half", "foreign")

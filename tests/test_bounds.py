@@ -24,7 +24,7 @@ def test_small_results_have_more_room() -> None:
     bounds = [fp8_sums_bound(n) for n in (64, 1024, 1 << 14, 1 << 20)]
     assert bounds == sorted(bounds, reverse=True) and bounds[-1] < 1.5 * FP8_SUMS
     assert fp8_sums_bound(1024, torch.bfloat16) > fp8_sums_bound(1024)
-    assert layer_bound("triton", "none", torch.float32, 1) < 2e-5  # no codes, nothing that moves
+    assert layer_bound("triton", "none", torch.float32, 1 << 20) < 1e-4
 
 
 def test_the_page_states_the_bound() -> None:
