@@ -27,6 +27,28 @@ def test_small_results_have_more_room() -> None:
     assert layer_bound("triton", "none", torch.float32, 1 << 20) < 1e-4
 
 
+@pytest.mark.parametrize("activation", ("silu", "relu2"))
+@pytest.mark.parametrize(("rows", "inter"), ((1, 64), (4, 256), (20, 256), (16, 1024)))
+def test_codes_that_sums_of_13_bits_move_stay_within(rows: int, inter: int, activation: str) -> None:
+    """The model behind the form: gate and up 3e-4 off, codes of e4m3 under a scale a row; GEMM2 keeps relative norms.
+
+    Its largest errors times sqrt(n) are 0.4 to 0.9 beyond 4e-3: neither far within the bound nor beyond it.
+    """
+    g = torch.Generator().manual_seed(0)
+    trials = max(20, (1 << 21) // (rows * inter))
+    gate, up = torch.randn(2, trials, rows, inter, generator=g)
+    off = [x + 3e-4 * torch.randn(x.shape, generator=g) for x in (gate, up)]
+
+    def codes(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        h = torch.nn.functional.silu(gate) * up if activation == "silu" else up.relu().square()
+        scale = h.abs().amax(-1, keepdim=True) / 448
+        return ((h / scale).to(torch.float8_e4m3fn).float() * scale).flatten(1)
+
+    right = codes(gate, up)
+    errors = (codes(*off) - right).norm(dim=1) / right.norm(dim=1)
+    assert 0.2 < errors.max() / fp8_sums_bound(rows * inter) < 1
+
+
 def test_the_page_states_the_bound() -> None:
     text = " ".join((ROOT / "docs" / "numerics.md").read_text().split())
     assert f"`{FP8_SUMS:.0e} + {MOVED_CODE['fp8']} / sqrt(n)`".replace("e-0", "e-") in text
