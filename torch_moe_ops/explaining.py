@@ -11,15 +11,7 @@ import torch
 from torch_moe_ops.backends import Problem
 from torch_moe_ops.backends.explain import Explanation, check_requested, explain_problem, requested_backend
 from torch_moe_ops.config import FusedMoEConfig, FusedMoEQuantConfig
-from torch_moe_ops.prepare import (
-    constants_of,
-    device_fields,
-    prepare,
-    problem_of,
-    settings_of,
-    share_of,
-    weight_scales_of,
-)
+from torch_moe_ops.prepare import prepare, problem_of, settings_of, share_of
 from torch_moe_ops.prepared_weights import PreparedWeights
 from torch_moe_ops.raw_weights import RawWeights
 
@@ -50,9 +42,8 @@ def explain(
     if settings:
         raise TypeError(f"explain: {sorted(settings)} go with raw weights or a config, got {type(what).__name__}")
     if isinstance(what, PreparedWeights):
-        check_requested(backend or what.backend)
-        explanation = explain_problem(_problem_of_prepared(what), backend or what.backend)
-        return explanation if backend else dataclasses.replace(explanation, requested="auto")
+        explanation = explain_problem(what.problem, check_requested(backend or what.backend))
+        return explanation if backend else dataclasses.replace(explanation, requested=what.requested)
     if isinstance(what, Problem):
         return explain_problem(what, check_requested(requested_backend(backend or "auto")))
     raise TypeError(f"explain: what must be PreparedWeights, RawWeights or Problem, got {type(what).__name__}")
@@ -84,19 +75,3 @@ def _of_raw(raw: RawWeights, backend: str | None, settings: dict[str, Any]) -> E
     plain = settings_of(raw, swiglu=swiglu, **{name: given[name] for name in same})
     requested = check_requested(requested_backend(backend or given["backend"]))
     return explain_problem(problem_of(raw, plain, device), requested)
-
-
-def _problem_of_prepared(w: PreparedWeights) -> Problem:
-    scales = [s for s in (w.a1_gscale, w.a2_gscale) if s is not None]
-    kind = "none" if not scales else "expert" if any(s.ndim for s in scales) else "tensor"
-    names = {f.name for f in dataclasses.fields(Problem)} & w.metadata().keys()
-    return Problem(
-        **{name: getattr(w, name) for name in names},
-        **device_fields(w.device),
-        dtype=w.w13.dtype if w.scheme == "none" else None,
-        has_bias=w.w13_bias is not None or w.w2_bias is not None,
-        per_half_alphas=w.g1_alphas is not None and w.g1_alphas.ndim == 2,
-        input_scale=kind,
-        constants=constants_of(w.metadata()),
-        weight_scales=weight_scales_of(w.scheme, w.w13_scale, w.w2_scale),
-    )

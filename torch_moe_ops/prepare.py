@@ -17,6 +17,7 @@ from torch_moe_ops.backends import Backend, Problem
 from torch_moe_ops.backends.explain import requested_backend, select
 from torch_moe_ops.backends.slow import warn_of_reference
 from torch_moe_ops.integer_storage import int4_scales_of
+from torch_moe_ops.kept_problem import device_fields, to_text
 from torch_moe_ops.prepared_weights import PreparedWeights
 from torch_moe_ops.raw_weights import RawWeights
 from torch_moe_ops.schemes import SCHEMES, get_scheme
@@ -86,6 +87,7 @@ def prepare(
         backend=chosen.name,
         layout=chosen.layout.name,
         raw=plain_values(raw),
+        posed=to_text(problem, requested),
         **settings,
         **tensors_of(raw, chosen, settings, target),
     )
@@ -153,7 +155,7 @@ def settings_of(
     }
 
 
-def problem_of(raw: RawWeights, settings: dict[str, Any], device: torch.device) -> Problem:
+def problem_of(raw: RawWeights, settings: Mapping[str, Any], device: torch.device) -> Problem:
     """The problem that a layer poses on a device."""
     static = settings["act_format"] in SCHEMES[raw.scheme].static_acts
     scales = [s for s in (raw.a13_input_scale, raw.a2_input_scale) if s is not None and static]
@@ -199,12 +201,6 @@ def weight_scales_of(scheme: str, *scales: Tensor | None) -> str | None:
     if any(s is None or s.ndim != 2 for s in scales):
         return "channel"
     return "tensor" if all(s is not None and s.shape[1] == 1 for s in scales) else "half"
-
-
-def device_fields(device: torch.device) -> dict[str, Any]:
-    """`device` and `capability` of a Problem."""
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    return {"device": device.type, "capability": capability}
 
 
 def tensors_of(raw: RawWeights, backend: Backend, settings: dict[str, Any], device: torch.device) -> dict[str, Any]:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import urllib.parse
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from torch_moe_ops._schemas import arguments
 from torch_moe_ops.schemes import SCHEMES
+
+if TYPE_CHECKING:
+    from torch_moe_ops.backends.registry import Problem
 
 FORMAT_VERSION = 1
 
@@ -29,6 +34,7 @@ class PreparedWeights:
     num_experts: the global count; num_local_experts of them, from local_expert_offset on, are here.
     hidden_size, intermediate_size: logical, before any padding by the layout.
     raw: what else RawWeights said (activation, constants, source, dtypes of the biases).
+    posed: what else the problem said, and the backend that was asked for; see `problem` and `requested`.
     """
 
     scheme: str
@@ -63,7 +69,8 @@ class PreparedWeights:
     a2_gscale: Tensor | None = None
     w13: Tensor
     w2: Tensor
-    raw: str = "%7B%7D"  # URL-quoted JSON
+    raw: str = "%7B%7D"  # URL-quoted JSON, as is `posed`
+    posed: str = ""
 
     @property
     def device(self) -> torch.device:
@@ -87,6 +94,24 @@ class PreparedWeights:
         target = torch.device(device)  # not a dtype: codes must stay what they are
         moved: dict[str, Any] = {name: t.to(target) for name, t in self.tensors().items()}
         return dataclasses.replace(self, **moved)
+
+    @property
+    def problem(self) -> Problem:
+        """The problem that `prepare` had, on the device where the tensors are now."""
+        from torch_moe_ops.kept_problem import problem_of_prepared
+
+        return problem_of_prepared(self)
+
+    @property
+    def requested(self) -> str:
+        """The backend that `prepare` was asked for: a name, or "auto"."""
+        from torch_moe_ops.kept_problem import requested_of
+
+        return requested_of(self)
+
+    def options(self) -> dict[str, Any]:
+        """What makes `prepare` do the same again, beside the weights, the backend and the device."""
+        return {name: getattr(self, name) for name in _OPTIONS}
 
     def op_weights(self) -> tuple[Tensor | None, ...]:
         """The weight arguments of the scheme's ops, in their order."""
@@ -121,7 +146,7 @@ class PreparedWeights:
 def _checked(path: str | Path, plain: dict[str, Any], tensors: dict[str, Any]) -> PreparedWeights:
     """The object, its layout and shapes as this version of the library has them."""
     from torch_moe_ops.backends import BACKENDS
-    from torch_moe_ops.restoring import sizes_of
+    from torch_moe_ops.restoring import posed_of_tensors, sizes_of
 
     backend = BACKENDS.get(plain["backend"])
     if backend is None:
@@ -130,14 +155,35 @@ def _checked(path: str | Path, plain: dict[str, Any], tensors: dict[str, Any]) -
         what = f"{backend.layout.name!r} for backend {backend.name!r}"
         raise ValueError(f"{path}: layout must be {what}, got {plain['layout']!r}")
     w = PreparedWeights(**plain, **tensors)
+    said = json.loads(urllib.parse.unquote(w.raw))
+    without = {name for name in ("w13_bias", "w2_bias") if said.get(f"{name}_dtype") is None}
     for name, (shapes, dtypes) in backend.layout.specs(SCHEMES[w.scheme], sizes_of(w)).items():
         tensor = getattr(w, name)
+        if tensor is None and name in without:
+            continue
         got = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
         if tensor is None or tuple(tensor.shape) not in shapes or tensor.dtype not in dtypes:
             raise ValueError(f"{path}: {name} must have shape {shapes} and dtype {dtypes}, got {got}")
+    if not w.posed:  # a file of before the problem was kept
+        return dataclasses.replace(w, posed=posed_of_tensors(w))
+    try:
+        w.requested, w.problem  # noqa: B018
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: posed must be what prepare writes, got {w.posed!r} ({error})") from error
     return w
 
 
+_OPTIONS = (
+    "activation",
+    "act_format",
+    "num_experts",
+    "local_expert_offset",
+    "swiglu_alpha",
+    "swiglu_beta",
+    "swiglu_limit",
+    "router_weight_on_input",
+    "weight_policy",
+)
 TENSOR_FIELDS = frozenset(f.name for f in dataclasses.fields(PreparedWeights) if "Tensor" in str(f.type))
 
 

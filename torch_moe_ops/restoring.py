@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import urllib.parse
 from typing import Any
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from torch_moe_ops.activations import ACTIVATIONS
 from torch_moe_ops.backends import BACKENDS
-from torch_moe_ops.backends.registry import Sizes
-from torch_moe_ops.prepare import KEPT, own_memory, plain_values, tensors_of
+from torch_moe_ops.backends.registry import Problem, Sizes
+from torch_moe_ops.kept_problem import to_text
+from torch_moe_ops.prepare import KEPT, own_memory, plain_values, problem_of, tensors_of
 from torch_moe_ops.prepared_weights import PreparedWeights
 from torch_moe_ops.raw_weights import RawWeights
 from torch_moe_ops.schemes import SCHEMES
@@ -22,6 +24,13 @@ def sizes_of(w: PreparedWeights) -> Sizes:
     """The logical sizes of a prepared layer."""
     gated = ACTIVATIONS[w.activation].is_gated
     return Sizes(w.num_local_experts, w.hidden_size, w.intermediate_size, gated, w.w13.dtype)
+
+
+def posed_of_tensors(w: PreparedWeights) -> str:
+    """`w.posed` for weights that came without it, from what the checkpoint's tensors were; asked for as "auto"."""
+    # Folded weights, of this scheme alone, cannot be restored; and its block scales decide nothing.
+    source: Any = w if w.scheme == "nvfp4" else restored_views(w)
+    return to_text(problem_of(source, w.metadata(), w.device), "auto")
 
 
 @torch.no_grad()
@@ -63,7 +72,9 @@ def _parts(w: PreparedWeights) -> tuple[dict[str, Tensor], dict[str, Any]]:
 @torch.no_grad()
 def update(w: PreparedWeights, raw: RawWeights) -> None:
     """Copy what `prepare` would make of `raw` into the tensors of `w`. raw: this rank's share of the experts."""
-    settings = {name: value for name, value in w.metadata().items() if name not in ("backend", "layout", "raw")}
+    settings = {
+        name: value for name, value in w.metadata().items() if name not in ("backend", "layout", "raw", "posed")
+    }
     for name, mine, other in (
         ("scheme", w.scheme, raw.scheme),
         ("num_experts", w.num_local_experts, raw.num_experts),
@@ -81,8 +92,16 @@ def update(w: PreparedWeights, raw: RawWeights) -> None:
             expected = f"{tuple(old[name].shape)} {old[name].dtype}"
             got = f"{tuple(tensor.shape)} {tensor.dtype}"
             raise ValueError(f"update_: {name} must be {expected} as prepared, got {got}")
+    _check_problem(w.problem, problem_of(raw, settings, w.device))
     for name, tensor in new.items():
         old[name].copy_(tensor)
+
+
+def _check_problem(old: Problem, new: Problem) -> None:
+    """What a layout packs alike may still be another problem: scales of rows, or of one long group."""
+    for name in (f.name for f in dataclasses.fields(Problem)):
+        if getattr(new, name) != getattr(old, name):
+            raise ValueError(f"update_: {name} must be {getattr(old, name)!r} as prepared, got {getattr(new, name)!r}")
 
 
 def _check_plain_values(w: PreparedWeights, raw: RawWeights) -> None:

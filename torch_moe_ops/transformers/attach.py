@@ -125,7 +125,7 @@ def attach_to(
         w = prepare(raw, device=target, **prepare_options)
         _check_activation(found, w)
         remove_parameters(found.module)
-        found.module.moeq_weights = ExpertWeights(w, prepare_options.get("backend", "auto"))
+        found.module.moeq_weights = ExpertWeights(w)
         attached[found.name] = w
     model.set_experts_implementation(IMPLEMENTATION)
     return attached

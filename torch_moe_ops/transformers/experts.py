@@ -23,13 +23,13 @@ class ExpertWeights(nn.Module):
 
     Args:
         prepared: the layer.
-        backend: as asked of `prepare`; used again when the model moves to another kind of device.
+        backend: asked of `prepare` again when the model moves to another kind of device; None: as it was then.
     """
 
-    def __init__(self, prepared: PreparedWeights, backend: str = "auto") -> None:
+    def __init__(self, prepared: PreparedWeights, backend: str | None = None) -> None:
         super().__init__()
         self.prepared = prepared
-        self.backend = backend
+        self.backend = prepared.requested if backend is None else backend
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExpertWeights:
         """Follow `model.to(device)`: a backend's layout serves one kind of device, so another one prepares anew."""
@@ -38,20 +38,7 @@ class ExpertWeights(nn.Module):
         if device.type in (w.device.type, "meta"):
             self.prepared = w.to(device) if device != w.device else w
             return self
-        self.prepared = prepare(
-            restored_views(w),
-            activation=w.activation,
-            act_format=w.act_format,
-            backend=self.backend,
-            device=device,
-            num_experts=w.num_experts,
-            local_expert_offset=w.local_expert_offset,
-            swiglu_alpha=w.swiglu_alpha,
-            swiglu_beta=w.swiglu_beta,
-            swiglu_limit=w.swiglu_limit,
-            router_weight_on_input=w.router_weight_on_input,
-            weight_policy=w.weight_policy,
-        )
+        self.prepared = prepare(restored_views(w), backend=self.backend, device=device, **w.options())
         return self
 
     def extra_repr(self) -> str:
