@@ -18,16 +18,19 @@ def expected_quantization(x: torch.Tensor, gscale: torch.Tensor) -> tuple[torch.
     blocks = x.float().unflatten(1, (-1, 16))
     gscale = gscale.expand(x.shape[0])[:, None]
     one_sixth = torch.tensor(0x3E2AAAAB, dtype=torch.int32, device=x.device).view(torch.float32)
-    sixth = blocks.abs().amax(-1) * one_sixth
-    scaled = torch.where(sixth == 0, 0.0, gscale * sixth)
-    scale = torch.where(scaled > 448, 448.0, scaled).to(torch.float8_e4m3fn)
+    amax = blocks.abs().amax(-1)
+    scaled = gscale * (amax * one_sixth)
+    bounded = torch.where(scaled > 448, 448.0, scaled)
+    scale = torch.where(amax < torch.inf, bounded, torch.nan).to(torch.float8_e4m3fn)
     value = scale.float()
-    factor = torch.where(value == 0, 0.0, 1.0 / (value * (1.0 / gscale)))
+    inverse = 1.0 / (value * (1.0 / gscale))
+    factor = torch.where(value == 0, 0.0, torch.where(inverse == torch.inf, torch.finfo(torch.float32).max, inverse))
     y = blocks * factor[..., None]
     magnitude = y.abs()
     code = torch.signbit(y).to(torch.uint8) << 3
     for index, tie in enumerate(E2M1_TIES):
         code += (magnitude > tie) if index % 2 == 0 else (magnitude >= tie)
+    code = torch.where(value.isnan()[..., None], 7, code)
     low, high = code.flatten(1).unflatten(1, (-1, 2)).unbind(-1)
     return low | (high << 4), scale
 
@@ -89,16 +92,24 @@ def _zeros_and_signs() -> tuple[torch.Tensor, torch.Tensor]:
 def _saturated() -> tuple[torch.Tensor, torch.Tensor]:
     """A calibrated gscale that the data exceeds: S = 448, codes saturate at 6."""
     x = _normal(16, 256, torch.bfloat16, 3) * 100
-    x[0, 0] = float("inf")
-    x[1, 17] = -float("inf")
     return x, torch.tensor(2688 / 7.0)
 
 
-def _nan_row() -> tuple[torch.Tensor, torch.Tensor]:
-    x = _normal(5, 64, torch.bfloat16, 4)
-    x[2] = float("nan")
-    x[3, 20] = float("nan")
+def _not_finite() -> tuple[torch.Tensor, torch.Tensor]:
+    """NaN of both signs and infinities, in blocks of their own and together."""
+    nan, inf = float("nan"), float("inf")
+    x = _normal(9, 64, torch.bfloat16, 4)
+    x[2] = nan
+    x[3, 20], x[4, 63], x[5, 0] = nan, inf, -inf
+    x[6, 5:9] = torch.tensor([inf, nan, -inf, -nan], dtype=torch.bfloat16)
     return x, torch.tensor(700.0)
+
+
+def _no_gscale() -> tuple[torch.Tensor, torch.Tensor]:
+    """A row whose dynamic gscale is NaN, and one without."""
+    x = _normal(2, 64, torch.bfloat16, 6)
+    x[0, 16:32] = 0
+    return x, torch.tensor([float("nan"), 3.0])
 
 
 def _extreme_magnitudes() -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,11 +120,18 @@ def _extreme_magnitudes() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _tiny_rows() -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows whose dynamic gscale overflows: S = 448 where there is anything, 0 for a block of zeros, never NaN."""
-    x = torch.linspace(-1e-37, 1.1e-37, 5 * 64).view(5, 64)
+    """Rows whose dynamic gscale is the largest there is: nothing overflows, and the smallest of them are lost."""
+    x = torch.linspace(-1.0, 1.1, 8 * 64).view(8, 64) * torch.tensor(10.0) ** -torch.arange(32.0, 40.0)[:, None]
     x[2, 16:32] = 0
     x[3, 48:] = -0.0
-    return x, 2688 / x.abs().amax(1)
+    return x, (2688 / x.abs().amax(1)).clamp(max=2.0**118)
+
+
+def _factors_that_overflow() -> tuple[torch.Tensor, torch.Tensor]:
+    """A calibrated gscale for which 1 / (S / gscale) is beyond the largest float: zeros stay zeros."""
+    x = torch.linspace(-1e-38, 1.1e-38, 4 * 64).view(4, 64) * 2.0 ** -torch.arange(4.0)[:, None]
+    x[:, ::3] = 0
+    return x, torch.tensor(1e38)
 
 
 def _subnormal_inputs() -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,7 +151,9 @@ CASES: dict[str, Callable[[], tuple[torch.Tensor, torch.Tensor]]] = {
     "tiny_blocks": _tiny_blocks,
     "zeros_and_signs": _zeros_and_signs,
     "saturated": _saturated,
-    "nan_row": _nan_row,
+    "not_finite": _not_finite,
+    "no_gscale": _no_gscale,
+    "factors_that_overflow": _factors_that_overflow,
     "extreme_magnitudes": _extreme_magnitudes,
     "tiny_rows": _tiny_rows,
     "subnormal_inputs": _subnormal_inputs,

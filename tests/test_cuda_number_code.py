@@ -77,9 +77,17 @@ def test_block_quantization_is_exact(host: ctypes.CDLL, name: str) -> None:
 
     expected_codes, expected_scale = expected_quantization(x, gscale)
     torch.testing.assert_close(scale, expected_scale.view(torch.uint8), rtol=0, atol=0)
-    # A NaN element has no e2m1 code; only the scale of its block is defined.
-    defined = (~values.view(x.shape[0], -1, 16).isnan().any(-1)).repeat_interleave(8, dim=1)
-    torch.testing.assert_close(codes[defined], expected_codes[defined], rtol=0, atol=0)
+    torch.testing.assert_close(codes, expected_codes, rtol=0, atol=0)
+
+
+def test_dynamic_gscale_is_the_definition(host: ctypes.CDLL) -> None:
+    amax = torch.cat([floats(0.0, float("inf")), torch.tensor([float("nan"), 8.08e-33, 8.1e-33, 1e-44])])
+    found = torch.empty_like(amax)
+    host.dynamic_gscales(address(amax), ctypes.c_int64(len(amax)), address(found))
+    expected = (torch.full_like(amax, 2688.0) / amax).clamp(max=2.0**118)
+    expected = torch.where(amax == 0, 1.0, torch.where(amax < torch.inf, expected, torch.nan))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    assert found.isfinite().sum() > len(found) - 10
 
 
 @pytest.mark.parametrize("divisor", [1, 2, 3, 5, 7, 48, 128, 180, 448, 641, 65_535, 65_537, 2**30, 2**31 - 1])

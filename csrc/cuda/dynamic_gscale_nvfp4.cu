@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kThreads)
     for (unsigned warp = 0; warp < blockDim.x / 32; ++warp) {
       of_row = max(of_row, warp_amax[warp]);
     }
-    gscale[blockIdx.x] = of_row == 0 ? 1.0f : divide(kNvfp4Range, float_of(of_row));
+    gscale[blockIdx.x] = nvfp4_dynamic_gscale(of_row);
   }
 }
 
@@ -45,7 +45,7 @@ unsigned threads_of(int64_t blocks_per_row) {
   return static_cast<unsigned>(warps < 1 ? 32 : (warps * 32 < kThreads ? warps * 32 : kThreads));
 }
 
-// x [rows, K] bf16, f16 or f32 -> float32 [rows], multiplies: fl(2688 / max|x[row]|), 1 for a row of zeros.
+// x [rows, K] bf16, f16 or f32 -> float32 [rows], multiplies: see nvfp4_dynamic_gscale.
 Tensor dynamic_gscale_nvfp4(const Tensor& x_given) {
   constexpr const char* kOp = "dynamic_gscale_nvfp4_cuda";
   const Tensor x = aligned_activations(kOp, x_given);

@@ -86,4 +86,18 @@ MOEQ_HOST_DEVICE float max_magnitude(float a, float b) {
 #endif
 }
 
+// The smaller of two numbers; NaN wins.
+MOEQ_HOST_DEVICE float min_or_nan(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+#else
+  return a < b || a != a ? a : b;
+#endif
+}
+
+// x as it is, but NaN where `by` is NaN or infinite.
+MOEQ_HOST_DEVICE float nan_unless_finite(float x, float by) { return fused_multiply_add(by, 0.0f, x); }
+
 }  // namespace moeq

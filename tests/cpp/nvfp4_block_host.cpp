@@ -18,6 +18,12 @@ extern "C" void quantize_blocks(const float* values, const float* gscale, int64_
   }
 }
 
+extern "C" void dynamic_gscales(const float* amax, int64_t count, float* gscale) {
+  for (int64_t i = 0; i < count; ++i) {
+    gscale[i] = moeq::nvfp4_dynamic_gscale(moeq::bits_of(amax[i]));
+  }
+}
+
 extern "C" void e4m3_codes(const float* numbers, int64_t count, uint8_t* codes, float* values) {
   for (int64_t i = 0; i < count; ++i) {
     const moeq::E4m3 rounded = moeq::e4m3_round(numbers[i]);

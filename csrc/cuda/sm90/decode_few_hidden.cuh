@@ -75,8 +75,7 @@ __device__ __forceinline__ float hidden_gscale(const Args& args, Fixed& fixed, c
     return p.a2_gscale[p.a2 == ActScale::kExpert ? row.expert : 0];
   }
   const int column = row.column & (kColumns - 1);   // beyond the entry's rows lanes come along that write nothing else
-  const uint32_t amax = fixed.amax[column];
-  const float gscale = amax == 0 ? 1.0f : divide(kNvfp4Range, __uint_as_float(amax));
+  const float gscale = nvfp4_dynamic_gscale(fixed.amax[column]);
   fixed.h_factor[buffer][column] = reciprocal(gscale);
   return gscale;
 }

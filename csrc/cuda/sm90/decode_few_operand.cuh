@@ -24,8 +24,7 @@ __device__ __forceinline__ float amax_of_block(Two v, bool apart) {
 // Not inlined: fetched once for the tokens and for the intermediate.
 __device__ __noinline__ inline Two quantize_pair(Two v, float gscale, bool apart) {
   const BlockScale block = nvfp4_block_scale(amax_of_block(v, apart), gscale);
-  const float scale = decode::e4m3_value(block.code);
-  return {decode::quantize_value(v.a, block.quantize_by, scale), decode::quantize_value(v.b, block.quantize_by, scale)};
+  return {decode::quantize_value(v.a, block), decode::quantize_value(v.b, block)};
 }
 
 // A block of 16 values by each thread: less work in all, but fewer threads have some.
@@ -76,8 +75,7 @@ __device__ __forceinline__ void quantize_tokens(const Args& args, Fixed& fixed, 
       }
       float gscale;
       if (dynamic) {
-        const uint32_t amax = fixed.amax[token];
-        gscale = amax == 0 ? 1.0f : divide(kNvfp4Range, __uint_as_float(amax));
+        gscale = nvfp4_dynamic_gscale(fixed.amax[token]);
         fixed.x_factor[token] = reciprocal(gscale);
       } else {
         gscale = p.a1_gscale[0];

@@ -97,9 +97,8 @@ __device__ inline void quantize_values(const Args& args, const Shared& s, int ex
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const BlockScale block = nvfp4_block_scale(amax[i][j], gscale);
-      const float scale = e4m3_value(block.code);
-      hidden.v[i][j][0] = quantize_value(hidden.v[i][j][0], block.quantize_by, scale);
-      hidden.v[i][j][1] = quantize_value(hidden.v[i][j][1], block.quantize_by, scale);
+      hidden.v[i][j][0] = quantize_value(hidden.v[i][j][0], block);
+      hidden.v[i][j][1] = quantize_value(hidden.v[i][j][1], block);
     }
   }
 }

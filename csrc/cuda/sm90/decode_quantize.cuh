@@ -13,13 +13,6 @@ __device__ __forceinline__ float round_to_e2m1(float magnitude) {
   return fminf(magnitude + shift - shift, kE2m1Max);
 }
 
-__device__ __forceinline__ float e4m3_value(uint32_t code) {
-  if ((code & 0x7f) == 0x7f) {
-    return __uint_as_float(0x7fc00000u);
-  }
-  return code < 8 ? 0.001953125f * code : __uint_as_float((code << 20) + (120u << 23));
-}
-
 __device__ __forceinline__ float block_amax(const float (&values)[16]) {
   float amax = 0.0f;
 #pragma unroll
@@ -41,21 +34,20 @@ __device__ __forceinline__ void store_block(__nv_bfloat16* to, const float (&val
 }
 
 // A value of a block of 16, rounded to its code and back.
-__device__ __forceinline__ float quantize_value(float value, float quantize_by, float scale) {
-  const float rounded = multiply(round_to_e2m1(fabsf(multiply(value, quantize_by))), scale);
+__device__ __forceinline__ float quantize_value(float value, const BlockScale& block) {
+  const float rounded = multiply(round_to_e2m1(fabsf(multiply(value, block.quantize_by))), block.value);
   return signbit(value) ? -rounded : rounded;
 }
 
 __device__ __forceinline__ void quantize_block(float (&values)[16], float gscale) {
   const BlockScale block = nvfp4_block_scale(block_amax(values), gscale);
-  const float scale = e4m3_value(block.code);
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
-    values[i] = quantize_value(values[i], block.quantize_by, scale);
+    values[i] = quantize_value(values[i], block);
   }
 }
 
-// fl(2688 / amax) of a row that the warp reads; 1 for a row of zeros.
+// The gscale of a row that the warp reads.
 template <typename Load>
 __device__ __forceinline__ float dynamic_gscale(int blocks, Load load) {
   float amax = 0.0f;
@@ -65,7 +57,7 @@ __device__ __forceinline__ float dynamic_gscale(int blocks, Load load) {
     amax = max_magnitude(amax, block_amax(values));
   }
   const uint32_t of_row = __reduce_max_sync(0xffffffffu, bits_of(amax));   // of magnitudes: the order is the same
-  return of_row == 0 ? 1.0f : divide(kNvfp4Range, float_of(of_row));
+  return nvfp4_dynamic_gscale(of_row);
 }
 
 // Blocks of 16 that this thread block makes of `all`.

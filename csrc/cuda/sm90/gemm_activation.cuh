@@ -1,5 +1,6 @@
 // Activations between the two GEMMs, in float32 (formulas: torch_moe_ops/activations.py).
 #pragma once
+#include "../rounding.cuh"
 #include "problem.h"
 
 namespace moeq::sm90 {
@@ -16,11 +17,17 @@ __device__ __forceinline__ float gelu(float x) { return 0.5f * x * (1.0f + erff(
 __device__ __forceinline__ float gelu_tanh(float x) {
   return 0.5f * x * (1.0f + tanh_of((x + 0.044715f * x * x * x) * 0.79788456f));
 }
-__device__ __forceinline__ float relu_squared(float x) { return fmaxf(x, 0.0f) * fmaxf(x, 0.0f); }
+__device__ __forceinline__ float relu_squared(float x) { return x * fmaxf(x, 0.0f); }   // NaN of NaN and -infinity
 
-// Clamps that keep a NaN, as torch's do.
-__device__ __forceinline__ float at_most(float x, float limit) { return x > limit ? limit : x; }
-__device__ __forceinline__ float within(float x, float limit) { return at_most(x < -limit ? -limit : x, limit); }
+// Clamps that make NaN of NaN and of infinities.
+__device__ __forceinline__ float at_most(float x, float limit) { return nan_unless_finite(fminf(x, limit), x); }
+__device__ __forceinline__ float within(float x, float limit) {
+  return nan_unless_finite(fmaxf(fminf(x, limit), -limit), x);
+}
+__device__ __forceinline__ float situ(const Problem& p, float gate, float up) {
+  const float bounded = p.alpha * tanh_of(gate / p.alpha) * sigmoid(gate) * (p.beta * tanh_of(up / p.beta));
+  return nan_unless_finite(nan_unless_finite(bounded, gate), up);
+}
 
 // silu and swigluoai.
 __device__ __forceinline__ float swiglu(const Problem& p, float gate, float up) {
@@ -37,7 +44,7 @@ __device__ __forceinline__ float activate(Activation activation, const Problem& 
     case Activation::kSwiglustep:
       return at_most(gate * sigmoid(gate), p.limit) * within(up, p.limit);
     case Activation::kSitu:
-      return p.alpha * tanh_of(gate / p.alpha) * sigmoid(gate) * (p.beta * tanh_of(up / p.beta));
+      return situ(p, gate, up);
     case Activation::kGelu:
       return gelu(gate) * up;
     case Activation::kGeluTanh:

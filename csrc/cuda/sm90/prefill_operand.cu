@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kThreads) row_gscale_kernel(const __grid_const
   const uint32_t of_warp = __reduce_max_sync(0xffffffffu, bits_of(amax));
   if (threadIdx.x % 32 == 0) atomicMax(&largest, of_warp);
   __syncthreads();
-  if (threadIdx.x == 0) args.row_gscale[blockIdx.x] = largest == 0 ? 1.0f : divide(kNvfp4Range, float_of(largest));
+  if (threadIdx.x == 0) args.row_gscale[blockIdx.x] = nvfp4_dynamic_gscale(largest);
 }
 
 }  // namespace

@@ -13,9 +13,7 @@ struct BlockFactors {
 
 __device__ __forceinline__ BlockFactors block_factors(float amax, float gscale) {
   const BlockScale scale = nvfp4_block_scale(amax, gscale);
-  const float step = scale.code < 8 ? static_cast<float>(scale.code) * 0x1p-9f
-                                    : __uint_as_float((scale.code << 20) + (120u << 23));
-  return {scale.quantize_by, step};
+  return {scale.quantize_by, scale.value};
 }
 
 // The e2m1 value nearest to |y|, ties to even: its steps are half a power of two, at least a half. Adding and taking

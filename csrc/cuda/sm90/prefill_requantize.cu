@@ -29,7 +29,7 @@ __device__ float gscale_of(const float* row, int columns) {
   const uint32_t of_warp = __reduce_max_sync(0xffffffffu, bits_of(amax));
   if (threadIdx.x % 32 == 0) atomicMax(&largest, of_warp);
   __syncthreads();
-  return largest == 0 ? 1.0f : divide(kNvfp4Range, float_of(largest));
+  return nvfp4_dynamic_gscale(largest);
 }
 
 // One block a row.

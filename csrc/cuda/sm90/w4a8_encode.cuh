@@ -56,9 +56,10 @@ struct Piece {
     return make_uint4(words[0], words[1], words[2], words[3]);
   }
 
-  // Divided by `by` or, if it is not `divide`, multiplied.
+  // Divided by `by` or, if it is not `divide`, multiplied. What is not finite becomes NaN; a dynamic scale is NaN or
+  // infinite then, and the quotient is NaN by itself.
   __device__ __forceinline__ uint4 encode(float by, bool divide) const {
-    if (!divide) return encode_each([=](float x) { return __fmul_rn(x, by); });
+    if (!divide) return encode_each([=](float x) { return nan_unless_finite(__fmul_rn(x, by), x); });
     if (!(by > 0x1p-100f && by < 0x1p100f)) return encode_each([=](float x) { return __fdiv_rn(x, by); });
     const float inverse = __frcp_rn(by);
     return encode_each([=](float x) { return quotient(x, by, inverse); });
