@@ -13,10 +13,11 @@ import triton
 import triton.language as tl
 from triton_cases import DEVICE
 
-from torch_moe_ops.kernels.triton.elements import decode_e8m0, decode_minifloat
+from torch_moe_ops.kernels.triton.elements import amax_along, decode_e8m0, decode_minifloat
+from torch_moe_ops.kernels.triton.quantize import quantize_given
 from torch_moe_ops.kernels.triton.quantize_mx import quantize_mx
 from torch_moe_ops.kernels.triton.quantize_nvfp4 import dynamic_gscale, quantize_nvfp4
-from torch_moe_ops.kernels.triton.quantize_scaled import divide_and_round, dynamic_scale, round_to_code
+from torch_moe_ops.kernels.triton.quantize_scaled import divide_and_round, dynamic_scale
 from torch_moe_ops.quant import e8m0, fp6, fp8, int8, mx, nvfp4
 from torch_moe_ops.schemes import SCHEMES
 
@@ -40,31 +41,41 @@ def gscale_kernel(amax_ptr, out_ptr, ROWS: tl.constexpr):
 
 
 def blocks(dtype: torch.dtype) -> torch.Tensor:
-    """[16 * ROWS, 16]: ordinary blocks, blocks whose scale ties in e4m3, underflowing, saturating and zero ones."""
+    """[16 * ROWS, 16]: ordinary blocks, blocks whose scale ties in e4m3, underflowing, saturating and zero ones, and
+    some that are not finite."""
     g = torch.Generator().manual_seed(3)
     x = torch.randn((16 * ROWS, 16), generator=g)
     x *= torch.exp2(torch.randint(-14, 6, (16 * ROWS, 1), generator=g).float())
     # Few significant bits: scales and codes then fall on ties all the time.
     x[: 8 * ROWS] = torch.randint(-32, 33, (8 * ROWS, 16), generator=g) / 8
     x[0], x[1], x[2] = 0.0, -0.0, 1e4
+    x[40, 3], x[42, 15], x[44, 0], x[46] = torch.nan, torch.inf, -torch.inf, torch.nan
+    x[48, :3] = torch.tensor([torch.inf, torch.nan, -torch.inf])
+    if dtype == torch.float32:  # Triton's interpreter loses subnormal numbers of bfloat16
+        x[50:54] *= torch.tensor([1e-36, 1e-40, 1e-43, 1e-45])[:, None]
     return x.to(dtype)
 
 
+def assert_same(out: torch.Tensor, expected: torch.Tensor) -> None:
+    """Number for number, NaN where NaN is."""
+    torch.testing.assert_close(out.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
-@pytest.mark.parametrize("gscale", (1.0, 336.0, 672.0, 2688.0 / 3.3, 1e-3))
+@pytest.mark.parametrize("gscale", (1.0, 336.0, 672.0, 2688.0 / 3.3, 1e-3, 2.0**118))
 def test_values_are_exact(dtype: torch.dtype, gscale: float) -> None:
     x, scale = blocks(dtype), torch.tensor(gscale)
     out = torch.empty(x.shape, device=DEVICE)
     quantize_kernel[(x.shape[0] // ROWS,)](x.to(DEVICE), scale.to(DEVICE), out, ROWS)
-    expected = nvfp4.dequantize(*nvfp4.quantize_activation(x, scale))
-    assert torch.equal(out.cpu(), expected)
+    assert_same(out, nvfp4.dequantize(*nvfp4.quantize_activation(x, scale)))
 
 
 def test_dynamic_gscale_is_exact() -> None:
-    amax = torch.cat((torch.zeros(1), torch.rand(ROWS - 1, generator=torch.Generator().manual_seed(4)) * 9))
+    amax = torch.rand(ROWS, generator=torch.Generator().manual_seed(4)) * 9
+    amax[:6] = torch.tensor([0.0, torch.nan, 8.08e-33, 8.1e-33, 1e-40, 1e-45])
     out = torch.empty(ROWS, device=DEVICE)
     gscale_kernel[(1,)](amax.to(DEVICE), out, ROWS)
-    assert torch.equal(out.cpu(), nvfp4.dynamic_gscale(amax[:, None]).reshape(-1))
+    assert_same(out, nvfp4.dynamic_gscale(amax[:, None]).reshape(-1))
 
 
 @triton.jit
@@ -81,9 +92,9 @@ def scaled_kernel(
     at = row[:, None] * 32 + tl.arange(0, 32)[None, :]
     x = tl.load(x_ptr + at).to(tl.float32)
     if STATIC:
-        y = round_to_code(x * tl.load(gscale_ptr), FORMAT)
+        y = quantize_given(x, tl.load(gscale_ptr), FORMAT, ROWS, 32)
     else:
-        scale = dynamic_scale(tl.max(tl.abs(x), axis=1, keep_dims=True), FORMAT)
+        scale = dynamic_scale(amax_along(x, 1), FORMAT)
         y = divide_and_round(x, scale, FORMAT)
         tl.store(scale_ptr + row, scale.reshape(ROWS))
     tl.store(out_ptr + at, y)
@@ -113,7 +124,8 @@ def test_mx_values_are_exact(dtype: torch.dtype, act_format: str) -> None:
     out = torch.empty(x.shape, device=DEVICE)
     mx_kernel[(x.shape[0] // ROWS,)](x.to(DEVICE), out, act_format, ROWS)
     element = SCHEMES[act_format].element
-    assert torch.equal(out.cpu(), mx.dequantize_mx(*mx.quantize_mx(x, element, "rceil"), element))
+    expected = mx.dequantize_mx(*mx.quantize_mx(x, element, "rceil"), element)
+    assert_same(out, expected.masked_fill(expected.abs() < 2.0**-126, 0.0))
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
@@ -125,8 +137,13 @@ def test_scaled_codes_are_exact(dtype: torch.dtype, gscale: float | None, act_fo
     factor = torch.ones((), device=DEVICE) if given is None else given.to(DEVICE)
     scaled_kernel[(x.shape[0] // ROWS,)](x.to(DEVICE), factor, out, scale, act_format, given is not None, ROWS)
     codes, expected = (fp8.quantize_fp8 if act_format == "fp8" else int8.quantize_int8)(x, given)
-    assert torch.equal(out.cpu(), codes.float())
-    assert given is not None or torch.equal(scale.cpu(), expected)
+    values = codes.float()
+    if act_format == "int8":  # has no NaN: the kernels' values do
+        bad = ~x.isfinite() if given is not None else (~x.isfinite()).any(1, keepdim=True)
+        values = values.masked_fill(bad, torch.nan)
+    assert_same(out, values)
+    if given is None:
+        assert_same(scale, expected)
 
 
 @pytest.mark.parametrize("element", ("e4m3", "e3m2", "e2m3", "e8m0"))
@@ -135,7 +152,7 @@ def test_decoding_is_exact(element: str) -> None:
     out = torch.empty(256, device=DEVICE)
     decode_kernel[(1,)](codes.to(DEVICE), out, element)
     if element == "e8m0":
-        assert torch.equal(out.cpu()[:255], e8m0.decode(codes)[:255])
+        assert_same(out, e8m0.decode(codes))
     elif element == "e4m3":
         number = (codes & 127) != 127
         assert torch.equal(out.cpu()[number], codes.view(torch.float8_e4m3fn).float()[number])

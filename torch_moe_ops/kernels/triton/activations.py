@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from torch_moe_ops.kernels.triton.elements import nan_unless_finite
+
 RSQRT_2 = tl.constexpr(0.7071067811865476)
 GELU_TANH_SCALE = tl.constexpr(0.7978845608028654)  # sqrt(2 / pi)
 
@@ -31,8 +33,23 @@ def _gelu_tanh(x):
 
 @triton.jit
 def _relu_squared(x):
-    y = tl.maximum(x, 0.0)
-    return y * y
+    return x * tl.maximum(x, 0.0)  # NaN of NaN and -infinity
+
+
+@triton.jit
+def _at_most(x, limit):
+    return tl.minimum(x, limit) + nan_unless_finite(x)
+
+
+@triton.jit
+def _within(x, limit):
+    return tl.minimum(tl.maximum(x, -limit), limit) + nan_unless_finite(x)
+
+
+@triton.jit
+def _situ(gate, up, alpha, beta):
+    h = alpha * _tanh(gate / alpha) * _sigmoid(gate) * (beta * _tanh(up / beta))
+    return h + nan_unless_finite(gate) + nan_unless_finite(up)
 
 
 @triton.jit
@@ -40,13 +57,13 @@ def activate_gated(gate, up, alpha, beta, limit, NAME: tl.constexpr, HAS_LIMIT: 
     """act(gate, up); float32 tensors of one shape. HAS_LIMIT is False where limit is infinite."""
     if NAME == "silu" or NAME == "swigluoai":
         if HAS_LIMIT:
-            gate = tl.minimum(gate, limit)
-            up = tl.minimum(tl.maximum(up, -limit), limit)
+            gate = _at_most(gate, limit)
+            up = _within(up, limit)
         h = gate * _sigmoid(alpha * gate) * (up + beta)
     elif NAME == "swiglustep":
-        h = tl.minimum(gate * _sigmoid(gate), limit) * tl.minimum(tl.maximum(up, -limit), limit)
+        h = _at_most(gate * _sigmoid(gate), limit) * _within(up, limit)
     elif NAME == "situ":
-        h = alpha * _tanh(gate / alpha) * _sigmoid(gate) * (beta * _tanh(up / beta))
+        h = _situ(gate, up, alpha, beta)
     elif NAME == "gelu":
         h = _gelu(gate) * up
     elif NAME == "gelu_tanh":

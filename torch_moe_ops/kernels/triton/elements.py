@@ -8,6 +8,8 @@ import triton.language as tl
 E4M3_MAX = tl.constexpr(448.0)
 INT8_MAX = tl.constexpr(127.0)
 SMALLEST_NORMAL = tl.constexpr(0.015625)  # of e4m3: 2^-6
+SMALLEST_NORMAL_FLOAT = tl.constexpr(1.1754943508222875e-38)  # of float32 and bfloat16: 2^-126
+LARGEST_FLOAT = tl.constexpr(3.4028234663852886e38)
 ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: float32 numbers of this size are integers
 
 
@@ -31,6 +33,31 @@ def reciprocal(x):
 
 
 @triton.jit
+def nan_unless_finite(x):
+    """0, or NaN where x is NaN or infinite: added to a bounded function of x, it shows what the bound hides."""
+    return x * 0.0
+
+
+@triton.jit
+def magnitude_bits(x):
+    """int32 whose order is that of |x|, with NaN above infinity: a maximum of floats would lose a NaN."""
+    return tl.abs(x).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def amax_of_bits(bits):
+    """The magnitude of these bits; NaN for infinity."""
+    amax = bits.to(tl.float32, bitcast=True)
+    return amax + nan_unless_finite(amax)
+
+
+@triton.jit
+def amax_along(x, AXIS: tl.constexpr):
+    """max |x| along AXIS, which keeps size 1; NaN where one of these elements is NaN or infinite."""
+    return amax_of_bits(tl.max(magnitude_bits(x), axis=AXIS, keep_dims=True))
+
+
+@triton.jit
 def round_to_e4m3(s):
     """The e4m3 value nearest to s (ties to even), for float32 s in [0, 448]. NaN stays NaN."""
     bits = s.to(tl.uint32, bitcast=True)
@@ -38,7 +65,7 @@ def round_to_e4m3(s):
     normal = (bits & 0xFFF00000).to(tl.float32, bitcast=True)
     # Below 2^-6 the step is 2^-9: adding and taking away 2^14 rounds to it, as 2^14 has ulp 2^-9.
     subnormal = (s + 16384.0) - 16384.0
-    return tl.where(s < SMALLEST_NORMAL, subnormal, normal)
+    return tl.where(s >= SMALLEST_NORMAL, normal, subnormal)
 
 
 @triton.jit
@@ -48,7 +75,7 @@ def round_to_e2m1(y):
     # 1.5 * 2^23 times the step (0.5, 1, 2) has that step as its ulp.
     shift = tl.where(magnitude < 2.0, 6291456.0, tl.where(magnitude < 4.0, 12582912.0, 25165824.0))
     rounded = (magnitude + shift) - shift
-    # A NaN row may hold anything, but nothing that another row could see.
+    # NaN becomes 6; the scale of its block is NaN.
     rounded = tl.minimum(rounded, 6.0)
     return tl.where(y < 0.0, -rounded, rounded)
 
@@ -69,8 +96,9 @@ def round_to_minifloat(y, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr, LA
 
 @triton.jit
 def round_to_int8(y):
-    """round(y) within +-127, ties to even; float32."""
-    clamped = tl.minimum(tl.maximum(y, -INT8_MAX), INT8_MAX)
+    """round(y) within +-127, ties to even; float32. NaN stays."""
+    clamped = tl.maximum(y, -INT8_MAX, propagate_nan=tl.PropagateNan.ALL)
+    clamped = tl.minimum(clamped, INT8_MAX, propagate_nan=tl.PropagateNan.ALL)
     return (clamped + ROUNDER) - ROUNDER
 
 
@@ -106,5 +134,12 @@ def decode_minifloat(code, ELEMENT: tl.constexpr):
 
 @triton.jit
 def decode_e8m0(byte):
-    """float32 2^(byte - 127) of e8m0 bytes (int32, 0..254)."""
-    return tl.where(byte == 0, 1 << 22, byte << 23).to(tl.float32, bitcast=True)
+    """float32 2^(byte - 127) of e8m0 bytes (int32, 0..255); NaN for 255."""
+    bits = tl.where(byte == 0, 1 << 22, byte << 23)
+    return tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def without_subnormals(x):
+    """x, but 0 below the smallest normal float: what the contract makes of values of MX blocks."""
+    return tl.where(tl.abs(x) < SMALLEST_NORMAL_FLOAT, 0.0, x)

@@ -62,7 +62,8 @@ class OperandFormat:
     how: where their scales come from: "none" (not quantized), "tensor" or "expert" (given), "token" (one per row),
         "block" (along K), "packed" (they came quantized).
     factor: what the accumulator is multiplied by: "none", "row" (a pointer to one per row), "tensor" or "expert"
-        (one over a given gscale), "group" (one per row and 128 of K, inside the loop).
+        (one over a given gscale), "group" (one per row and 128 of K, inside the loop). A given gscale has "row" too
+        where codes are int8 operands: these have no NaN, so the factor is NaN for a row that needs one.
     """
 
     act: str
@@ -123,8 +124,8 @@ def row_scales(call: ExpertsCall, which: int, form: WeightFormat) -> Tensor | No
     return None if form.group or scale is None else scale.flatten(1)
 
 
-def operand_format(call: ExpertsCall, which: int) -> OperandFormat:
-    """Of GEMM 1 (the hidden states) or 2 (the intermediate)."""
+def operand_format(call: ExpertsCall, which: int, form: WeightFormat) -> OperandFormat:
+    """Of GEMM 1 (the hidden states) or 2 (the intermediate), which multiplies weights of this form."""
     act = call.act_format
     if act == "none":
         return OperandFormat(act, "none", "none")
@@ -138,6 +139,8 @@ def operand_format(call: ExpertsCall, which: int) -> OperandFormat:
     if gscale is None:
         return OperandFormat(act, "token", "row")
     given = "expert" if gscale.ndim else "tensor"
+    if operand_dtype(call, form) == torch.int8:
+        return OperandFormat(act, given, "row")
     # The alphas of nvfp4 hold 1 / gscale.
     return OperandFormat(act, given, given if scaled else "none")
 

@@ -8,20 +8,37 @@ import triton.language as tl
 from torch_moe_ops.kernels.triton.activations import activate_gated, activate_plain
 from torch_moe_ops.kernels.triton.columns import gemm1_columns, halves
 from torch_moe_ops.kernels.triton.dependent import wait_for_previous_kernel
-from torch_moe_ops.kernels.triton.elements import narrow
+from torch_moe_ops.kernels.triton.elements import amax_of_bits, magnitude_bits, narrow
 from torch_moe_ops.kernels.triton.mainloop import multiply, prefetch_rows, rescale, tile_of
 from torch_moe_ops.kernels.triton.permute import reorder, reordered_position
-from torch_moe_ops.kernels.triton.quantize import quantize_given, quantize_groups, quantize_mx_blocks
+from torch_moe_ops.kernels.triton.quantize import given_factor, quantize_given, quantize_groups, quantize_mx_blocks
+
+
+@triton.jit
+def _raise_factors(h, gscale, h_factor_ptr, rows, live):
+    """The factors of rows of int8 codes, of which every tile sees a part: the largest that any of them finds stays.
+
+    In the order of bits NaN is above all numbers, and the factors begin as zeros.
+    """
+    amax = amax_of_bits(tl.max(magnitude_bits(h), axis=0))
+    bits = given_factor(amax, gscale).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    factors = h_factor_ptr.to(tl.pointer_type(tl.int32))
+    tl.atomic_max(factors + rows, bits, mask=live, sem="relaxed")
 
 
 @triton.jit
 def _quantize_tile(
     h, gscale_ptr, h_factor_ptr, expert, rows, column_tile, live, ACT: tl.constexpr, HOW: tl.constexpr,
-    INTER: tl.constexpr, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr,
+    INTER: tl.constexpr, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
-    """h [WIDTH, BLOCK_T] as GEMM2's activation format rounds it, where a tile sees all that a scale depends on."""
+    """h [WIDTH, BLOCK_T] as GEMM2's activation format rounds it, where a tile sees all that a scale depends on.
+
+    INT8: it is stored as int8 codes.
+    """
     if HOW == "tensor" or HOW == "expert":
         gscale = tl.load(gscale_ptr + expert if HOW == "expert" else gscale_ptr)
+        if INT8:
+            _raise_factors(h, gscale, h_factor_ptr, rows, live)
         h = quantize_given(h, gscale, ACT, WIDTH, BLOCK_T)
     elif HOW == "block":
         if ACT == "fp8":
@@ -89,7 +106,8 @@ def _gemm1_tile(
         h = activate_plain(acc, ACTIVATION)
     h = tl.where((i < INTER)[:, None], h, 0.0)
     h = _quantize_tile(
-        h, gscale_ptr, h_factor_ptr, expert, rows, column_tile, live, ACT, H_HOW, INTER, width, BLOCK_T
+        h, gscale_ptr, h_factor_ptr, expert, rows, column_tile, live, ACT, H_HOW, INTER, width, BLOCK_T,
+        tl.int8 == h_ptr.dtype.element_ty,
     )  # fmt: skip
     _store_intermediate(h, h_ptr, rows, i, live, I_PADDED, width, BLOCK_T, PER_WORD, USE_PTX)
 

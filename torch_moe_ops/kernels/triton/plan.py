@@ -51,7 +51,7 @@ class Buffers(NamedTuple):
     operand: Tensor  # [tokens or slots, x_stride]
     factor: Tensor  # float32 [tokens], or [tokens, groups], where the prologue makes scales
     h: Tensor  # [slots, h_stride]
-    h_factor: Tensor  # float32 [slots], or [slots, groups], likewise
+    h_factor: Tensor  # float32 [slots], or [slots, groups], likewise; zeros where tiles of GEMM1 raise them
     y: Tensor  # float32 [split_k * slots, hidden_size]
 
 
@@ -112,7 +112,7 @@ def make_plan(call: ExpertsCall, config: Config | None = None) -> Plan:
     inter = call.w2.shape[2] * SCHEMES[call.scheme].pack
     native = multiplies_int8(call.w13.device)
     weights = weight_format(call, 1, native), weight_format(call, 2, native)
-    operands = operand_format(call, 1), operand_format(call, 2)
+    operands = operand_format(call, 1, weights[0]), operand_format(call, 2, weights[1])
     dtypes = operand_dtype(call, weights[0]), operand_dtype(call, weights[1])
     chosen = config
     if chosen is None:
@@ -154,12 +154,15 @@ def make_buffers(call: ExpertsCall, plan: Plan) -> Buffers:
         return empty(rows, ceil_div(k, 128)) if operand.factor == "group" else empty(rows)
 
     rows = plan.num_slots if plan.operand1.how == "expert" else tokens
+    h_factor = factors(plan.num_slots, plan.operand2, plan.intermediate_size)
+    if plan.operand2.factor == "row" and plan.fused:
+        h_factor.zero_()
     return Buffers(
         row_slot=empty(plan.num_slots, dtype=torch.int32),
         table=empty(FIELDS * plan.num_tiles + TAIL, dtype=torch.int32),
         operand=empty(rows, plan.x_stride, dtype=plan.dtype1) if plan.copies else call.hidden_states,
-        factor=factors(tokens, plan.operand1, plan.hidden_size),
+        factor=factors(rows, plan.operand1, plan.hidden_size),
         h=empty(plan.num_slots, plan.h_stride, dtype=plan.dtype2),
-        h_factor=factors(plan.num_slots, plan.operand2, plan.intermediate_size),
+        h_factor=h_factor,
         y=empty(plan.config.gemm2.split_k * plan.num_slots, plan.hidden_size),
     )

@@ -9,24 +9,30 @@ import triton
 import triton.language as tl
 
 from torch_moe_ops.kernels.triton.dependent import wait_for_previous_kernel
-from torch_moe_ops.kernels.triton.elements import narrow
+from torch_moe_ops.kernels.triton.elements import amax_of_bits, magnitude_bits, narrow
 from torch_moe_ops.kernels.triton.packed import load_packed
 from torch_moe_ops.kernels.triton.permute import reorder
-from torch_moe_ops.kernels.triton.quantize import quantize_given, quantize_groups, quantize_mx_blocks, quantize_row
+from torch_moe_ops.kernels.triton.quantize import (
+    given_factor,
+    quantize_given,
+    quantize_groups,
+    quantize_mx_blocks,
+    quantize_row,
+)
 from torch_moe_ops.kernels.triton.schedule import schedule_expert
 
 
 @triton.jit
 def _row_amax(x_row, weight, K: tl.constexpr, PIECE: tl.constexpr, WEIGHTED: tl.constexpr, USE_PTX: tl.constexpr):
-    """max |x| over a whole row."""
+    """max |x| over a whole row; NaN where an element is NaN or infinite."""
     offsets = tl.arange(0, PIECE)
-    largest = tl.zeros((PIECE,), tl.float32)
+    largest = tl.zeros((PIECE,), tl.int32)
     for begin in range(0, K, PIECE):
         x = tl.load(x_row + begin + offsets, mask=begin + offsets < K, other=0.0)
         if WEIGHTED:
             x = narrow(x.to(tl.float32) * weight, x_row.dtype.element_ty, USE_PTX)
-        largest = tl.maximum(largest, tl.abs(x.to(tl.float32)))
-    return tl.max(largest)
+        largest = tl.maximum(largest, magnitude_bits(x.to(tl.float32)))
+    return amax_of_bits(tl.max(largest))
 
 
 @triton.jit
@@ -41,11 +47,18 @@ def _store_row_piece(
 @triton.jit
 def _quantize_piece(
     value, x_row, weight, gscale, factor_ptr, row, piece, ACT: tl.constexpr, HOW: tl.constexpr, K: tl.constexpr,
-    PIECE: tl.constexpr, WEIGHTED: tl.constexpr, USE_PTX: tl.constexpr,
+    PIECE: tl.constexpr, WEIGHTED: tl.constexpr, INT8: tl.constexpr, USE_PTX: tl.constexpr,
 ):  # fmt: skip
-    """A piece [PIECE] of row x_row as HOW says; writes factors of rows and groups. gscale: of "tensor" and "expert"."""
+    """A piece [PIECE] of row x_row as HOW says; writes factors of rows and groups. gscale: of "tensor" and "expert".
+
+    INT8: the operand is int8 codes.
+    """
     if HOW == "tensor" or HOW == "expert":
         value = quantize_given(value.reshape(PIECE, 1), gscale, ACT, PIECE, 1).reshape(PIECE)
+        if INT8:  # noqa: SIM102 - the outer condition is the compiler's
+            if piece == 0:
+                amax = _row_amax(x_row, weight, K, PIECE, WEIGHTED, USE_PTX)
+                tl.store(factor_ptr + row, given_factor(amax, gscale))
     elif HOW == "token":
         value, factor = quantize_row(value, _row_amax(x_row, weight, K, PIECE, WEIGHTED, USE_PTX), ACT, PIECE)
         if piece == 0:
@@ -90,7 +103,7 @@ def _write_hidden(
             gscale = tl.load(gscale_ptr + local, mask=mine, other=1.0)
         value = _quantize_piece(
             x.to(tl.float32), x_ptr + token * K, weight, gscale, factor_ptr, row, piece, ACT, HOW, K, PIECE, WEIGHTED,
-            USE_PTX,
+            tl.int8 == operand_ptr.dtype.element_ty, USE_PTX,
         )  # fmt: skip
     _store_row_piece(operand_ptr + row * K_PADDED, k, value, K_PADDED, PIECE, PER_WORD, USE_PTX)
 
@@ -129,7 +142,7 @@ def prologue_kernel(
     """Grid: num_scheduled + rows * cdiv(K_PADDED, PIECE); num_scheduled is num_experts, or 0 for no schedule.
 
     x: [T, K] values, or packed codes with x_scale, as `load_packed` reads them.
-    operand: [rows, K_PADDED]; rows are tokens, or slots where HOW is "expert". factor: float32 [T], or [T, groups].
+    operand: [rows, K_PADDED]; rows are tokens, or slots where HOW is "expert". factor: float32 [rows], or [T, groups].
     ACT, HOW: `formats.OperandFormat`.
     WEIGHTED: multiply x by the router weight of its token, rounded to x's dtype.
     """
@@ -177,5 +190,5 @@ def requantize_kernel(
         k = piece * PIECE + tl.arange(0, PIECE)
         h_row = h_ptr + row * K
         h = tl.load(h_row + k, mask=k < K, other=0.0)
-        value = _quantize_piece(h, h_row, 1.0, 1.0, factor_ptr, row, piece, ACT, HOW, K, PIECE, False, USE_PTX)
+        value = _quantize_piece(h, h_row, 1.0, 1.0, factor_ptr, row, piece, ACT, HOW, K, PIECE, False, False, USE_PTX)
         _store_row_piece(operand_ptr + row * K_PADDED, k, value, K_PADDED, PIECE, PER_WORD, USE_PTX)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_moe_ops.kernels.triton.elements import reciprocal
+from torch_moe_ops.kernels.triton.elements import nan_unless_finite, reciprocal
 from torch_moe_ops.kernels.triton.quantize_mx import quantize_mx
 from torch_moe_ops.kernels.triton.quantize_nvfp4 import dynamic_gscale, quantize_nvfp4
 from torch_moe_ops.kernels.triton.quantize_scaled import (
@@ -25,8 +25,14 @@ def quantize_given(x, gscale, ACT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl
     if ACT == "nvfp4":
         y = quantize_nvfp4(x.reshape(ROWS // 16, 16, COLUMNS), gscale, 1).reshape(ROWS, COLUMNS)
     else:
-        y = round_to_code(x * gscale, ACT)
+        y = round_to_code(x * gscale + nan_unless_finite(x), ACT)
     return y
+
+
+@triton.jit
+def given_factor(amax, gscale):
+    """What multiplies the accumulator of a row of int8 codes: fl(1 / gscale), NaN where the row's amax is."""
+    return tl.where(amax == amax, reciprocal(gscale), float("nan"))
 
 
 @triton.jit
@@ -44,7 +50,10 @@ def quantize_groups(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def quantize_row(x, amax, ACT: tl.constexpr, SIZE: tl.constexpr):
-    """float32 [SIZE] of a row whose largest magnitude is amax: values, and what multiplies the accumulator."""
+    """float32 [SIZE] of a row whose largest magnitude is amax (NaN: see `elements.amax_along`).
+
+    Returns values, and what multiplies the accumulator.
+    """
     if ACT == "nvfp4":
         gscale = dynamic_gscale(amax)
         y = quantize_given(x.reshape(SIZE, 1), gscale, ACT, SIZE, 1).reshape(SIZE)

@@ -8,7 +8,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_moe_ops.kernels.triton.elements import E4M3_MAX, INT8_MAX, round_to_int8, round_to_minifloat
+from torch_moe_ops.kernels.triton.elements import (
+    E4M3_MAX,
+    INT8_MAX,
+    amax_along,
+    round_to_int8,
+    round_to_minifloat,
+)
 
 
 @triton.jit
@@ -23,7 +29,7 @@ def round_to_code(y, FORMAT: tl.constexpr):
 
 @triton.jit
 def dynamic_scale(amax, FORMAT: tl.constexpr):
-    """fl(amax / largest code), 1 where that is 0; multiplies to dequantize."""
+    """fl(amax / largest code), 1 where that is 0, NaN for NaN; multiplies to dequantize."""
     scale = tl.div_rn(amax, E4M3_MAX if FORMAT == "fp8" else INT8_MAX)
     return tl.where(scale == 0.0, 1.0, scale)
 
@@ -37,5 +43,5 @@ def divide_and_round(x, scale, FORMAT: tl.constexpr):
 @triton.jit
 def quantize_fp8_groups(x, AXIS: tl.constexpr):
     """x: float32, the groups of 128 along AXIS. Returns codes, and the scale of each group (AXIS of size 1)."""
-    scale = dynamic_scale(tl.max(tl.abs(x), axis=AXIS, keep_dims=True), "fp8")
+    scale = dynamic_scale(amax_along(x, AXIS), "fp8")
     return divide_and_round(x, scale, "fp8"), scale
