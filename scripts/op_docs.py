@@ -49,7 +49,7 @@ OTHER_OPS = {
     "quantize_mxfp8": "MXFP8: e4m3 codes and e8m0 scales: value = code * 2^(scale - 127).",
     "quantize_fp8": "e4m3 codes and float32 scales that multiply: per token, per `group` of K, or from `gscale`.",
     "quantize_int8": "int8 codes and float32 scales that multiply: one per token, or from `gscale`.",
-    "dynamic_gscale_nvfp4": "The gscale of each row for quantize_nvfp4: 2688 / amax, 1 for a row of zeros.",
+    "dynamic_gscale_nvfp4": "A gscale per row for quantize_nvfp4: 2688 / amax, at most 2^118; 1 of zeros, NaN of NaN.",
     "swizzle_scale": "Block scales in the 128x4 tiling that NVIDIA's kernels read, zeros in the padding.",
     "unswizzle_scale": "Inverse of swizzle_scale.",
 }

@@ -117,9 +117,9 @@ def test_per_token_is_two_divisions(dtype: torch.dtype) -> None:
 
 
 def test_static_scale() -> None:
-    x = torch.tensor([[1.0, -3.0, 1e6, float("nan"), 0.001]])
+    x = torch.tensor([[1.0, -3.0, 1e6, float("nan"), 0.001, -float("inf")]])
     codes, scale = fp8.quantize_fp8(x, torch.tensor(3.7))
-    expected = torch.tensor([[3.7, np.float32(-3.0) * np.float32(3.7), 448.0, float("nan"), 0.0037]])
+    expected = torch.tensor([[3.7, np.float32(-3.0) * np.float32(3.7), 448.0, float("nan"), 0.0037, float("nan")]])
     assert same_bits(codes, expected.to(torch.float8_e4m3fn))
     assert scale.shape == () and scale == torch.tensor(3.7).reciprocal()
     per_row = fp8.quantize_fp8(x.repeat(2, 1), torch.tensor([3.7, 1.0]))
@@ -170,7 +170,7 @@ def test_nan_row_and_no_rows() -> None:
     keep = torch.arange(len(x)) != 3
     codes, scale = fp8.quantize_fp8(x)
     assert same_bits(codes[keep], clean[0][keep]) and torch.equal(scale[keep], clean[1][keep])
-    assert scale[3].isnan()
+    assert scale[3].isnan() and (codes[3].view(torch.uint8) == 0x7F).all()
     assert [t.shape for t in fp8.quantize_fp8(x[:0])] == [(0, 72), (0,)]
     assert [t.shape for t in fp8.quantize_fp8_group(x[:0])] == [(0, 72), (0, 1)]
 

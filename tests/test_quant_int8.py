@@ -55,7 +55,7 @@ def test_weights_use_minus_128_and_activations_do_not() -> None:
 def test_static_scale() -> None:
     x = torch.tensor([[0.5, 1.5, 2.5, -0.5, 3.49]])
     codes, scale = int8.quantize_int8(x, torch.tensor(1.0))
-    assert codes.tolist() == [[0, 2, 2, 0, 3]] and scale.tolist() == 1.0
+    assert codes.tolist() == [[0, 2, 2, 0, 3]] and scale.tolist() == [1.0]
     codes, scale = int8.quantize_int8(x.repeat(2, 1), torch.tensor([2.0, 4.0]))
     assert codes.tolist() == [[1, 3, 5, -1, 7], [2, 6, 10, -2, 14]] and scale.tolist() == [0.5, 0.25]
 
@@ -85,6 +85,18 @@ def test_shapes_strides_and_a_nan_row() -> None:
     keep = torch.arange(len(x)) != 2
     dirty = int8.quantize_int8(x)
     assert torch.equal(dirty[0][keep], codes[keep]) and torch.equal(dirty[1][keep], scale[keep])
+    assert dirty[1][2].isnan() and not dirty[0][2].any()
+
+
+@pytest.mark.parametrize("bad", (float("nan"), float("inf"), -float("inf")))
+def test_a_calibrated_row_without_nan_says_so_in_its_scale(bad: float) -> None:
+    x = rows(3)
+    codes, scale = int8.quantize_int8(x, torch.tensor(20.0))
+    x[2, 2] = bad
+    dirty = int8.quantize_int8(x, torch.tensor(20.0))
+    codes[2, 2] = 0 if bad != bad else 127 if bad > 0 else -127
+    assert torch.equal(dirty[0], codes)
+    assert dirty[1][2].isnan() and (dirty[1][torch.arange(len(x)) != 2] == scale[0]).all()
 
 
 def test_errors() -> None:

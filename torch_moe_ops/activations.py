@@ -3,6 +3,9 @@
 An activation joins the two halves of the first GEMM, gate g and up u, or acts on its only half x
 where it is not gated. How a checkpoint orders or interleaves the rows of those halves is not the
 formula's business: loading normalises it.
+
+NaN and infinities are not bounded away: an argument that is not finite gives a result that is not, in clamps and in
+functions that saturate too. Which of NaN and the infinities it is, is left open.
 """
 
 from __future__ import annotations
@@ -47,11 +50,22 @@ class Activation:
         return self.alpha, self.beta, self.limit
 
 
+def _nan_unless_finite(x: Tensor) -> Tensor:
+    """0, or NaN where x is NaN or infinite: added to a bounded function of x, it shows what the bound hides."""
+    return x * 0
+
+
+def _at_most(x: Tensor, limit: float) -> Tensor:
+    return x.clamp(max=limit) + _nan_unless_finite(x)
+
+
+def _within(x: Tensor, limit: float) -> Tensor:
+    return x.clamp(-limit, limit) + _nan_unless_finite(x)
+
+
 def _clamp_halves(gate: Tensor, up: Tensor, limit: float) -> tuple[Tensor, Tensor]:
     # The gate has no lower clamp: its sigmoid already takes care of large negative values.
-    if limit == math.inf:
-        return gate, up
-    return gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (gate, up) if limit == math.inf else (_at_most(gate, limit), _within(up, limit))
 
 
 def _swiglu(gate: Tensor, up: Tensor, alpha: float, beta: float, limit: float) -> Tensor:
@@ -61,11 +75,16 @@ def _swiglu(gate: Tensor, up: Tensor, alpha: float, beta: float, limit: float) -
 
 def _swiglustep(gate: Tensor, up: Tensor, alpha: float, beta: float, limit: float) -> Tensor:
     # Unlike _swiglu, the clamp comes after silu.
-    return F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+    return _at_most(F.silu(gate), limit) * _within(up, limit)
 
 
 def _situ(gate: Tensor, up: Tensor, alpha: float, beta: float, limit: float) -> Tensor:
-    return alpha * torch.tanh(gate / alpha) * torch.sigmoid(gate) * (beta * torch.tanh(up / beta))
+    bounded = alpha * torch.tanh(gate / alpha) * torch.sigmoid(gate) * (beta * torch.tanh(up / beta))
+    return bounded + _nan_unless_finite(gate) + _nan_unless_finite(up)
+
+
+def _relu2(x: Tensor) -> Tensor:
+    return x * F.relu(x)  # -infinity * 0 is NaN
 
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -75,7 +94,7 @@ ACTIVATIONS: dict[str, Activation] = {
         Activation("silu", _swiglu, takes=("limit",)),
         Activation("gelu", lambda g, u, *_: F.gelu(g) * u),
         Activation("gelu_tanh", lambda g, u, *_: F.gelu(g, approximate="tanh") * u),
-        Activation("relu2", lambda g, u, *_: F.relu(g).square() * u),
+        Activation("relu2", lambda g, u, *_: _relu2(g) * u),
         # gpt-oss: 1.702, 1, 7.
         Activation("swigluoai", _swiglu, takes=("alpha", "beta", "limit"), alpha=1.702, beta=1.0, limit=7.0),
         Activation("swiglustep", _swiglustep, takes=("limit",), limit=7.0),
@@ -83,7 +102,7 @@ ACTIVATIONS: dict[str, Activation] = {
         Activation("situ", _situ, takes=("alpha", "beta"), alpha=4.0, beta=25.0, positive=("alpha", "beta", "limit")),
         Activation("silu_no_mul", lambda _g, x, *_: F.silu(x)),
         Activation("gelu_no_mul", lambda _g, x, *_: F.gelu(x)),
-        Activation("relu2_no_mul", lambda _g, x, *_: F.relu(x).square()),
+        Activation("relu2_no_mul", lambda _g, x, *_: _relu2(x)),
         Activation("identity_no_mul", lambda _g, x, *_: x),
     )
 }

@@ -42,7 +42,7 @@ def dequantize_nvfp4(codes: Tensor, scale: Tensor, alpha: Tensor | float | None 
 
 
 def dynamic_gscale_nvfp4(x: Tensor) -> Tensor:
-    """One gscale per row: 2688 / amax, 1 for a zero row. x [..., K] -> float32 [...]."""
+    """One gscale per row: 2688 / amax, at most 2^118; 1 for a zero row, NaN where x is not finite. -> float32 [...]."""
     return torch.ops.moeq.dynamic_gscale_nvfp4(x)
 
 

@@ -132,7 +132,7 @@ def _quantized(act_format: str, x: Tensor, gscale: Tensor | None, group: int, dt
         codes, scale = (fp8.quantize_fp8 if act_format == "fp8" else int8.quantize_int8)(x, gscale)
         return Operand(codes.to(dtype), scale.expand(x.shape[0])[:, None])
     element = MX_ELEMENTS[act_format]
-    return Operand(mx.dequantize_mx(*mx.quantize_mx(x, element, "rceil"), element, dtype))
+    return _mx(*mx.quantize_mx(x, element, "rceil"), element, dtype)
 
 
 # An MX activation format has the element of the scheme of its name.
@@ -150,4 +150,10 @@ def _packed(call: ExpertsCall, codes: Tensor, scale: Tensor, dtype: torch.dtype)
         return Operand(e4m3.decode(codes).to(dtype), scale)
     if act_format == "int8":
         return Operand(codes.to(dtype), scale)
-    return Operand(mx.dequantize_mx(codes, scale, MX_ELEMENTS[act_format], dtype))
+    return _mx(codes, scale, MX_ELEMENTS[act_format], dtype)
+
+
+def _mx(codes: Tensor, scale: Tensor, element: str, dtype: torch.dtype) -> Operand:
+    """Without values below the smallest normal bfloat16, which matrix instructions may take as zero."""
+    values = mx.dequantize_mx(codes, scale, element, dtype)
+    return Operand(values.masked_fill_(values.abs() < torch.finfo(torch.bfloat16).tiny, 0.0))

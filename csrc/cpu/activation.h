@@ -7,9 +7,9 @@
 
 namespace moeq::cpu::MOEQ_ISA {
 
-// exp(x), x clamped to the range in which the result is a normal float.
+// exp(x): infinite from 88.73 on, 0 below -103.98, and subnormal just above that.
 MOEQ_INLINE Vec exp(Vec x) {
-  x = at_least(at_most(x, splat(88.0f)), splat(-87.0f));
+  x = at_least(at_most(x, splat(90.0f)), splat(-105.0f));
   // Round x / ln 2 to an integer n by adding 1.5 * 2^23; x = n ln 2 + r, |r| <= ln 2 / 2.
   const Vec magic = splat(12582912.0f);
   const Vec shifted = x * splat(1.44269504088896341f) + magic;
@@ -24,7 +24,9 @@ MOEQ_INLINE Vec exp(Vec x) {
   series = series * r + splat(1.0f / 6.0f);
   series = series * r + splat(0.5f);
   const Vec result = (series * r) * r + r + splat(1.0f);
-  return result * (Vec)((integer + isplat(127)) << 23);
+  // 2^n in two factors, each of which is a normal float.
+  const IVec half = integer >> 1;
+  return result * (Vec)((half + isplat(127)) << 23) * (Vec)((integer - half + isplat(127)) << 23);
 }
 
 MOEQ_INLINE Vec sigmoid(Vec x) { return splat(1.0f) / (splat(1.0f) + exp(-x)); }
@@ -46,19 +48,25 @@ MOEQ_INLINE Vec gelu_tanh(Vec x) {
   return x * sigmoid(inner + inner);
 }
 
-MOEQ_INLINE Vec relu_squared(Vec x) {
-  const Vec positive = at_least(x, Vec{});
-  return positive * positive;
+MOEQ_INLINE Vec relu_squared(Vec x) { return x * at_least(x, Vec{}); }  // -infinity * 0 is NaN
+
+// Limits without bounding NaN and infinities away.
+MOEQ_INLINE Vec limited(Vec x, float limit) { return at_most(x, splat(limit)) + nan_unless_finite(x); }
+MOEQ_INLINE Vec limited_both(Vec x, float limit) {
+  return at_least(at_most(x, splat(limit)), splat(-limit)) + nan_unless_finite(x);
 }
 
-MOEQ_INLINE Vec clamp_both(Vec x, float limit) { return at_least(at_most(x, splat(limit)), splat(-limit)); }
+MOEQ_INLINE Vec situ(Vec gate, Vec up, float alpha, float beta) {
+  const Vec bounded = splat(beta) * tanh(up / splat(beta)) * (splat(alpha) * tanh(gate / splat(alpha))) * sigmoid(gate);
+  return bounded + nan_unless_finite(gate) + nan_unless_finite(up);
+}
 
 // act(gate, up); functions that are not gated take their argument from `up`.
 inline Vec activate(Activation activation, Vec gate, Vec up, float alpha, float beta, float limit) {
   switch (activation) {
     case Activation::kSilu:
-      gate = at_most(gate, splat(limit));
-      return gate * sigmoid(gate) * clamp_both(up, limit);
+      gate = limited(gate, limit);
+      return gate * sigmoid(gate) * limited_both(up, limit);
     case Activation::kGelu:
       return gelu_erf(gate) * up;
     case Activation::kGeluTanh:
@@ -66,12 +74,12 @@ inline Vec activate(Activation activation, Vec gate, Vec up, float alpha, float 
     case Activation::kRelu2:
       return relu_squared(gate) * up;
     case Activation::kSwigluOai:
-      gate = at_most(gate, splat(limit));
-      return (clamp_both(up, limit) + splat(beta)) * gate * sigmoid(splat(alpha) * gate);
+      gate = limited(gate, limit);
+      return (limited_both(up, limit) + splat(beta)) * gate * sigmoid(splat(alpha) * gate);
     case Activation::kSwigluStep:
-      return at_most(gate * sigmoid(gate), splat(limit)) * clamp_both(up, limit);
+      return limited(gate * sigmoid(gate), limit) * limited_both(up, limit);
     case Activation::kSitu:
-      return splat(beta) * tanh(up / splat(beta)) * (splat(alpha) * tanh(gate / splat(alpha))) * sigmoid(gate);
+      return situ(gate, up, alpha, beta);
     case Activation::kSiluNoMul:
       return up * sigmoid(up);
     case Activation::kGeluNoMul:

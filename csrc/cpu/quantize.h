@@ -7,6 +7,8 @@
 
 namespace moeq::cpu::MOEQ_ISA {
 
+constexpr float kLargestFloat = 0x1.fffffep127f;
+
 // Stores sixteen operand elements; bf16 operands are exact, so their low halves are zero.
 MOEQ_INLINE void store_operand(const RowCall& call, int64_t k, Vec v) {
   if (call.bf16_operand) {
@@ -23,10 +25,11 @@ MOEQ_INLINE Vec load_padded(const RowCall& call, int64_t k) {
   return v;
 }
 
-MOEQ_INLINE float row_max(const RowCall& call) {
-  Vec best{};
-  for (int64_t k = 0; k < call.padded_size; k += 16) best = at_least(best, abs(load_padded(call, k)));
-  return max_lane(best);
+// The largest magnitude of elements [begin, end); NaN where one of them is NaN or infinite.
+MOEQ_INLINE float amax_of(const RowCall& call, int64_t begin, int64_t end) {
+  Amax amax;
+  for (int64_t k = begin; k < end; k += 16) amax.see(load_padded(call, k));
+  return amax.value();
 }
 
 // sign(y) * round(min(|y|, max)) in the element format.
@@ -38,25 +41,28 @@ MOEQ_INLINE Vec round_e2m1(Vec y) { return round_element(y, 6.0f, 1, 0); }
 MOEQ_INLINE Vec round_e4m3(Vec y) { return round_element(y, 448.0f, 3, -6); }
 
 // One block of NVFP4: `inverse` is fl(1 / gscale). The two products and the two reciprocals are
-// each rounded, in this order; that is what makes the codes reproducible.
+// each rounded, in this order; that is what makes the codes reproducible. A NaN passes through every step.
 MOEQ_INLINE Vec nvfp4_block(Vec x, float gscale, float inverse) {
   constexpr float kSixth = 1.0f / 6.0f;  // 0x3E2AAAAB
-  const float sixth = max_lane(abs(x)) * kSixth;
-  // A dynamic gscale is infinite for a row below 8e-36: infinity times zero must stay zero.
-  float s = sixth == 0.0f ? 0.0f : gscale * sixth;
+  Amax amax;
+  amax.see(x);
+  float s = gscale * (amax.value() * kSixth);
   s = s > 448.0f ? 448.0f : s;
   const float scale = lane_round_small_float(s, 3, -6);
-  const float reciprocal = scale == 0.0f ? 0.0f : 1.0f / (scale * inverse);
+  float reciprocal = scale == 0.0f ? 0.0f : 1.0f / (scale * inverse);
+  reciprocal = reciprocal > kLargestFloat ? kLargestFloat : reciprocal;
   return round_e2m1(x * splat(reciprocal)) * splat(scale);
+}
+
+MOEQ_INLINE float dynamic_gscale(float amax) {
+  if (amax == 0.0f) return 1.0f;
+  const float gscale = 2688.0f / amax;
+  return gscale > 0x1p118f ? 0x1p118f : gscale;
 }
 
 MOEQ_INLINE void quantize_nvfp4(const RowCall& call) {
   const bool dynamic = call.quant->gscale == nullptr;
-  float gscale = call.gscale;
-  if (dynamic) {
-    const float amax = row_max(call);
-    gscale = amax == 0.0f ? 1.0f : 2688.0f / amax;
-  }
+  const float gscale = dynamic ? dynamic_gscale(amax_of(call, 0, call.padded_size)) : call.gscale;
   const float inverse = 1.0f / gscale;
   *call.row_scale = dynamic ? inverse : 1.0f;
   for (int64_t k = 0; k < call.padded_size; k += 16) {
@@ -74,15 +80,13 @@ struct Uniform {
     // Adding 1.5 * 2^23 rounds to an integer, ties to even.
     const Vec magic = splat(12582912.0f);
     const Vec bounded = at_least(at_most(y, splat(max)), splat(-max));
-    return (bounded + magic) - magic;
+    return y != y ? Vec{} : (bounded + magic) - magic;  // there is no NaN among integers: the scale is
   }
 };
 
-MOEQ_INLINE float dynamic_scale(const RowCall& call, int64_t begin, int64_t end, float max) {
-  Vec best{};
-  for (int64_t k = begin; k < end; k += 16) best = at_least(best, abs(load_padded(call, k)));
-  const float amax = max_lane(best);
-  return amax == 0.0f ? 1.0f : amax / max;
+MOEQ_INLINE float dynamic_scale(float amax, float max) {
+  const float scale = amax / max;
+  return scale == 0.0f ? 1.0f : scale;
 }
 
 MOEQ_INLINE void quantize_uniform(const RowCall& call, Uniform format) {
@@ -91,7 +95,8 @@ MOEQ_INLINE void quantize_uniform(const RowCall& call, Uniform format) {
   const int64_t step = call.quant->group > 0 ? call.quant->group : call.padded_size;
   for (int64_t begin = 0; begin < call.padded_size; begin += step) {
     const int64_t end = begin + step < call.padded_size ? begin + step : call.padded_size;
-    const float scale = is_static ? 1.0f : dynamic_scale(call, begin, end, format.max);
+    const float amax = amax_of(call, begin, end);
+    const float scale = is_static ? 1.0f + amax * 0.0f : dynamic_scale(amax, format.max);
     for (int64_t k = begin; k < end; k += 16) {
       const Vec x = load_padded(call, k);
       store_operand(call, k, format.round(is_static ? x * splat(call.gscale) : x / splat(scale)));
@@ -124,19 +129,28 @@ MOEQ_INLINE int mx_exponent(float amax, float max) {
   const float ratio = amax / max;
   uint32_t bits;
   std::memcpy(&bits, &ratio, sizeof(bits));
+  if (bits <= 0x00400000u) return -127;  // subnormals up to 2^-127
   const int exponent = (int)(bits >> 23 & 0xff) - 127 + ((bits & 0x7fffff) != 0 ? 1 : 0);
   return exponent > 127 ? 127 : exponent;
 }
+
+// Values of MX blocks below the smallest normal float count as zero, as matrix instructions may take them.
+MOEQ_INLINE Vec without_subnormals(Vec v) { return abs(v) < splat(0x1p-126f) ? Vec{} : v; }
 
 MOEQ_INLINE void quantize_mx(const RowCall& call, MxElement element) {
   *call.row_scale = 1.0f;
   for (int64_t k = 0; k < call.padded_size; k += 32) {
     const Vec x[2] = {load_padded(call, k), load_padded(call, k + 16)};
-    const int exponent = mx_exponent(max_lane(at_least(abs(x[0]), abs(x[1]))), element.max);
+    Amax seen;
+    seen.see(x[0]);
+    seen.see(x[1]);
+    const float amax = seen.value();
+    const int exponent = mx_exponent(amax, element.max);
+    const float scale = power_of_two(exponent) + amax * 0.0f;  // NaN where amax is
     for (int i = 0; i < 2; ++i) {
       const Vec y = x[i] * splat(power_of_two(-exponent));
       const Vec rounded = round_element(y, element.max, element.mantissa, element.min_exponent);
-      store_operand(call, k + 16 * i, rounded * splat(power_of_two(exponent)));
+      store_operand(call, k + 16 * i, without_subnormals(rounded * splat(scale)));
     }
   }
 }

@@ -34,11 +34,29 @@ MOEQ_INLINE Vec with_sign(Vec magnitude, Vec sign) {
   return (Vec)((IVec)magnitude | ((IVec)sign & isplat(INT32_MIN)));
 }
 
-MOEQ_INLINE float max_lane(Vec v) {
-  float result = v[0];
-  for (int i = 1; i < 16; ++i) result = v[i] > result ? v[i] : result;
-  return result;
-}
+// 0, or NaN where v is NaN or infinite: added to a bounded function of v, it shows what the bound hides.
+MOEQ_INLINE Vec nan_unless_finite(Vec v) { return v * Vec{}; }
+
+// The largest magnitude of what it has seen. Magnitudes are compared as bits, in whose order NaN comes last.
+class Amax {
+ public:
+  MOEQ_INLINE void see(Vec v) {
+    const IVec bits = (IVec)abs(v);
+    best_ = bits > best_ ? bits : best_;
+  }
+
+  // NaN where anything was NaN or infinite.
+  MOEQ_INLINE float value() const {
+    int32_t bits = best_[0];
+    for (int i = 1; i < 16; ++i) bits = best_[i] > bits ? best_[i] : bits;
+    float amax;
+    std::memcpy(&amax, &bits, sizeof(amax));
+    return amax + amax * 0.0f;
+  }
+
+ private:
+  IVec best_{};
+};
 
 // Rounds magnitudes (finite, not above the format's maximum) to a small float with `mantissa` bits and
 // subnormals below 2^min_exponent, to nearest even. Adding a power of two whose last place is the

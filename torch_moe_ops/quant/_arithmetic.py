@@ -21,6 +21,12 @@ def divide(a: Tensor | float, b: Tensor | float) -> Tensor:
     raise TypeError("divide: one argument must be a Tensor, got two numbers")
 
 
+def amax_or_nan(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
+    """max |x| over dim in float32; NaN where any of these is NaN or infinite, to show in the scale."""
+    amax = x.abs().amax(dim).float()
+    return amax + amax * 0  # infinity times 0 is NaN
+
+
 def require_floats(function: str, name: str, x: Tensor) -> None:
     """TypeError unless x is bfloat16, float16 or float32."""
     if x.dtype not in FLOATS:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch_moe_ops.quant._arithmetic import divide
 
 RULES = ("floor", "rceil", "even")
+NAN = 255
 
 
 class _Element(NamedTuple):
@@ -42,7 +43,7 @@ def encode_block_exponent(amax: Tensor, element: str, rule: str) -> Tensor:
     Args:
         amax: bfloat16, float16 or float32, >= 0, any shape.
         element: "e2m1", "e4m3", "e3m2" or "e2m3".
-    Returns: uint8, same shape, clamped to [0, 254]; 0 for a zero block.
+    Returns: uint8, same shape, clamped to [0, 254]; 0 for a zero block, 255 (NaN) where amax is infinite or NaN.
     """
     if element not in _ELEMENTS:
         raise ValueError(f"e8m0.encode_block_exponent: element must be one of {list(ELEMENTS)}, got {element!r}")
@@ -59,7 +60,7 @@ def encode_block_exponent(amax: Tensor, element: str, rule: str) -> Tensor:
         if rule == "even":
             bits = bits + (1 << (22 - spec.mantissa_bits))
         byte = (bits >> 23) - spec.max_exponent
-    return byte.clamp_(0, 254).to(torch.uint8)
+    return byte.clamp_(0, 254).masked_fill_(~amax.isfinite(), NAN).to(torch.uint8)
 
 
 def decode(byte: Tensor) -> Tensor:

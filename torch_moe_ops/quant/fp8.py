@@ -1,6 +1,8 @@
 """fp8: e4m3 codes with float32 scales per tensor, row (token or channel), 1x128 group or 128x128 tile.
 
-scale = fl(amax / 448), 1.0 where amax is 0; code = e4m3(clamp(fl(x / scale), +-448)); value = fl(code * scale).
+scale = fl(amax / 448), 1.0 where that is 0; code = e4m3(clamp(fl(x / scale), +-448)); value = fl(code * scale).
+NaN or an infinity under a dynamic scale makes the scale NaN and all of its codes NaN; with a calibrated scale its own
+code.
 Every scale multiplies to dequantize (`weight_scale_inv` of DeepSeek's files too, despite its name).
 """
 
@@ -11,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from torch_moe_ops.quant import e4m3
-from torch_moe_ops.quant._arithmetic import divide, require_dtype, require_floats
+from torch_moe_ops.quant._arithmetic import amax_or_nan, divide, require_dtype, require_floats
 from torch_moe_ops.quant._blocks import align_leading, per_row, require_shape
 
 GROUP = 128
@@ -24,7 +26,7 @@ def quantize_fp8(x: Tensor, gscale: Tensor | None = None) -> tuple[Tensor, Tenso
     Args:
         x: [..., K] bfloat16, float16 or float32.
         gscale: None: dynamic, as the module says. float32 [] or x.shape[:-1]: multiplies x,
-            code = e4m3(clamp(fl(x * gscale), +-448)).
+            code = e4m3(clamp(fl(x * gscale), +-448)), NaN where x is NaN or infinite.
     Returns: codes float8_e4m3fn [..., K], and scale float32, multiplies: x.shape[:-1], or fl(1 / gscale) in
         gscale's shape.
     """
@@ -32,7 +34,9 @@ def quantize_fp8(x: Tensor, gscale: Tensor | None = None) -> tuple[Tensor, Tenso
     if gscale is None:
         return _quantize_rows("fp8.quantize_fp8", x)
     require_dtype("fp8.quantize_fp8", "gscale", gscale, torch.float32)
-    return e4m3.encode(x.float() * per_row("fp8.quantize_fp8", gscale, x)), gscale.reciprocal()
+    x = x.float()
+    scaled = (x * per_row("fp8.quantize_fp8", gscale, x)).masked_fill_(~x.isfinite(), torch.nan)
+    return e4m3.encode(scaled), gscale.reciprocal()
 
 
 @torch.no_grad()
@@ -80,7 +84,7 @@ def quantize_weight_block(w: Tensor, block: tuple[int, int] = (GROUP, GROUP)) ->
     (rows, cols), (n, k) = _require_block("fp8.quantize_weight_block", block), w.shape[-2:]
     padded = pad(w, (0, -k % cols, 0, -n % rows))
     tiles = padded.unflatten(-1, (-1, cols)).unflatten(-3, (-1, rows))
-    scale = _scale(tiles.abs().amax((-3, -1)).float())
+    scale = _scale(amax_or_nan(tiles, (-3, -1)))
     return e4m3.encode(divide(w.float(), _expand(scale, w, (rows, cols)))), scale
 
 
@@ -119,7 +123,7 @@ def dequantize_block(
 def _quantize_rows(function: str, x: Tensor) -> tuple[Tensor, Tensor]:
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(f"{function}: K must be at least 1, got shape {tuple(x.shape)}")
-    scale = _scale(x.abs().amax(-1).float())
+    scale = _scale(amax_or_nan(x, -1))
     return e4m3.encode(divide(x.float(), scale[..., None])), scale
 
 

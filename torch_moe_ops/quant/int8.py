@@ -1,7 +1,8 @@
 """int8: activations per token, weights per channel or per group of K, optionally with zero points.
 
 Activations divide by 127 and stay within +-127; weights divide by 127.5 and use -128 too, as compressed-tensors does.
-Every scale multiplies to dequantize; 1.0 where amax is 0.
+Every scale multiplies to dequantize; 1.0 where it would be 0. int8 has no NaN: a row of activations with NaN or an
+infinity has the scale NaN.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_moe_ops.quant._arithmetic import divide, require_dtype, require_floats
+from torch_moe_ops.quant._arithmetic import amax_or_nan, divide, require_dtype, require_floats
 from torch_moe_ops.quant._blocks import align_leading, per_row, require_shape, split_blocks
 
 _MAX = 127.0
@@ -23,16 +24,18 @@ def quantize_int8(x: Tensor, gscale: Tensor | None = None) -> tuple[Tensor, Tens
     scale = fl(amax / 127); code = clamp(round(fl(x / scale)), -127, 127), ties to even. With gscale: fl(x * gscale).
 
     Args:
-        x: [..., K] bfloat16, float16 or float32, without NaN, K > 0.
+        x: [..., K] bfloat16, float16 or float32, K > 0.
         gscale: None (dynamic), or float32 [] or x.shape[:-1], multiplies x.
-    Returns: codes int8 [..., K], and scale float32, multiplies: x.shape[:-1], or fl(1 / gscale) in gscale's shape.
+    Returns: codes int8 [..., K], and scale float32 x.shape[:-1], multiplies; fl(1 / gscale) where one is given.
+        Where x holds NaN or an infinity its row's scale is NaN; the code of a quotient or product that is NaN is 0.
     """
     function = "int8.quantize_int8"
     require_floats(function, "x", x)
+    amax = amax_or_nan(split_blocks(function, "x", x, 1), (-2, -1))
     if gscale is not None:
         require_dtype(function, "gscale", gscale, torch.float32)
-        return _round(x.float() * per_row(function, gscale, x), -_MAX), gscale.reciprocal()
-    amax = split_blocks(function, "x", x, 1).abs().amax((-2, -1)).float()
+        scale = gscale.reciprocal() + amax * 0  # NaN where amax is
+        return _round(x.float() * per_row(function, gscale, x), -_MAX), scale
     scale = _nonzero(divide(amax, _MAX))
     return _round(divide(x.float(), scale[..., None]), -_MAX), scale
 
@@ -104,4 +107,5 @@ def _nonzero(scale: Tensor) -> Tensor:
 
 
 def _round(quotient: Tensor, smallest: float) -> Tensor:
-    return quotient.round().clamp_(smallest, _MAX).to(torch.int8)
+    # What a conversion makes of NaN depends on the machine.
+    return quotient.round().clamp_(smallest, _MAX).nan_to_num_(nan=0.0).to(torch.int8)

@@ -29,14 +29,15 @@ def quantize_mx(x: Tensor, element: str, rule: str = "rceil") -> tuple[Tensor, T
         element: "e2m1", "e4m3", "e3m2" or "e2m3".
         rule: of the block exponent, see `e8m0.encode_block_exponent`.
     Returns: codes [..., K storage] as in the table above, and scale uint8 e8m0 [..., K / 32], multiplies.
-        A block with NaN gets some finite scale; in e4m3 the NaN element stays NaN.
+        A block with NaN or an infinity has scale 255, NaN, and all of its codes are those of NaN (`e2m1.encode`,
+        `e4m3.encode`, `fp6.encode`): every value is NaN, also in elements that have none.
     """
     require_floats("mx.quantize_mx", "x", x)
     blocks = split_blocks("mx.quantize_mx", "x", x, BLOCK)
     scale = e8m0.encode_block_exponent(blocks.abs().amax(-1), element, rule)
     # Times 2^(127 - b), not divided by 2^(b - 127): byte 0, as every zero block has it, is then a normal number.
-    y = (blocks.float() * e8m0.decode(254 - scale)[..., None]).flatten(-2)
-    return _encode(y, element), scale
+    inverse = e8m0.decode(254 - scale).masked_fill_(scale == e8m0.NAN, torch.nan)
+    return _encode((blocks.float() * inverse[..., None]).flatten(-2), element), scale
 
 
 def dequantize_mx(codes: Tensor, scale: Tensor, element: str, dtype: torch.dtype = torch.float32) -> Tensor:

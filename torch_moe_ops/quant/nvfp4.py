@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops.quant import e2m1, e4m3
-from torch_moe_ops.quant._arithmetic import divide, require_dtype, require_floats
+from torch_moe_ops.quant._arithmetic import amax_or_nan, divide, require_dtype, require_floats
 from torch_moe_ops.quant._blocks import align_leading, per_row, require_shape, split_blocks
 
 BLOCK = 16
 RANGE = e2m1.MAX * e4m3.MAX  # 2688
+MAX_GSCALE = 2.0**118  # the largest power of two for which no reciprocal in quantize_activation overflows
 _ONE_SIXTH = 0xAAAAAB / 2.0**26  # fl(1 / 6), bits 0x3E2AAAAB
+_LARGEST_FLOAT = torch.finfo(torch.float32).max
 
 
 @torch.no_grad()
@@ -23,43 +25,41 @@ def quantize_activation(x: Tensor, gscale: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize activations; bit-equal on every device.
 
     Per block of 16, each line one float32 rounding (c = fl(1/6)):
-        t = fl(v * c), v = max|x|;  s = min(fl(gscale * t), 448);  S = e4m3(s);  S = 0 where t = 0
-        r = 0 where S = 0, else fl(1 / fl(S * fl(1 / gscale)));  code = e2m1(fl(x * r))
+        s = min(fl(gscale * fl(v * c)), 448), v = max|x|;  S = e4m3(s), NaN where v is infinite or NaN
+        r = 0 where S = 0, else fl(1 / fl(S * fl(1 / gscale))), at most the largest float;  code = e2m1(fl(x * r))
 
     Args:
         x: [..., K] bfloat16, float16 or float32, K % 16 == 0.
-        gscale: float32 [] or x.shape[:-1] (one per row), multiplies x: 2688 / amax.
+        gscale: float32 [] or x.shape[:-1] (one per row), finite, multiplies x: 2688 / amax. NaN: of a row with NaN.
     Returns: codes uint8 [..., K / 2] (low nibble = even k) and scale float8_e4m3fn [..., K / 16] (linear).
-        `x ~ e2m1 * scale / gscale`. The scale is not NaN for finite x; a NaN in x makes its own block's scale NaN.
+        `x ~ e2m1 * scale / gscale`. The scale is not NaN for finite x; NaN or an infinity in x makes its own block's
+        scale NaN and all of the block's codes 7.
     """
     function = "nvfp4.quantize_activation"
     require_floats(function, "x", x)
     require_dtype(function, "gscale", gscale, torch.float32)
     blocks = split_blocks(function, "x", x, BLOCK)
     gs = per_row(function, gscale, x)
-    amax = blocks.abs().amax(-1).float()
-    sixth = amax * _ONE_SIXTH
-    wanted = torch.clamp_max(gs * sixth, e4m3.MAX)
-    # An infinite gscale (from a row of magnitudes below 8e-36) times a zero block would be NaN.
-    scale = e4m3.encode(wanted.masked_fill_(sixth == 0, 0.0))
+    scale = e4m3.encode(torch.clamp_max(gs * (amax_or_nan(blocks, -1) * _ONE_SIXTH), e4m3.MAX))
     stored = e4m3.decode(scale)
     # 1 / 0 would be infinite, and infinity times zero NaN: a block whose scale underflows is lost, by contract.
-    factor = (stored * gs.reciprocal()).reciprocal_().masked_fill_(stored == 0, 0.0)
+    factor = (stored * gs.reciprocal()).reciprocal_().clamp_max_(_LARGEST_FLOAT).masked_fill_(stored == 0, 0.0)
     codes = e2m1.encode(blocks.float() * factor[..., None])
     return e2m1.pack(codes.flatten(-2)), scale
 
 
 @torch.no_grad()
 def dynamic_gscale(x: Tensor) -> Tensor:
-    """fl(2688 / max|x[row]|) of each row, 1 for a row of zeros: the gscale of a token that none was calibrated for.
+    """min(fl(2688 / max|x[row]|), 2^118) of each row: the gscale of a token that none was calibrated for.
 
     Args:
         x: [..., K] bfloat16, float16 or float32, K > 0.
-    Returns: float32 x.shape[:-1], multiplies x. Infinite where max|x| is below 7.9e-36.
+    Returns: float32 x.shape[:-1], multiplies x. 1 for a row of zeros, NaN for a row with NaN or an infinity. The bound
+        is met where max|x| is below 8.1e-33.
     """
     require_floats("nvfp4.dynamic_gscale", "x", x)
-    amax = split_blocks("nvfp4.dynamic_gscale", "x", x, 1).abs().amax((-2, -1)).float()
-    return divide(RANGE, amax).masked_fill_(amax == 0, 1.0)
+    amax = amax_or_nan(split_blocks("nvfp4.dynamic_gscale", "x", x, 1), (-2, -1))
+    return divide(RANGE, amax).clamp_max_(MAX_GSCALE).masked_fill_(amax == 0, 1.0)
 
 
 @torch.no_grad()
