@@ -5,13 +5,11 @@
 
 A1 and A2 make the GEMM operand from an activation row, as `act_format` says. With `emulate` every
 rounding step of the contract happens (docs/numerics.md); without it none does, which is the value
-that the stored weights stand for. Arithmetic in float32 or, to bound its own error, in float64.
+that the stored weights stand for. Arithmetic in float32 or, to bound its own error, in float64; sums of
+products always in float64, rounded once. No setting of the process changes a result, and none is touched.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -29,27 +27,8 @@ def experts_reference(call: ExpertsCall, emulate: bool = True, dtype: torch.dtyp
     Args:
         call: a checked call in the linear layout.
         emulate: make every rounding step of the contract, or none of them.
-        dtype: float32 or float64, of accumulation and of everything between the rounding steps.
+        dtype: float32 or float64, of everything between the rounding steps; products are summed in float64.
     """
-    with _exact_matmul():
-        return _in_chunks(call, emulate, dtype)
-
-
-@contextmanager
-def _exact_matmul() -> Iterator[None]:
-    """float32 products in float32, whatever the process allows elsewhere (TF32, bfloat16)."""
-    before = torch.get_float32_matmul_precision()
-    if before == "highest":
-        yield
-        return
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-def _in_chunks(call: ExpertsCall, emulate: bool, dtype: torch.dtype) -> Tensor:
     tokens, top_k = call.topk_ids.shape
     hidden_size = call.w2.shape[1]
     out = call.hidden_states.new_empty((tokens, hidden_size), dtype=dtype)
@@ -109,9 +88,8 @@ def _gemm(call: ExpertsCall, gemm: int, e: int, halves: int, a: Operand, dtype: 
     fl(acc * fl(alpha * row factor)): what multiplies a whole row of an operand is applied to the accumulator.
     """
     w = weight_operand(call, gemm, e, halves, dtype)
-    exact_integers = call.act_format == "int8" and w.factor is not None
-    wide = torch.float64 if exact_integers else dtype  # int8 products are summed without rounding
-    acc = (a.values.to(wide) @ w.values.to(wide).T).to(dtype)
+    # float64 holds a product of float32 values exactly, and no reduced precision (TF32, bfloat16) stands in for it.
+    acc = (a.values.double() @ w.values.double().T).to(dtype)
     alphas = call.g1_alphas if gemm == 1 else call.g2_alphas
     pieces = []
     for half, piece in enumerate(acc.chunk(halves, dim=1)):
