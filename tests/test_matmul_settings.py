@@ -23,8 +23,14 @@ CASES = {
 }
 
 
+def _set(owner: Any, value: str) -> None:
+    """Also after torch's testing utilities have frozen the flags."""
+    with torch.backends.__allow_nonbracketed_mutation():
+        owner.fp32_precision = value
+
+
 def _attribute(owner: Any, value: str) -> Callable[[], None]:
-    return lambda: setattr(owner, "fp32_precision", value)
+    return lambda: _set(owner, value)
 
 
 OWNERS = {
@@ -57,7 +63,7 @@ def _restored() -> Iterator[None]:
     yield
     torch.set_float32_matmul_precision("highest")
     for name, owner in OWNERS.items():
-        owner.fp32_precision = before[name]
+        _set(owner, before[name])
     assert torch.get_float32_matmul_precision() == "highest"
 
 
