@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+import signal
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -159,3 +162,31 @@ def copied(folder: Path, name: str) -> Path:
         if not file.name.startswith("expected"):
             shutil.copyfile(file, target / file.name)
     return target
+
+
+def raw_file(folder: Path, header: object, data: bytes = b"", *, length: int | None = None) -> Path:
+    """A folder whose model.safetensors has just this header (an object, or its text) and data."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    file = folder / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
+    return file
+
+
+class TooSlow(BaseException):
+    """Not an Exception: no code under test may take it for an error of its own."""
+
+
+@contextmanager
+def cpu_limit(seconds: float) -> Iterator[None]:
+    """TooSlow once this process has computed for so long (time that others take on a shared core does not count)."""
+
+    def stop(*_):
+        raise TooSlow(f"more than {seconds} s of computing")
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch_moe_ops.checkpoints.errors import CheckpointError
+from torch_moe_ops.checkpoints.errors import CheckpointError, short
 from torch_moe_ops.checkpoints.fields import Format
 from torch_moe_ops.checkpoints.fp8 import FP8, FP8_INV, FP8_TILES, FP8_TILES_INV
 from torch_moe_ops.checkpoints.gptq_awq import AWQ, GPTQ
@@ -46,5 +46,7 @@ def detect(linear: Linear, config: ModelConfig, where: str) -> Format:
     for candidate in FORMATS:
         if candidate.matches(linear, config):
             return candidate
-    found = [f"{name} {linear.entry(part).dtype} {linear.entry(part).shape}" for part, name in linear.names.items()]
-    raise CheckpointError(f"{where}: no known format stores an expert as {'; '.join(found)}")
+    shown = list(linear.names.items())[:8]
+    found = [f"{name} {linear.entry(part).dtype} {short(linear.entry(part).shape)}" for part, name in shown]
+    more = "; ..." if len(linear.names) > len(shown) else ""
+    raise CheckpointError(f"{where}: no known format stores an expert as {'; '.join(found)}{more}")

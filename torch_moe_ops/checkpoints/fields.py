@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torch_moe_ops.checkpoints.linear import Linear
 from torch_moe_ops.checkpoints.model_config import ModelConfig
+from torch_moe_ops.checkpoints.validate import check_numbers
 
 # Keys: "weight" [rows, K storage]; "scale", "zero_point": first dimension follows the rows (one entry per
 # row, per tile of rows, or one for all), so that gate and up are joined along it; "scale_2", "input_scale"
@@ -59,5 +60,6 @@ class Format:
 def add_bias(fields: Fields, linear: Linear) -> Fields:
     """`fields` with the projection's bias, where it has one."""
     if "bias" in linear:
-        fields["bias"] = linear.shaped("bias", (fields["weight"].shape[0],), "BF16", "F16", "F32")
+        bias = linear.shaped("bias", (fields["weight"].shape[0],), "BF16", "F16", "F32")
+        fields["bias"] = check_numbers(linear, "bias", bias)
     return fields

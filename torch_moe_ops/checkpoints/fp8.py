@@ -5,20 +5,22 @@ Every scale multiplies, DeepSeek's `weight_scale_inv` included.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from torch_moe_ops.checkpoints.fields import Fields, Format, add_bias
 from torch_moe_ops.checkpoints.linear import Linear
 from torch_moe_ops.checkpoints.model_config import ModelConfig
-from torch_moe_ops.checkpoints.validate import check_block_scales, positive_scalar
+from torch_moe_ops.checkpoints.validate import check_block_scales, check_numbers, positive_scalar
 
 TILE = 128
 _FLOATS = ("F32", "BF16", "F16")
 
 
 def _read_tensor_or_channel(linear: Linear, config: ModelConfig) -> Fields:
-    weight = linear.matrix("weight", "F8_E4M3")
+    weight = check_numbers(linear, "weight", linear.matrix("weight", "F8_E4M3"))
     fields = {"weight": weight, "scale": _tensor_or_channel_scale(linear, weight.shape[0])}
     if "input_scale" in linear:
         fields["input_scale"] = positive_scalar(linear, "input_scale", is_input=True)
@@ -43,7 +45,7 @@ def _read_tiles(linear: Linear, config: ModelConfig) -> Fields:
     tile = config.weight_block_size
     if tile not in (None, (TILE, TILE)):
         raise linear.fail(part, f"have tiles of {TILE} x {TILE}", f"{tile} in config.json")
-    weight = linear.matrix("weight", "F8_E4M3")
+    weight = check_numbers(linear, "weight", linear.matrix("weight", "F8_E4M3"))
     rows, k = weight.shape
     if linear.projection == "gate_up" and rows % (2 * TILE):
         raise linear.fail("weight", f"have gate and up rows in multiples of {TILE}, else a tile spans both", rows)
@@ -57,12 +59,21 @@ def _scale_part(linear: Linear) -> str:
 
 
 def _is_tiled(linear: Linear, config: ModelConfig) -> bool:
-    """A scale of one element is a tile only where the config speaks of tiles; otherwise the shape tells."""
-    scale = linear.shape(_scale_part(linear))
-    if all(size == 1 for size in scale):
-        return config.weight_block_size is not None or config.weight_arguments.get("strategy") == "block"
+    """Whether a scale belongs to a tile, and not to a row or to the whole matrix.
+
+    The shape tells. Only one scale for all, and one row of tiles as wide as the matrix has rows, fit two readings:
+    there the config decides.
+    """
+    weight, scale = linear.shape("weight"), linear.shape(_scale_part(linear))
+    strategy = config.weight_arguments.get("strategy")
+    if math.prod(scale) == 1:
+        return config.weight_block_size is not None or strategy == "block"
+    if len(weight) != 2 or len(scale) != 2:
+        return False
+    if scale == tuple(-(-size // TILE) for size in weight) and strategy in (None, "block"):
+        return True
     # Per channel, one of the dimensions is 1 and the other one counts rows.
-    return len(scale) == 2 and not (1 in scale and max(scale) in linear.shape("weight"))
+    return not (1 in scale and max(scale) in weight)
 
 
 FP8_TILES_INV = Format(

@@ -35,7 +35,7 @@ def _read_gptq(linear: Linear, config: ModelConfig) -> Fields:
     k, rows = qweight.shape[0] * CODES_PER_WORD, qweight.shape[1]
     bits = config.quantization.get("bits", 4)
     if bits != 4:
-        raise linear.fail("qweight", "hold 4-bit codes", f"bits {bits} in config.json")
+        raise linear.fail("qweight", "hold 4-bit codes", f"bits {bits!r} in config.json")
     scale = _scales(linear, k, rows)
     groups = scale.shape[1]
     if "g_idx" in linear:
@@ -69,7 +69,10 @@ def _awq_codes(words: Tensor) -> Tensor:
 
 def _words_hold_columns(linear: Linear, config: ModelConfig) -> bool:
     """AWQ: qweight is eight times narrower than scales; GPTQ: as wide."""
-    return "scales" in linear and linear.shape("qweight")[-1] * CODES_PER_WORD == linear.shape("scales")[-1]
+    if "scales" not in linear:
+        return False
+    words, scales = linear.shape("qweight"), linear.shape("scales")
+    return len(words) == len(scales) == 2 and words[1] * CODES_PER_WORD == scales[1]
 
 
 AWQ = Format(

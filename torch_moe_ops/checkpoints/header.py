@@ -6,17 +6,16 @@ every range is checked against the file, so that later reads cannot run outside 
 
 from __future__ import annotations
 
-import json
+import hashlib
 import math
 import os
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from torch_moe_ops.checkpoints.errors import CheckpointError
-
-# The format's reference implementation refuses larger headers as well.
-MAX_HEADER_BYTES = 100_000_000
+from torch_moe_ops.checkpoints.errors import CheckpointError, short
+from torch_moe_ops.checkpoints.files import open_regular, parse_object, unreadable
+from torch_moe_ops.checkpoints.limits import MAX_DIMENSIONS, MAX_HEADER_BYTES, MAX_NAME_LENGTH, MAX_TENSORS
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -41,6 +40,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 }
 # Dtypes of the format that no torch tensor can hold one by one: known, so that they may stand beside the experts.
 _SUB_BYTE_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+_NO_GAPS = "every byte of the data must belong to a tensor"
 
 
 class TensorEntry(NamedTuple):
@@ -53,59 +53,69 @@ class TensorEntry(NamedTuple):
     nbytes: int
 
 
-class _DuplicateKey(ValueError):
-    pass
+class Header(NamedTuple):
+    """A file's tensors by name, its own notes, and what tells whether it is still the same file.
+
+    metadata: the object "__metadata__", {} where there is none. digest: of the header's bytes.
+    """
+
+    entries: dict[str, TensorEntry]
+    metadata: dict[str, Any]
+    digest: bytes
 
 
-def read_header(file: str) -> dict[str, TensorEntry]:
-    """Tensors of one safetensors file by name.
+def read_header(file: str) -> Header:
+    """The header of one safetensors file.
 
     Raises:
-        CheckpointError: naming the file and, where one is at fault, the tensor.
+        CheckpointError: naming the file and, where one is at fault, the tensor. Besides a header that contradicts
+            itself or the file: bytes that belong to no tensor, and what exceeds a limit of `limits`.
     """
-    try:
-        size = os.path.getsize(file)
-        with open(file, "rb") as stream:
-            text, data_start = _header_text(stream, file, size)
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
-    header = _parse(text, file)
-    header.pop("__metadata__", None)
+    with open_regular(file) as stream:
+        text, size = header_text(stream, file)
+    header = parse_object(text, file, "header ", unique="tensor")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict):
+        raise CheckpointError(f"{file}: __metadata__ must be an object, got {short(metadata)}")
+    if len(header) > MAX_TENSORS:
+        raise CheckpointError(f"{file}: must hold at most {MAX_TENSORS} tensors, got {len(header)}")
+    data_start = 8 + len(text)
     entries = {name: _entry(file, name, value, data_start) for name, value in header.items()}
     _check_ranges(file, entries, data_start, size)
-    return entries
+    return Header(entries, metadata, digest_of(text))
 
 
-def _header_text(stream: Any, file: str, size: int) -> tuple[bytes, int]:
-    prefix = stream.read(8)
-    if len(prefix) < 8:
-        raise CheckpointError(f"{file}: is truncated: the header length needs 8 bytes, the file has {size}")
-    length = int.from_bytes(prefix, "little")
-    if length > MAX_HEADER_BYTES:
-        raise CheckpointError(f"{file}: header length must be at most {MAX_HEADER_BYTES} bytes, got {length}")
-    if length > size - 8:
-        raise CheckpointError(f"{file}: is truncated: the header needs {length} bytes, the file has {size - 8} left")
-    return stream.read(length), 8 + length
+def digest_of(text: bytes) -> bytes:
+    """What headers are compared by."""
+    return hashlib.blake2b(text, digest_size=16).digest()
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        seen: set[str] = set()
-        raise _DuplicateKey(next(key for key, _ in pairs if key in seen or seen.add(key)))  # type: ignore[func-returns-value]
-    return result
-
-
-def _parse(text: bytes, file: str) -> dict[str, Any]:
+def header_text(stream: BinaryIO, file: str) -> tuple[bytes, int]:
+    """The JSON text at the beginning of an open file, and the file's size in bytes."""
     try:
-        header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
-    except _DuplicateKey as error:
-        raise CheckpointError(f"{file}: tensor {error} appears twice in the header") from None
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: header must be a JSON object: {error}") from error
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{file}: header must be a JSON object, got {type(header).__name__}")
-    return header
+        size = os.fstat(stream.fileno()).st_size
+        prefix = stream.read(8)
+        if len(prefix) < 8:
+            raise CheckpointError(f"{file}: is truncated: the header length needs 8 bytes, the file has {size}")
+        length = int.from_bytes(prefix, "little")
+        if length > MAX_HEADER_BYTES:
+            raise CheckpointError(f"{file}: header length must be at most {MAX_HEADER_BYTES} bytes, got {length}")
+        # Not read at once: that would take the memory that the file claims to need.
+        text = stream.read(length) if length <= size - 8 else b""
+    except OSError as error:
+        raise unreadable(file, error) from error
+    if len(text) < length:
+        raise CheckpointError(f"{file}: is truncated: the header needs {length} bytes, the file has {size - 8} left")
+    return text, size
+
+
+def check_name(file: str, name: str, what: str = "tensor") -> None:
+    """A name that messages can show: not longer than the limit, printable characters."""
+    if len(name) > MAX_NAME_LENGTH:
+        text = f"{file}: {what} names must have at most {MAX_NAME_LENGTH} characters, got {len(name)}"
+        raise CheckpointError(f"{text}: {short(name)}")
+    if not name.isprintable():
+        raise CheckpointError(f"{file}: {what} names must be printable, got {short(name)}")
 
 
 def _is_size(value: Any) -> bool:
@@ -114,8 +124,9 @@ def _is_size(value: Any) -> bool:
 
 def _entry(file: str, name: str, value: Any, data_start: int) -> TensorEntry:
     def fail(requirement: str, got: Any) -> CheckpointError:
-        return CheckpointError(f"{file}: tensor {name}: {requirement}, got {_short(got)}")
+        return CheckpointError(f"{file}: tensor {name}: {requirement}, got {short(repr(got))}")
 
+    check_name(file, name)
     if not isinstance(value, dict):
         raise fail("its header entry must be an object", value)
     dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
@@ -123,28 +134,33 @@ def _entry(file: str, name: str, value: Any, data_start: int) -> TensorEntry:
         raise fail(f"dtype must be one of {sorted([*TORCH_DTYPES, *_SUB_BYTE_BITS])}", dtype)
     if not isinstance(shape, list) or not all(map(_is_size, shape)):
         raise fail("shape must be a list of sizes", shape)
+    if len(shape) > MAX_DIMENSIONS:
+        raise fail(f"shape must have at most {MAX_DIMENSIONS} dimensions", len(shape))
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
         raise fail("data_offsets must be two positions", offsets)
     bits = _SUB_BYTE_BITS.get(dtype) or TORCH_DTYPES[dtype].itemsize * 8
+    # Sizes of zero left out: torch multiplies the others too.
+    if math.prod(filter(None, shape)) * bits >= 2**63:
+        raise fail("shape must have less than 2^63 bits, sizes of zero left out", shape)
     nbytes = -(-math.prod(shape) * bits // 8)
     begin, end = offsets
     if end - begin != nbytes:
-        raise fail(f"data_offsets must span {nbytes} bytes for {dtype} {tuple(shape)}", offsets)
+        raise fail(f"data_offsets must span {nbytes} bytes for {dtype} {short(tuple(shape))}", offsets)
     return TensorEntry(file, dtype, tuple(shape), data_start + begin, nbytes)
 
 
 def _check_ranges(file: str, entries: dict[str, TensorEntry], data_start: int, size: int) -> None:
-    """Every tensor inside the file, none sharing bytes with another."""
-    position, previous = data_start, ""
+    """Every tensor inside the file, none sharing bytes with another, and no byte that belongs to none."""
+    position, previous = data_start, "the header"
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].nbytes)):
         if entry.start + entry.nbytes > size:
             needed = entry.start + entry.nbytes
             raise CheckpointError(f"{file}: is truncated: tensor {name} ends at byte {needed}, the file has {size}")
         if entry.start < position:
-            raise CheckpointError(f"{file}: tensor {name} shares bytes with tensor {previous}")
-        position, previous = entry.start + entry.nbytes, name
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 120 else text[:117] + "..."
+            raise CheckpointError(f"{file}: tensor {name} shares bytes with {previous}")
+        if entry.start > position:
+            where = f"between {previous} and tensor {name}"
+            raise CheckpointError(f"{file}: {entry.start - position} bytes {where}: {_NO_GAPS}")
+        position, previous = entry.start + entry.nbytes, f"tensor {name}"
+    if position != size:
+        raise CheckpointError(f"{file}: {size - position} bytes after {previous}: {_NO_GAPS}")

@@ -34,9 +34,9 @@ def _read_int4(linear: Linear, config: ModelConfig) -> Fields:
     rows, k = weight.shape[0], weight.shape[1] * CODES_PER_WORD
     bits = config.weight_arguments.get("num_bits", 4)
     if bits != 4:
-        raise linear.fail("weight_packed", "hold 4-bit codes", f"num_bits {bits} in config.json")
+        raise linear.fail("weight_packed", "hold 4-bit codes", f"num_bits {bits!r} in config.json")
     if "weight_shape" in linear:
-        shape = linear.tensor("weight_shape", "I64", "I32").tolist()
+        shape = linear.shaped("weight_shape", (2,), "I64", "I32").tolist()
         if shape != [rows, k]:
             # 8-bit codes, or a K that is padded to whole words.
             raise linear.fail("weight_shape", f"be {[rows, k]}, 8 codes in each int32", shape)
@@ -65,7 +65,7 @@ def _int4_zero_point(linear: Linear, rows: int, groups: int) -> Tensor:
 def _int4_scheme(linear: Linear) -> str:
     """bf16 scales of 32 symmetric values are their own scheme: kernels exist for exactly that."""
     packed, scale = linear.shape("weight_packed"), linear.shape("weight_scale")
-    fits = len(scale) == 2 and scale[-1] * _MXINT4_GROUP == packed[-1] * CODES_PER_WORD
+    fits = len(scale) == len(packed) == 2 and scale[-1] * _MXINT4_GROUP == packed[-1] * CODES_PER_WORD
     is_bf16 = linear.entry("weight_scale").dtype == "BF16"
     return "mxint4" if fits and is_bf16 and "weight_zero_point" not in linear else "int4"
 

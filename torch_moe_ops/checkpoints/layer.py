@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from torch_moe_ops.checkpoints.detect import detect
-from torch_moe_ops.checkpoints.errors import CheckpointError
+from torch_moe_ops.checkpoints.errors import CheckpointError, short
 from torch_moe_ops.checkpoints.fields import INPUT_PARTS, Fields
+from torch_moe_ops.checkpoints.limits import MAX_EXPERTS
 from torch_moe_ops.checkpoints.linear import Linear
 from torch_moe_ops.checkpoints.naming import ExpertLayer
 from torch_moe_ops.checkpoints.reader import TensorReader
@@ -42,6 +43,7 @@ class LayerSource:
         self._skip = INPUT_PARTS if not input_scales else frozenset()
         self._check_parts()
         self.num_experts = self._count_experts()
+        self._check_sizes()
         self._transposed = names.is_fused and self._is_transposed()
 
     @property
@@ -134,20 +136,41 @@ class LayerSource:
                 raise CheckpointError(f"{self.where}: expert {first} is missing under {self.names.root}")
         said = self.config.num_experts
         if said and said != count:
-            text = f"{self.where}: expert {count} is missing" if count < said else f"{self.where}: too many experts"
-            raise CheckpointError(f"{text} under {self.names.root}: config.json says {said}, the files hold {count}")
+            text = (
+                f"{self.where}: expert {short(count)} is missing" if count < said else f"{self.where}: too many experts"
+            )
+            raise CheckpointError(
+                f"{text} under {self.names.root}: config.json says {short(said)}, the files hold {short(count)}"
+            )
+        if count > MAX_EXPERTS:
+            raise CheckpointError(f"{self.where}: must have at most {MAX_EXPERTS} experts, got {short(count)}")
         return count
+
+    def _check_sizes(self) -> None:
+        """No expert's codes are empty or of another size than expert 0's.
+
+        Known from headers alone, and before anything is allocated: memory for all experts, and the time to go
+        through them, are then in proportion to what the files hold.
+        """
+        for projection in self.projections:
+            wanted = self._stored_shape(0, projection)
+            for expert in [0] if self.names.is_fused else range(self.num_experts):
+                shape = self._stored_shape(expert, projection)
+                if shape != wanted or 0 in shape:
+                    linear = self._stored(expert, projection)
+                    what = f"shape {wanted} like that of expert 0" if shape != wanted else "elements"
+                    raise linear.fail(linear.weight_part, f"have {what}", shape)
 
     def _fullest_weight_rows(self) -> int:
         linear = self._fullest()
         shape = linear.entry(linear.weight_part).shape
-        if len(shape) < 3 or shape[0] < 1:
+        if len(shape) < 3 or 0 in shape:
             raise linear.fail(linear.weight_part, "have dimensions [experts, rows, columns]", shape)
         return shape[0]
 
     def _is_transposed(self) -> bool:
         """Whether fused matrices are [K, rows]: only one of the two readings fits both projections."""
-        up, down = self._stored_shape(self.projections[0]), self._stored_shape("down")
+        up, down = self._stored_shape(0, self.projections[0]), self._stored_shape(0, "down")
         if len(up) != 2 or len(down) != 2:
             return False  # blocks of gpt-oss, or a shape that the format's reader refuses
         pack, halves = self.format.pack, 2 if "gate_up" in self.projections else 1
@@ -160,8 +183,14 @@ class LayerSource:
             f"under {self.names.root}"
         )
 
-    def _stored_shape(self, projection: str) -> tuple[int, ...]:
-        linear = Linear(self.reader, self.names.experts[None][projection], projection, 0, self.num_experts)
+    def _stored(self, expert: int, projection: str) -> Linear:
+        """One projection of one expert as the file has it."""
+        fused = self.names.is_fused
+        parts = self.names.experts[None if fused else expert][projection]
+        return Linear(self.reader, parts, projection, expert, self.num_experts if fused else 0)
+
+    def _stored_shape(self, expert: int, projection: str) -> tuple[int, ...]:
+        linear = self._stored(expert, projection)
         return linear.shape(linear.weight_part)
 
 
@@ -176,6 +205,11 @@ def split_gate_up(linear: Linear, fields: Fields, interleaved: bool) -> list[Fie
         if value.ndim == 0 or value.shape[0] == 1:
             gate[key] = up[key] = value
         elif interleaved:
+            if value.shape[0] != rows:
+                requirement = (
+                    f"have gate rows first: tiles of scales cannot be split where gate and up alternate ({key})"
+                )
+                raise linear.fail(linear.weight_part, requirement, "alternating rows")
             gate[key], up[key] = value[0::2], value[1::2]
         else:
             gate[key], up[key] = value.chunk(2)

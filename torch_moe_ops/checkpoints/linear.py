@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_moe_ops.checkpoints.errors import CheckpointError
+from torch_moe_ops.checkpoints.errors import CheckpointError, short
 from torch_moe_ops.checkpoints.header import TensorEntry
 from torch_moe_ops.checkpoints.reader import TensorReader
 
@@ -71,7 +71,8 @@ class Linear:
         if isinstance(got, Tensor):
             got = got.item()
         where = f"expert {self.expert}, {self.projection}"
-        return CheckpointError(f"{self.entry(part).file}: tensor {name} ({where}) must {requirement}, got {got}")
+        text = short(got if isinstance(got, str) else repr(got))
+        return CheckpointError(f"{self.entry(part).file}: tensor {name} ({where}) must {requirement}, got {text}")
 
     def require_dtype(self, part: str, *dtypes: str) -> None:
         """`dtypes` in the words of the file format, such as "F8_E4M3"."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch_moe_ops.checkpoints.errors import CheckpointError, short
+
 _NESTED = ("text_config", "llm_config", "language_config")
+_NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
 _GATED = {
     "silu": "silu",
     "swish": "silu",
@@ -32,10 +36,11 @@ class ModelConfig:
     Args:
         model_type: such as "qwen3_moe".
         hidden_act: as written there.
-        constants: swiglu_alpha, swiglu_beta, swiglu_limit, those that are numbers.
+        constants: swiglu_alpha, swiglu_beta, swiglu_limit, those that are given; finite.
         num_experts: routed experts per layer.
         num_hidden_layers: layers without the multi-token-prediction ones.
         quantization: quantization_config (or the "quantization" of an older ModelOpt hf_quant_config.json).
+        file: config.json, for messages.
     """
 
     model_type: str | None = None
@@ -44,6 +49,7 @@ class ModelConfig:
     num_experts: int | None = None
     num_hidden_layers: int | None = None
     quantization: Mapping[str, Any] = field(default_factory=dict)
+    file: str = "config.json"
 
     @property
     def is_gpt_oss(self) -> bool:
@@ -60,36 +66,79 @@ class ModelConfig:
 
     @property
     def weight_block_size(self) -> tuple[int, int] | None:
-        """Rows and columns of a scale's tile, None where the config does not speak of tiles."""
-        size = self.quantization.get("weight_block_size") or self.weight_arguments.get("block_structure")
-        if isinstance(size, (list, tuple)) and len(size) == 2:
-            return int(size[0]), int(size[1])
+        """Rows and columns of a scale's tile, None where the config does not speak of tiles.
+
+        Raises CheckpointError where it says something else than two sizes.
+        """
+        for key, scope in (("weight_block_size", self.quantization), ("block_structure", self.weight_arguments)):
+            size = scope.get(key)
+            if size is None:
+                continue
+            if not isinstance(size, (list, tuple)) or len(size) != 2 or not all(_is_count(n) and n > 0 for n in size):
+                raise _wrong(self.file, key, "be null or two positive integers", size)
+            return size[0], size[1]
         return None
 
 
-def parse_config(config: Mapping[str, Any], quant_config: Mapping[str, Any]) -> ModelConfig:
-    """From config.json and hf_quant_config.json; a multimodal model's settings lie in its text config."""
+def parse_config(config: Mapping[str, Any], quant_config: Mapping[str, Any], file: str = "config.json") -> ModelConfig:
+    """From config.json and hf_quant_config.json; a multimodal model's settings lie in its text config.
+
+    Raises:
+        CheckpointError: naming `file`, where a constant or a count is none, or counts contradict each other.
+    """
     nested = [config[key] for key in _NESTED if isinstance(config.get(key), dict)]
-    scopes = [config, *nested]
+    # The nested config knows the language model better than the outer one.
+    scopes = [*reversed(nested), config]
 
-    def find(kind: type | tuple[type, ...], *keys: str) -> Any:
-        # The nested config knows the language model better than the outer one.
-        for scope in reversed(scopes):
-            for key in keys:
-                value = scope.get(key)
-                if isinstance(value, kind) and not isinstance(value, bool):
-                    return value
-        return None
+    def find(kind: type, *keys: str) -> Any:
+        found = (scope[key] for scope in scopes for key in keys if isinstance(scope.get(key), kind))
+        return next(found, None)
 
-    constants = {name: find((int, float), name) for name in _GPT_OSS}
+    constants = {name: _constant(scopes, name, file) for name in _GPT_OSS}
     return ModelConfig(
         model_type=find(str, "model_type"),
         hidden_act=find(str, "mlp_hidden_act", "hidden_act", "hidden_activation"),
-        constants={name: float(value) for name, value in constants.items() if value is not None},
-        num_experts=find(int, "num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts"),
-        num_hidden_layers=find(int, "num_hidden_layers"),
+        constants={name: value for name, value in constants.items() if value is not None},
+        num_experts=_count(scopes, _NUM_EXPERTS, file),
+        num_hidden_layers=_count(scopes, ("num_hidden_layers",), file),
         quantization=find(dict, "quantization_config") or _older_modelopt(quant_config),
+        file=file,
     )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _wrong(file: str, key: str, requirement: str, got: Any) -> CheckpointError:
+    return CheckpointError(f"{file}: {key} must {requirement}, got {short(repr(got))}")
+
+
+def _count(scopes: list[Mapping[str, Any]], keys: tuple[str, ...], file: str) -> int | None:
+    """The count that the first scope with one gives, under whichever of its names."""
+    for scope in scopes:
+        # A list counts several kinds of experts (Ernie's for text and for images): the files say how many there are.
+        said = {key: scope[key] for key in keys if scope.get(key) is not None and not isinstance(scope[key], list)}
+        for key, value in said.items():
+            if not _is_count(value):
+                raise _wrong(file, key, "be null or an integer, zero or greater", value)
+        if len(set(said.values())) > 1:
+            raise CheckpointError(f"{file}: {' and '.join(said)} must agree, got {said}")
+        if said:
+            return next(iter(said.values()))
+    return None
+
+
+def _constant(scopes: list[Mapping[str, Any]], key: str, file: str) -> float | None:
+    """A constant of the activation; float64 can hold it."""
+    value = next((scope[key] for scope in scopes if scope.get(key) is not None), None)
+    if value is None:
+        return None
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not abs(value) <= sys.float_info.max or (key == "swiglu_limit" and value < 0):
+        what = "a finite number, zero or greater" if key == "swiglu_limit" else "a finite number"
+        raise _wrong(file, key, f"be null or {what}", value)
+    return float(value)
 
 
 def _older_modelopt(quant_config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -110,15 +159,15 @@ def activation_fields(config: ModelConfig, *, is_gated: bool, is_gpt_oss: bool) 
         return {}
     activation = (_GATED if is_gated else _NOT_GATED).get(config.hidden_act)
     if activation is None:
-        kind = "gated" if is_gated else "not gated"
+        kind, name = "gated" if is_gated else "not gated", short(repr(config.hidden_act))
         warnings.warn(
-            f"hidden_act {config.hidden_act!r} of a {kind} expert is unknown: give the activation to prepare()",
-            stacklevel=4,
+            f"hidden_act {name} of a {kind} expert is unknown: give the activation to prepare()", stacklevel=4
         )
         return {}
     if activation == "swigluoai":
         return {"activation": activation, **config.constants}
     # DeepSeek-V4 clamps both halves of its silu; other models have no use for the key.
+    # Zero stands for none in some configs.
     limit = config.constants.get("swiglu_limit")
     takes_limit = activation in ("silu", "swiglustep") and limit is not None and limit > 0
     return {"activation": activation, **({"swiglu_limit": limit} if takes_limit else {})}

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_moe_ops.checkpoints.fields import Fields, Format, add_bias
 from torch_moe_ops.checkpoints.linear import Linear
 from torch_moe_ops.checkpoints.model_config import ModelConfig
-from torch_moe_ops.checkpoints.validate import check_block_scales
+from torch_moe_ops.checkpoints.validate import check_block_scales, check_numbers
 
 BLOCK = 32
 E8M0_DTYPES = ("U8", "F8_E8M0")
@@ -41,7 +41,7 @@ def _read_fp4(linear: Linear, config: ModelConfig) -> Fields:
 
 
 def _read_fp8(linear: Linear, config: ModelConfig) -> Fields:
-    weight = linear.matrix("weight", "F8_E4M3")
+    weight = check_numbers(linear, "weight", linear.matrix("weight", "F8_E4M3"))
     return add_bias({"weight": weight, "scale": _exponents(linear, "weight_scale", *weight.shape)}, linear)
 
 

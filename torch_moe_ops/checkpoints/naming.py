@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 
 from torch_moe_ops.checkpoints.errors import CheckpointError
 
+_PER_EXPERT = re.compile(r"([0-9]+)\.(gate_up_proj|gate_proj|up_proj|down_proj|w1|w2|w3)\.(.+)")
+_FUSED = re.compile(r"(gate_up_proj|gate_proj|up_proj|down_proj)(?:[._](.+))?")
 # DeepSeek-V4 keeps its prediction layers under mtp.<n>, beside layers.<n>.
-_EXPERTS = re.compile(r"^(?P<root>(?:.*?\.)?(?:layers|mtp)\.(?P<layer>\d+)\.(?:.*?\.)?experts)\.(?P<rest>.+)$")
-_PER_EXPERT = re.compile(r"^(\d+)\.(gate_up_proj|gate_proj|up_proj|down_proj|w1|w2|w3)\.(.+)$")
-_FUSED = re.compile(r"^(gate_up_proj|gate_proj|up_proj|down_proj)(?:[._](.+))?$")
-_MTP_COMPONENT = re.compile(r"(?:^|\.)(?:mtp|mtp_layers|nextn)\.")
+_LAYERS = ("layers", "mtp")
+_MTP_COMPONENTS = frozenset({"mtp", "mtp_layers", "nextn"})
 # A prediction layer that is numbered like the others joins two streams through these modules.
-_MTP_MODULE = re.compile(r"^(?P<layer>(?:.*?\.)?layers\.\d+)\.(?:eh_proj|enorm|hnorm)\.")
+_MTP_MODULES = frozenset({"eh_proj", "enorm", "hnorm"})
 
 _PROJECTIONS = {
     "gate_up_proj": "gate_up",
@@ -33,7 +33,11 @@ _PROJECTIONS = {
 }
 _PART_ALIASES = {"scale": "weight_scale", "scale_inv": "weight_scale_inv"}
 # Left over from calibration or for the cache of keys and values; they say nothing about the weights.
-_SKIPPED = re.compile(r"(?:_amax|output_scale|k_scale|v_scale|e_score_correction_bias)$")
+_SKIPPED = ("_amax", "output_scale", "k_scale", "v_scale", "e_score_correction_bias")
+
+
+class NameConflict(ValueError):
+    """Two tensors that are one part of one projection."""
 
 
 @dataclass
@@ -61,22 +65,22 @@ class ExpertLayer:
 
     def add(self, rest: str, name: str) -> None:
         """File one tensor under its expert, projection and part."""
-        per_expert = _PER_EXPERT.match(rest)
-        fused = None if per_expert else _FUSED.match(rest)
+        per_expert = _PER_EXPERT.fullmatch(rest)
+        fused = None if per_expert else _FUSED.fullmatch(rest)
         if per_expert:
             expert, projection, part = int(per_expert[1]), per_expert[2], per_expert[3]
         elif fused:
             expert, projection, part = None, fused[1], fused[2] or "weight"
         else:
-            if not _SKIPPED.search(rest):
+            if not rest.endswith(_SKIPPED):
                 self.unknown.append(name)
             return
-        if _SKIPPED.search(part):
+        if part.endswith(_SKIPPED):
             return
         parts = self.experts.setdefault(expert, {}).setdefault(_PROJECTIONS[projection], {})
         part = _PART_ALIASES.get(part, part)
         if part in parts:
-            raise CheckpointError(f"tensors {parts[part]} and {name} are the same part ({part}) of one projection")
+            raise NameConflict(f"tensors {parts[part]} and {name} are the same part ({part}) of one projection")
         parts[part] = name
 
 
@@ -88,24 +92,37 @@ def find_layers(names: Iterable[str], num_hidden_layers: int | None = None) -> l
         num_hidden_layers: from the model's config; layers from this number on predict further tokens.
     """
     layers: dict[str, ExpertLayer] = {}
-    mtp_layers: set[str] = set()
+    modules: dict[str, str] = {}  # root of a layer's experts -> the layer itself
+    mtp_modules: set[str] = set()
     for name in names:
-        match = _EXPERTS.match(name) if ".experts." in name else None
-        if match:
-            root = match["root"]
+        pieces = name.split(".")
+        start = _layer_start(pieces)
+        if start is None:
+            continue
+        module = ".".join(pieces[: start + 2])
+        if "experts" in pieces[start + 2 : -1]:
+            end = pieces.index("experts", start + 2)
+            root = ".".join(pieces[: end + 1])
             if root not in layers:
-                layers[root] = ExpertLayer(root, int(match["layer"]))
-            layers[root].add(match["rest"], name)
-        elif "norm." in name or "eh_proj." in name:
-            module = _MTP_MODULE.match(name)
-            if module:
-                mtp_layers.add(module["layer"] + ".")
+                layers[root] = ExpertLayer(root, int(pieces[start + 1]))
+                modules[root] = module
+            layers[root].add(".".join(pieces[end + 1 :]), name)
+        elif pieces[start + 2] in _MTP_MODULES:
+            mtp_modules.add(module)
     for root, layer in layers.items():
         numbered = num_hidden_layers is not None and layer.number >= num_hidden_layers
-        named = _MTP_COMPONENT.search(root) is not None
-        layer.mtp = numbered or named or any(root.startswith(prefix) for prefix in mtp_layers)
+        named = not _MTP_COMPONENTS.isdisjoint(root.split("."))
+        layer.mtp = numbered or named or modules[root] in mtp_modules
     found = (layer for layer in layers.values() if layer.experts or layer.unknown)
     return sorted(found, key=lambda layer: (layer.mtp, layer.number, layer.root))
+
+
+def _layer_start(pieces: list[str]) -> int | None:
+    """Where `layers.<n>.` begins that something follows."""
+    for i, piece in enumerate(pieces[:-2]):
+        if piece in _LAYERS and pieces[i + 1].isascii() and pieces[i + 1].isdigit():
+            return i
+    return None
 
 
 def select_layer(layers: list[ExpertLayer], number: int, mtp: bool, path: str) -> ExpertLayer:
@@ -118,14 +135,16 @@ def select_layer(layers: list[ExpertLayer], number: int, mtp: bool, path: str) -
     predicting = [layer for layer in layers if layer.mtp and layer.number == number]
     chosen = (predicting if mtp else []) or ordinary
     if len(chosen) > 1:
-        raise CheckpointError(f"{path}: layer {number} is ambiguous: {[layer.root for layer in chosen]}")
+        raise CheckpointError(f"{path}: layer {number} is ambiguous: {[layer.root for layer in chosen[:4]]}")
     if chosen:
         return chosen[0]
     text = f"{path}: layer {number} has no experts; layers with experts: {_numbers(layers, mtp=False)}"
-    if _numbers(layers, mtp=True):
+    if any(layer.mtp for layer in layers):
         text += f", multi-token-prediction layers (mtp=True): {_numbers(layers, mtp=True)}"
     raise CheckpointError(text)
 
 
-def _numbers(layers: list[ExpertLayer], mtp: bool) -> list[int]:
-    return [layer.number for layer in layers if layer.mtp == mtp]
+def _numbers(layers: list[ExpertLayer], mtp: bool) -> str:
+    """Such as "[1, 2, 3]"; of more than a hundred layers the first."""
+    numbers = [layer.number for layer in layers if layer.mtp == mtp]
+    return f"{numbers[:100]}{f' and {len(numbers) - 100} more' if len(numbers) > 100 else ''}"

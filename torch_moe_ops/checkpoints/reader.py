@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops.checkpoints.errors import CheckpointError
-from torch_moe_ops.checkpoints.header import TORCH_DTYPES, TensorEntry
-from torch_moe_ops.checkpoints.index import CheckpointIndex
+from torch_moe_ops.checkpoints.files import open_regular, unreadable
+from torch_moe_ops.checkpoints.header import TORCH_DTYPES, TensorEntry, digest_of, header_text
+from torch_moe_ops.checkpoints.index import CheckpointIndex, forget
 
 
 class TensorReader:
     """Keeps the files open between reads: a layer has thousands of small tensors in few files.
 
     Plain reads instead of a memory map: a file that shrinks meanwhile is an error and not a SIGBUS, and the pages
-    of the file do not count as memory of the process.
+    of the file do not count as memory of the process. A file whose header is not the indexed one any more is an error.
     """
 
     def __init__(self, index: CheckpointIndex) -> None:
@@ -53,13 +54,19 @@ class TensorReader:
     def _bytes(self, name: str, entry: TensorEntry, start: int, nbytes: int) -> bytearray:
         buffer = bytearray(nbytes)
         try:
-            if entry.file not in self._files:
-                self._files[entry.file] = open(entry.file, "rb")  # noqa: SIM115 - closed by __exit__
-            stream = self._files[entry.file]
+            stream = self._files.get(entry.file) or self._open(entry.file)
             stream.seek(start)
             got = stream.readinto(buffer)  # type: ignore[attr-defined]
         except OSError as error:
-            raise CheckpointError(f"{entry.file}: tensor {name}: cannot be read: {error.strerror or error}") from error
+            raise unreadable(entry.file, error, f"tensor {name}: ") from error
         if got != nbytes:
             raise CheckpointError(f"{entry.file}: is truncated: tensor {name} needs {nbytes} bytes, got {got}")
         return buffer
+
+    def _open(self, file: str) -> BinaryIO:
+        stream = self._files[file] = open_regular(file)
+        text, _ = header_text(stream, file)
+        if digest_of(text) != self.index.digests[file]:
+            forget(self.index.path)
+            raise CheckpointError(f"{file}: its header has changed since it was indexed: load again")
+        return stream
