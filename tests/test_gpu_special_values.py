@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import activation_layers
 import pytest
 import special_rows
 import torch
-from gpu_layers import Format, Sizes, as_reference, formats, make_raw, needs_cuda, prepare
+from gpu_layers import FORMATS, Format, Sizes, as_reference, make_raw, needs_cuda, prepare
 from special_rows import Batch
 
 import torch_moe_ops as moe
@@ -16,8 +17,20 @@ import torch_moe_ops as moe
 pytestmark = [pytest.mark.gpu, needs_cuda]
 
 SIZES = Sizes(experts=8, top_k=2, hidden=512, inter=256)
-# A silu of its own in some kernels; one that clamps both halves; one that compares.
-SOME = ("silu", "swigluoai", "relu2_no_mul")
+
+
+def _cases() -> Iterator[tuple[Format, str]]:
+    """Every format with an activation that clamps; in kernels of our own with a plain silu and one that compares, too.
+
+    Triton would compile each of these for each format; test_activations_of_everything has them.
+    """
+    for fmt in FORMATS:
+        yield fmt, "swigluoai"
+        if not fmt.backend.startswith("triton"):
+            yield fmt, "silu"
+            yield fmt, "relu2_no_mul"
+
+
 # Single rows of layers this small: one code of the intermediate on the other side of a tie, or fp8 sums of 13 bits.
 BOUND = 0.1
 
@@ -30,8 +43,7 @@ def batches(whole: Batch) -> list[list[int]]:
     return [*alone, *pairs, rows, rows * (1 + 320 // len(rows))]
 
 
-@formats
-@pytest.mark.parametrize("activation", SOME)
+@pytest.mark.parametrize(("fmt", "activation"), _cases(), ids=str)
 def test_rows(fmt: Format, activation: str) -> None:
     raw = make_raw(fmt, dataclasses.replace(SIZES, activation=activation))
     w, oracle = prepare(raw, fmt), as_reference(raw, fmt)

@@ -113,6 +113,7 @@ CASES: tuple[dict[str, Any], ...] = (
     _SIZES | {"scheme": "int4", "weights": {"group": 128, "zero": True}, "dtype": torch.float16},
     _SIZES | {"scheme": "int8", "weights": {"group": -1}, "act_format": "int8", "tokens": 200},
     _SIZES | {"scheme": "int8", "weights": {"group": -1, "zero": True}, "act_format": "int8"},
+    _SIZES | {"scheme": "int8", "weights": {"group": -1}, "act_format": "int8", "a1": 30.0, "a2": "expert"},
 )
 
 
