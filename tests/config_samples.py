@@ -125,7 +125,7 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
         **constants(),
         "mx_alignment": 256,
     },
-    "mxfp4_w4a8_moe_quant_config": lambda: {**mx(), **biases(), "block_shape": [1, 128]},
+    "mxfp4_w4a8_moe_quant_config": lambda: {**mx(), **biases(), **static(), "block_shape": [1, 32]},
     "ocp_mx_moe_quant_config": lambda: {
         "quant_dtype": "mxfp6_e3m2",
         **mx(),

@@ -70,6 +70,16 @@ def fp8_w8a8__static_expert_with_products_and_biases() -> Given:
 
 
 @case
+def fp8_w8a8__static_scales_with_products() -> Given:
+    """As callers of FlashInfer's CUTLASS kernels make them: every scale, its inverse and the products."""
+    p, a = pair(fp8("tensor")), (torch.tensor(0.01), torch.tensor(0.02))
+    products = {f"g{i + 1}_alphas": s * p.scales[i] for i, s in enumerate(a)}
+    config = moe_config.fp8_w8a8_moe_quant_config(*p.scales, *a, **products)
+    factors: dict[str, Any] = {f"g{i + 1}_alphas": s.expand(EXPERTS) for i, s in enumerate(a)}
+    return p.given(config, act_format="fp8", a1_gscale=1 / a[0], a2_gscale=1 / a[1], **factors)
+
+
+@case
 def fp8_w8a8__halves_dynamic() -> Given:
     p = pair(fp8("half"))
     return p.given(moe_config.fp8_w8a8_moe_quant_config(*p.scales), act_format="fp8")
@@ -311,7 +321,7 @@ def nvfp4__static_tensor_swizzled() -> Given:
     p, scalars, bias = pair(nvfp4), kernel_scalars(False, False), biases()
     swizzled = {f"w{i + 1}_scale": flat_swizzle(s) for i, s in enumerate(p.scales)}
     config = moe_config.nvfp4_moe_quant_config(**scalars, **swizzled, **bias)
-    return p.given(config, act_format="nvfp4", **scalars, **of_layer(bias))
+    return p.given(config, {"alphas": "products"}, act_format="nvfp4", **scalars, **of_layer(bias))
 
 
 @case
@@ -319,7 +329,17 @@ def nvfp4__static_expert_halves() -> Given:
     p, scalars = pair(nvfp4), kernel_scalars(True, True)
     scales = dict(zip(("w1_scale", "w2_scale"), p.scales, strict=True))
     config = moe_config.nvfp4_moe_quant_config(**scalars, **scales, is_nvfp4_scale_swizzled=False)
-    return p.given(config, act_format="nvfp4", **scalars)
+    return p.given(config, {"alphas": "products"}, act_format="nvfp4", **scalars)
+
+
+@case
+def nvfp4__alphas_of_an_emulation() -> Given:
+    """Weight scales alone beside scalar gscales; the emulation's weight scales are linear, whatever the flag says."""
+    p, scalars = pair(nvfp4), kernel_scalars(False, False)
+    alone = {f"g{i}_alphas": scalars[f"g{i}_alphas"] * scalars[f"a{i}_gscale"] for i in (1, 2)}
+    scales = dict(zip(("w1_scale", "w2_scale"), p.scales, strict=True))
+    config = moe_config.nvfp4_moe_quant_config(**{**scalars, **alone}, **scales)
+    return p.given(config, {"alphas": "weights"}, act_format="nvfp4", **scalars)
 
 
 @case

@@ -14,7 +14,7 @@ from torch_moe_ops.checkpoints import CheckpointError, index, load_experts, prog
 from torch_moe_ops.checkpoints.model_config import activation_fields, parse_config
 from torch_moe_ops.checkpoints.naming import find_layers
 from torch_moe_ops.checkpoints.reader import TensorReader
-from torch_moe_ops.raw_weights import _same_bits
+from torch_moe_ops.same_bits import same_bits
 
 NAME = "qwen3_moe_modelopt_nvfp4"
 
@@ -134,7 +134,7 @@ def test_config_is_optional(tmp_path, name):
     assert without.activation == ("swigluoai" if name.startswith("gpt_oss") else None)
     assert without.tensors().keys() == with_config.tensors().keys()
     for key, tensor in without.tensors().items():
-        assert _same_bits(tensor, with_config.tensors()[key]), key
+        assert same_bits(tensor, with_config.tensors()[key]), key
 
 
 def test_index_is_built_once_and_again_after_a_change(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import re
 from typing import Any
@@ -191,11 +192,12 @@ def test_fp8_flags() -> None:
             build(name, **plain, **scales(128, 128), block_shape=[128, 128], **{flag: True})
 
 
-def test_mxfp4_w4a8_scales_are_per_token_unless_static_or_blocked() -> None:
+def test_mxfp4_w4a8_scales_are_per_token_unless_static() -> None:
     name = "mxfp4_w4a8_moe_quant_config"
-    assert build(name, block_shape=None).is_per_act_token
-    assert build(name, block_shape=None, **static()).is_per_tensor
-    assert build(name, block_shape=[1, 32]).scale_shape(5, 70) == (5, 3)
+    for block in (None, [1, 32]):  # which is the weights'
+        dynamic = build(name, a1_scale=None, a2_scale=None, block_shape=block)
+        assert dynamic.is_per_act_token and dynamic.scale_shape(5, 70) == (5, 1)
+        assert build(name, block_shape=block, **static()).is_per_tensor
 
 
 def test_precision_config_stands_in_for_mxfp4_scales() -> None:
@@ -221,9 +223,12 @@ def test_swizzled_scales_as_tiles_or_flat() -> None:
     tiles = [torch.zeros(EXPERTS, *s, dtype=FP8) for s in shapes]
     flat = [t.flatten(1) for t in tiles]
     for w1, w2 in (tiles, flat):
-        config = build("nvfp4_moe_quant_config", w1_scale=w1, w2_scale=w2, is_nvfp4_scale_swizzled=True)
-        assert config.is_nvfp4_scale_swizzled and config.scale_layout == "swizzled"
-        with pytest.raises(ValueError, match="w1_scale must"):
-            build("nvfp4_moe_quant_config", w1_scale=w1, w2_scale=w2, is_nvfp4_scale_swizzled=False)
+        # The flag is about scales of activations.
+        for flag in (True, False):
+            config = build("nvfp4_moe_quant_config", w1_scale=w1, w2_scale=w2, is_nvfp4_scale_swizzled=flag)
+            assert config.is_nvfp4_scale_swizzled == flag and config.scale_layout is None
+        assert dataclasses.replace(config, scale_layout="swizzled").scale_layout == "swizzled"
     with pytest.raises(ValueError, match="w1_scale must be swizzled"):
-        build("nvfp4_moe_quant_config", is_nvfp4_scale_swizzled=True)
+        dataclasses.replace(build("nvfp4_moe_quant_config"), scale_layout="swizzled")
+    with pytest.raises(ValueError, match="w2_scale must be swizzled like w1_scale"):
+        build("nvfp4_moe_quant_config", w1_scale=flat[0])

@@ -39,7 +39,7 @@ def test_fix_1_blocks_are_recorded_in_the_descriptors() -> None:
         ("mxfp4_moe_quant_config", ONE_BY_32, ONE_BY_32),
         ("mxfp4_w4a16_moe_quant_config", None, ONE_BY_32),
         ("mxfp4_mxfp8_moe_quant_config", ONE_BY_32, ONE_BY_32),
-        ("mxfp4_w4a8_moe_quant_config", GroupShape(1, 128), ONE_BY_32),
+        ("mxfp4_w4a8_moe_quant_config", GroupShape.PER_TENSOR, ONE_BY_32),
     ):
         config = build(name)
         assert (config._a1.shape, config._a2.shape) == (act, act), name
@@ -66,9 +66,9 @@ def test_fix_3_alpha_gscale_and_channel_scale_are_fields_of_their_own() -> None:
     static_nvfp4 = build("nvfp4_moe_quant_config")
     assert static_nvfp4._a1.gscale is static_nvfp4.a1_gscale and static_nvfp4._a1.alpha is None
     assert static_nvfp4._w1.alpha is static_nvfp4.g1_alphas and static_nvfp4._w1.gscale is None
-    assert static_nvfp4.alphas_include_input_scale and static_nvfp4.w1_channel_scale is None
+    assert static_nvfp4.w1_channel_scale is None
     weight_only = build("nvfp4_w4a16_moe_quant_config")
-    assert weight_only._w1.alpha is weight_only.g1_alphas and not weight_only.alphas_include_input_scale
+    assert weight_only._w1.alpha is weight_only.g1_alphas
     w4a8 = build("int4_w4afp8_moe_quant_config")
     assert w4a8._w1.channel_scale is w4a8.g1_alphas is w4a8.w1_channel_scale and w4a8._w1.alpha is None
     for config in (static_nvfp4, weight_only, w4a8):
@@ -107,10 +107,9 @@ def test_fix_5_use_fp8_w8a8_looks_at_the_weights_too() -> None:
 def test_fix_6_mx_alignment_through_make_and_one_layout_tag() -> None:
     config = make("mxfp8", mx_alignment=128)
     assert config.mx_alignment == 128 and config.scale_shape(2, 2880) == (2, 92)
-    assert make("mxfp8", scale_layout="swizzled").is_scale_swizzled
-    # The nvfp4 flag is about nvfp4: its default does not call other formats' scales swizzled.
-    assert not make("mxfp8").is_scale_swizzled and not make("mxfp8").is_nvfp4_scale_swizzled
-    assert make("nvfp4").is_scale_swizzled is make("nvfp4").is_nvfp4_scale_swizzled is True
+    # One tag for weights; the flag of activations says nothing about it.
+    assert make("mxfp8", scale_layout="swizzled", is_nvfp4_scale_swizzled=False).scale_layout == "swizzled"
+    assert make("mxfp8").scale_layout is make("nvfp4").scale_layout is None
 
 
 @pytest.mark.parametrize("weight", OCP_MX_DTYPES)
@@ -145,7 +144,6 @@ def test_fix_8_w14_no_builder_argument_is_dropped() -> None:
         build("mxfp4_mxfp8_moe_quant_config", **static())
     with pytest.raises(ValueError, match=r"block_shape must be \[1, 32\] or None for mxfp4, got \[128, 128\]"):
         build("mxfp4_mxfp8_moe_quant_config", block_shape=[128, 128])
-    assert build("mxfp4_w4a8_moe_quant_config", block_shape=[1, 64])._a1.shape == (1, 64)
     given = static()
     assert build("mxfp4_w4a8_moe_quant_config", block_shape=None, **given).a2_scale is given["a2_scale"]
     assert build("mxfp4_mxfp8_moe_quant_config", mx_alignment=64).mx_alignment == 64

@@ -180,8 +180,11 @@ def test_swizzled_scales_against_sizes() -> None:
     swizzled = {"w2_scale": second, "w1_bias": None, "w2_bias": None, "is_nvfp4_scale_swizzled": True}
     layer_config().validate_quant_config(build(name, w1_scale=first, **swizzled))
     layer_config().validate_quant_config(build(name, w1_scale=first.flatten(1), **swizzled))
-    with pytest.raises(ValueError, match=r"w1_scale must hold 1024 swizzled scales per expert, got \(3, 128, 4\)"):
+    with pytest.raises(ValueError, match=r"w1_scale must have shape \(3, 192, 4\) or hold 256 x 4 swizzled scales"):
         layer_config().validate_quant_config(build(name, w1_scale=first[:, :128], **swizzled))
+    said = dataclasses.replace(build(name, w1_scale=first[:, :128], **swizzled), scale_layout="swizzled")
+    with pytest.raises(ValueError, match=r"w1_scale must hold 256 x 4 swizzled scales per expert .*got \(3, 128, 4\)"):
+        layer_config().validate_quant_config(said)
 
 
 def test_backend_names_hold_the_registry() -> None:

@@ -74,13 +74,19 @@ def test_make_no_parallel() -> None:
 # backend -> the properties that it turns on where tokens are exchanged
 KERNELS = {
     "naive": {"use_naive_all2all_kernels"},
-    "allgather_reducescatter": {"use_naive_all2all_kernels"},
+    "allgather_reducescatter": {"use_naive_all2all_kernels", "use_ag_rs_all2all_kernels"},
     "deepep_high_throughput": {"use_deepep_ht_kernels"},
     "deepep_low_latency": {"use_deepep_ll_kernels", "use_batched_activation_format"},
     "flashinfer_all2allv": {"use_fi_all2allv_kernels", "use_fi_nvl_two_sided_kernels"},
     "flashinfer_nvlink_two_sided": {"use_fi_all2allv_kernels", "use_fi_nvl_two_sided_kernels"},
     "flashinfer_nvlink_one_sided": {"use_fi_nvl_one_sided_kernels"},
     "mori": {"use_mori_kernels"},
+    "mori_high_throughput": {"use_mori_kernels"},
+    "mori_low_latency": {"use_mori_kernels"},
+    "deepep_v2": {"use_deepep_v2_kernels"},
+    "pplx": set(),
+    "moonep": set(),
+    "passthrough": set(),
     "nixl_ep": {"use_nixl_ep_kernels", "use_batched_activation_format"},
 }
 

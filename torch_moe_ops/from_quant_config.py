@@ -1,5 +1,8 @@
 """From a quant config of the field and packed weights to RawWeights.
 
+A config does not say everything that its tensors mean: whether `g*_alphas` contain the input scale, and how `w*_scale`
+lie where their shape fits two layouts. The caller says it; nothing is guessed.
+
 What the conversion does to numbers: codes and scales keep their values, with two exceptions. int4's float32 scales per
 output channel are folded into its group scales, fl(scale * channel). A config that gives products with an input scale
 has it divided out, in the order that lets `prepare` multiply it back to the same product (see `divided_by`).
@@ -15,14 +18,17 @@ from torch import Tensor
 
 from torch_moe_ops.config._require import require, require_type
 from torch_moe_ops.config.descriptors import FusedMoEQuantDesc, is_precision_config
-from torch_moe_ops.config.formats import FP8, INT8
+from torch_moe_ops.config.formats import FP8
 from torch_moe_ops.config.quant_config import FusedMoEQuantConfig
-from torch_moe_ops.input_scales import AGREEMENT, divided_by, input_scale_of
+from torch_moe_ops.config.queries import scheme_name
+from torch_moe_ops.config.weight_scales import fitting_layouts, fitting_shapes, possible_layouts
+from torch_moe_ops.input_scales import agrees, divided_by, input_scale_of
 from torch_moe_ops.integer_storage import int4_codes as codes_of_int4
 from torch_moe_ops.integer_storage import int8_codes as codes_of_int8
 from torch_moe_ops.integer_storage import rows_of_scales, zero_points
 from torch_moe_ops.quant import e8m0, fp6
-from torch_moe_ops.quant.swizzle import padded_shape, unswizzle_scale
+from torch_moe_ops.quant.swizzle import unswizzle_scale
+from torch_moe_ops.quant_config_readings import PRODUCTS, WEIGHTS, check_alphas_reading, layout_reading
 from torch_moe_ops.raw_weights import RawWeights
 from torch_moe_ops.schemes import Scheme, get_scheme
 
@@ -30,7 +36,13 @@ OWNER = "from_quant_config"
 
 
 def from_quant_config(
-    w13: Tensor, w2: Tensor, quant_config: FusedMoEQuantConfig, *, int4_codes: str = "offset"
+    w13: Tensor,
+    w2: Tensor,
+    quant_config: FusedMoEQuantConfig,
+    *,
+    int4_codes: str = "offset",
+    alphas: str | None = None,
+    weight_scale_layout: str | None = None,
 ) -> RawWeights:
     """RawWeights of a config and the weights that it describes. Prepare them with `quant_config.act_format`.
 
@@ -46,21 +58,28 @@ def from_quant_config(
             needs nothing: a backend pads what it needs.
         int4_codes: "offset": codes 0..15, value code - 8 without zero points (uint4b8; compressed-tensors, GPTQ);
             "signed": -8..7 in two's complement (FlashInfer's mxint4, CUTLASS w4a8). Ignored for other weights.
+        alphas: "products": `g*_alphas` are input scale * weight scale, as FlashInfer's and CUTLASS's kernels take
+            them; "weights": weight scales alone, as an emulation takes them. Must be said where the config has alphas
+            and static activation scales, unless its `w*_scale` decide (fp8).
+        weight_scale_layout: how `w*_scale` of nvfp4 and MX weights lie: "linear", as in a checkpoint, or "swizzled".
+            Must be said, here or as the config's `scale_layout`, where a shape fits both. The config's
+            `is_nvfp4_scale_swizzled` is about scales of activations.
 
     Raises:
-        ValueError, TypeError: naming the config's field: no weight scales, tensors that do not fit the weights, static
-            activation scales where the scheme's op has dynamic ones, products that contradict their factors.
+        ValueError, TypeError: naming the config's field: no weight scales, tensors that do not fit the weights,
+            products that contradict their factors, alphas or a layout that must be said.
     """
     _require_arguments(w13, w2, quant_config)
     scheme = get_scheme(scheme_name(quant_config))
-    _require_runnable(quant_config, scheme)
+    check_alphas_reading(OWNER, quant_config, alphas)
+    layout = layout_reading(OWNER, quant_config, weight_scale_layout)
     # K of w13 is hidden_size: four fp6 codes in three bytes show there, and w2 is packed alike.
     packed_fp6 = 4 * w13.shape[2] == 3 * w2.shape[1]
     tensors: dict[str, Tensor | None] = {}
     halves = 1
     for gemm, name, input_name, w in (("2", "w2", "a2", w2), ("1", "w13", "a13", w13)):
-        input_scale = tensors[f"{input_name}_input_scale"] = input_scale_of(OWNER, quant_config, gemm, scheme)
-        operand = _Operand(quant_config, scheme, gemm, w, halves, input_scale, int4_codes, packed_fp6)
+        input_scale = tensors[f"{input_name}_input_scale"] = input_scale_of(OWNER, quant_config, gemm)
+        operand = _Operand(quant_config, scheme, gemm, w, halves, input_scale, int4_codes, packed_fp6, alphas, layout)
         parts = operand.parts()
         tensors |= {f"{name}{part}": tensor for part, tensor in parts.items()}
         halves = 2 if w13.shape[1] == 2 * operand.k(parts[""]) else 1  # of w13: K of w2 is the intermediate size
@@ -75,12 +94,6 @@ def from_quant_config(
     )
 
 
-def scheme_name(config: FusedMoEQuantConfig) -> str:
-    """The key of SCHEMES: the config's scheme, except that each mxfp6 element has one of its own."""
-    weight = config.weight_quant_dtype
-    return weight if isinstance(weight, str) and weight.startswith("mxfp6") else config.scheme
-
-
 def _require_arguments(w13: Tensor, w2: Tensor, config: FusedMoEQuantConfig) -> None:
     ok = isinstance(config, FusedMoEQuantConfig)
     require_type(ok, OWNER, "quant_config", "be a FusedMoEQuantConfig", config)
@@ -89,17 +102,6 @@ def _require_arguments(w13: Tensor, w2: Tensor, config: FusedMoEQuantConfig) -> 
         require(w.ndim == 3, OWNER, name, "have 3 dimensions [num_experts, rows, K]", w.shape)
     text = "be a Tensor: a PrecisionConfig's scales lie as its own package wants them"
     require_type(not is_precision_config(config._w1.scale), OWNER, "w1_scale", text, config._w1.scale)
-
-
-def _require_runnable(config: FusedMoEQuantConfig, scheme: Scheme) -> None:
-    """Refuse what the scheme's op cannot mean: another block than its own."""
-    act, weight = config._a1, config._w1
-    if scheme.name == "fp8_block":
-        size = scheme.scales.size if scheme.scales else 0
-        require(weight.shape == (size, size), OWNER, "block_shape", f"be [{size}, {size}]", config.block_shape)
-    elif act.shape is not None and act.shape.is_block() and act.dtype in (FP8, INT8):
-        text = f"be None for {config.act_format} activations with {scheme.name} weights, which have a scale per token"
-        require(False, OWNER, "block_shape", text, [act.shape.row, act.shape.col])
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,8 @@ class _Operand:
     input_scale: Tensor | None
     int4_codes: str
     packed_fp6: bool
+    alphas: str | None
+    layout: str | None  # of block scales; None: not said
 
     def parts(self) -> dict[str, Tensor | None]:
         """{suffix of a RawWeights field: tensor}."""
@@ -148,10 +152,11 @@ class _Operand:
 
     def alpha(self) -> Tensor | None:
         """The global scale of the weight alone: `g*_alphas`, without the input scale if it is contained."""
-        if self.desc.alpha is None or not self.config.alphas_include_input_scale:
-            return self.desc.alpha
-        assert self.input_scale is not None  # the alphas include it
-        return divided_by(self.desc.alpha, self.input_scale)
+        alpha = self.desc.alpha
+        if alpha is None or self.alphas != PRODUCTS:
+            return alpha
+        assert self.input_scale is not None  # products have one: checked before
+        return divided_by(alpha, self.input_scale)
 
 
 Parts = dict[str, Tensor | None]
@@ -170,13 +175,17 @@ def _as_bytes(name: str, w: Tensor, *dtypes: str) -> Tensor:
 
 def _block_scale(op: _Operand, scale: Tensor, k: int) -> Tensor:
     """[E, rows, K / block], unswizzled."""
-    if not op.config.is_scale_swizzled:
-        return scale
-    assert op.scheme.scales is not None  # only block formats are swizzled
+    assert op.scheme.scales is not None  # of block formats
     cols = -(-k // op.scheme.scales.size)
-    rows, columns = padded_shape(op.rows, cols)
-    text = f"hold {rows} x {columns} swizzled scales per expert for {op.rows} rows of {cols} blocks"
-    require(scale[0].numel() == rows * columns, OWNER, op.scale_name, text, scale.shape)
+    fits = fitting_layouts(scale, op.rows, cols)
+    shape = tuple(scale.shape)
+    text = (
+        f"be 'linear' ([E, rows, K / block], as in a checkpoint) or 'swizzled' (128x4 tiles): {op.scale_name} {shape}"
+    )
+    require(op.layout is not None or len(fits) < 2, OWNER, "weight_scale_layout", f"{text} fits both", None)
+    if (op.layout or (fits or possible_layouts(scale))[0]) == "linear":
+        return scale  # RawWeights says what is wrong with its shape
+    require("swizzled" in fits, OWNER, op.scale_name, fitting_shapes(scale, op.rows, cols, "swizzled"), shape)
     return unswizzle_scale(scale.flatten(1), op.rows, cols)
 
 
@@ -213,22 +222,32 @@ def _fp8_codes(op: _Operand) -> Tensor:
 
 def _fp8(op: _Operand) -> Parts:
     """[E, 1], [E, 2] or [E, rows, 1]."""
-    alpha = op.alpha()
-    if op.desc.scale is None and alpha is not None:
-        return {"": _fp8_codes(op), "_scale": alpha.reshape(alpha.shape[0], -1)}
+    if op.desc.scale is None and op.desc.alpha is not None:
+        return {"": _fp8_codes(op), "_scale": op.alpha().reshape(op.w.shape[0], -1)}
     scale = _fp8_scale(op)
     flat = scale.reshape(scale.shape[0], -1)
     text = f"hold one scale, one per half or one per row (of {op.rows}) of each expert"
     require(flat.shape[1] in (1, 2, op.rows), OWNER, op.scale_name, text, scale.shape)
-    if alpha is not None:
-        agree = flat.shape[1] <= 2 and torch.allclose(alpha.reshape(len(flat), -1), flat, rtol=AGREEMENT, atol=0)
-        text = f"be {op.scale_name} (times the input scale, with a{op.gemm}_gscale)"
-        require(agree, OWNER, f"g{op.gemm}_alphas", text, "other values")
+    _require_fp8_alpha(op, flat)
     return {"": _fp8_codes(op), "_scale": flat[..., None] if flat.shape[1] > 2 else flat}
 
 
+def _require_fp8_alpha(op: _Operand, scale: Tensor) -> None:
+    """Alphas beside scales [E, 1 or 2] say nothing new: they must agree, in the reading that was said or in either."""
+    if op.desc.alpha is None:
+        return
+    readings = {WEIGHTS: scale}
+    if op.input_scale is not None:
+        readings[PRODUCTS] = scale * (op.input_scale[:, None] if op.input_scale.ndim else op.input_scale)
+    said = [op.alphas] if op.alphas else list(readings)
+    alpha = op.desc.alpha.reshape(len(scale), -1)
+    agree = scale.shape[1] <= 2 and any(agrees(alpha, readings[name]) for name in said)
+    names = {WEIGHTS: op.scale_name, PRODUCTS: f"{op.scale_name} times the input scale"}
+    text = f"be {' or '.join(names[name] for name in said)}"
+    require(agree, OWNER, f"g{op.gemm}_alphas", text, "other values")
+
+
 def _fp8_block(op: _Operand) -> Parts:
-    require(op.desc.alpha is None, OWNER, f"g{op.gemm}_alphas", "be None for fp8 weights with block scales", "a Tensor")
     return {"": _fp8_codes(op), "_scale": _fp8_scale(op)}
 
 

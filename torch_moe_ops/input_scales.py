@@ -9,12 +9,11 @@ from torch import Tensor
 
 from torch_moe_ops.config._require import require
 from torch_moe_ops.config.quant_config import FusedMoEQuantConfig
-from torch_moe_ops.schemes import Scheme
 
 AGREEMENT = 1e-5  # relative, of a product and its factors, each rounded to float32
 
 
-def input_scale_of(owner: str, config: FusedMoEQuantConfig, gemm: str, scheme: Scheme) -> Tensor | None:
+def input_scale_of(owner: str, config: FusedMoEQuantConfig, gemm: str) -> Tensor | None:
     """[] or [num_experts], multiplies; from `a*_scale`, else from `a*_gscale`; None where the config has neither.
 
     A gscale that was made as fl(1 / scale) comes back from `prepare`, fl(1 / fl(1 / gscale)), bit for bit; any other
@@ -23,17 +22,13 @@ def input_scale_of(owner: str, config: FusedMoEQuantConfig, gemm: str, scheme: S
     Args:
         gemm: "1" for the input, "2" for the intermediate.
 
-    Raises ValueError, in the name of `owner`, where the scheme's op takes no such scale.
+    Raises ValueError, in the name of `owner`, for values that are no scales, or a scale and gscale that disagree.
     """
     desc = config._a1 if gemm == "1" else config._a2
     for field, tensor in (("scale", desc.scale), ("gscale", desc.gscale)):
         if tensor is None:
             continue
         name = f"a{gemm}_{field}"
-        text = f"be None: {config.act_format} activations with {scheme.name} weights have dynamic scales"
-        require(config.act_format in scheme.static_acts, owner, name, text, "a Tensor")
-        text = "hold one scale, or one per expert (scales of tokens go with the call, as hidden_states_scale)"
-        require(tensor.numel() == 1 or tensor.ndim == 1, owner, name, text, tensor.shape)
         require(bool((tensor.isfinite() & (tensor > 0)).all()), owner, name, "be positive and finite", "other values")
     scale, gscale = (None if t is None else t.reshape(()) if t.numel() == 1 else t for t in (desc.scale, desc.gscale))
     if gscale is None:
@@ -41,9 +36,13 @@ def input_scale_of(owner: str, config: FusedMoEQuantConfig, gemm: str, scheme: S
     inverse = gscale.reciprocal()
     if scale is None:
         return inverse
-    agree = torch.allclose(inverse.expand_as(scale + inverse), scale.expand_as(scale + inverse), AGREEMENT, 0)
-    require(agree, owner, f"a{gemm}_gscale", f"be 1 / a{gemm}_scale", "other values")
+    require(agrees(inverse, scale), owner, f"a{gemm}_gscale", f"be 1 / a{gemm}_scale", "other values")
     return scale
+
+
+def agrees(product: Tensor, factors: Tensor) -> bool:
+    """Whether two ways to the same float32 numbers, of shapes that broadcast, differ by their roundings only."""
+    return torch.allclose(*torch.broadcast_tensors(product, factors), rtol=AGREEMENT, atol=0)
 
 
 def divided_by(alpha: Tensor, input_scale: Tensor) -> Tensor:

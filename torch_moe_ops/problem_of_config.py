@@ -13,7 +13,7 @@ from torch_moe_ops.config._require import require_type
 from torch_moe_ops.config.builders import FUSED_MOE_UNQUANTIZED_CONFIG
 from torch_moe_ops.config.moe import FusedMoEConfig
 from torch_moe_ops.config.quant_config import FusedMoEQuantConfig
-from torch_moe_ops.from_quant_config import scheme_name
+from torch_moe_ops.config.queries import scheme_name
 from torch_moe_ops.integer_storage import int4_scales
 from torch_moe_ops.routing import METHOD_NAMES, RoutingMethodType
 from torch_moe_ops.schemes import SCHEMES, Scheme

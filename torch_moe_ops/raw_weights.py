@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops.activations import ACTIVATIONS
+from torch_moe_ops.same_bits import same_bits
 from torch_moe_ops.schemes import ZERO_POINT_DTYPES, Scheme, get_scheme
 
 if TYPE_CHECKING:
@@ -69,12 +70,19 @@ class RawWeights:
 
     @staticmethod
     def from_quant_config(
-        w13: Tensor, w2: Tensor, quant_config: FusedMoEQuantConfig, *, int4_codes: str = "offset"
+        w13: Tensor,
+        w2: Tensor,
+        quant_config: FusedMoEQuantConfig,
+        *,
+        int4_codes: str = "offset",
+        alphas: str | None = None,
+        weight_scale_layout: str | None = None,
     ) -> RawWeights:
         """Packed weights and the config that describes them; see `torch_moe_ops.from_quant_config`."""
         from torch_moe_ops.from_quant_config import from_quant_config
 
-        return from_quant_config(w13, w2, quant_config, int4_codes=int4_codes)
+        said = {"alphas": alphas, "weight_scale_layout": weight_scale_layout}
+        return from_quant_config(w13, w2, quant_config, int4_codes=int4_codes, **said)
 
     @property
     def num_experts(self) -> int:
@@ -130,19 +138,9 @@ class RawWeights:
         plain = [f.name for f in dataclasses.fields(self) if f.name not in mine and f.name not in theirs]
         return (
             mine.keys() == theirs.keys()
-            and all(_same_bits(mine[name], theirs[name]) for name in mine)
+            and all(same_bits(mine[name], theirs[name]) for name in mine)
             and all(getattr(self, name) == getattr(other, name) for name in plain)
         )
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    return torch.equal(_bytes(a), _bytes(b.to(a.device)))
-
-
-def _bytes(t: Tensor) -> Tensor:
-    return t.detach().contiguous().reshape(-1).view(torch.uint8) if t.numel() else t.new_empty(0, dtype=torch.uint8)
 
 
 def _require(condition: bool, raw: RawWeights, field: str, requirement: str, got: Any) -> None:

@@ -33,6 +33,10 @@ def fp8_w8a8_moe_quant_config(
     a2_gscale: Tensor | None = None,
     g1_alphas: Tensor | None = None,
     g2_alphas: Tensor | None = None,
+    *,
+    gemm1_alpha: float | None = None,
+    gemm1_beta: float | None = None,
+    gemm1_clamp_limit: float | None = None,
 ) -> FusedMoEQuantConfig:
     """fp8 (e4m3) weights and activations.
 
@@ -47,6 +51,7 @@ def fp8_w8a8_moe_quant_config(
             scale per token and that many columns. Excludes both flags.
         a1_gscale, a2_gscale: 1 / a1_scale and 1 / a2_scale: multiply an activation before it is quantized.
         g1_alphas, g2_alphas: float32 [num_experts], weight scale * input scale: multiply an accumulator.
+        gemm1_alpha, gemm1_beta, gemm1_clamp_limit: constants of the activation; None: its own.
     """
     require_tensors("fp8_w8a8_moe_quant_config", w1_scale=w1_scale, w2_scale=w2_scale)
     return FusedMoEQuantConfig.make(
@@ -64,11 +69,22 @@ def fp8_w8a8_moe_quant_config(
         a2_gscale=a2_gscale,
         w1_bias=w1_bias,
         w2_bias=w2_bias,
+        gemm1_alpha=gemm1_alpha,
+        gemm1_beta=gemm1_beta,
+        gemm1_clamp_limit=gemm1_clamp_limit,
     )
 
 
 def fp8_w8a16_moe_quant_config(
-    w1_scale: Tensor, w2_scale: Tensor, block_shape: Sequence[int] | None = None
+    w1_scale: Tensor,
+    w2_scale: Tensor,
+    block_shape: Sequence[int] | None = None,
+    *,
+    w1_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    gemm1_alpha: float | None = None,
+    gemm1_beta: float | None = None,
+    gemm1_clamp_limit: float | None = None,
 ) -> FusedMoEQuantConfig:
     """fp8 (e4m3) weights, activations not quantized.
 
@@ -76,10 +92,21 @@ def fp8_w8a16_moe_quant_config(
         w1_scale, w2_scale: multiply. [num_experts], per channel [num_experts, rows(, 1)], or
             [num_experts, row blocks, K blocks] with block_shape.
         block_shape: [rows, columns] of a weight block; the config's `block_shape` reports it.
+        w1_bias, w2_bias: [num_experts, rows], float.
+        gemm1_alpha, gemm1_beta, gemm1_clamp_limit: constants of the activation; None: its own.
     """
     require_tensors("fp8_w8a16_moe_quant_config", w1_scale=w1_scale, w2_scale=w2_scale)
     return FusedMoEQuantConfig.make(
-        None, block_shape=block_shape, w1_scale=w1_scale, w2_scale=w2_scale, weight_dtype=FP8
+        None,
+        block_shape=block_shape,
+        w1_scale=w1_scale,
+        w2_scale=w2_scale,
+        weight_dtype=FP8,
+        w1_bias=w1_bias,
+        w2_bias=w2_bias,
+        gemm1_alpha=gemm1_alpha,
+        gemm1_beta=gemm1_beta,
+        gemm1_clamp_limit=gemm1_clamp_limit,
     )
 
 
@@ -93,18 +120,27 @@ def nvfp4_moe_quant_config(
     w1_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
     is_nvfp4_scale_swizzled: bool = True,
+    *,
+    is_scale_swizzled: bool | None = None,
+    gemm1_alpha: float | None = None,
+    gemm1_beta: float | None = None,
+    gemm1_clamp_limit: float | None = None,
 ) -> FusedMoEQuantConfig:
     """nvfp4 weights and activations: e2m1 codes, an e4m3 scale per 16 along K, a float32 factor.
 
     Args:
         g1_alphas: float32 [num_experts], or [num_experts, 2] where gate and up differ; multiplies the
-            accumulator: input scale * weight_scale_2 with a1_gscale, weight_scale_2 without.
+            accumulator. Without a1_gscale: weight_scale_2. With it: input scale * weight_scale_2 for kernels
+            that multiply fp4, weight_scale_2 alone for an emulation; the config does not tell which.
         g2_alphas: the same for the second GEMM, [num_experts].
         a1_gscale, a2_gscale: float32 [] or [num_experts], 1 / input scale; multiply an activation
             before it is quantized. None for both: dynamic, one per token.
-        w1_scale, w2_scale: float8_e4m3fn, multiply: [num_experts, rows, K / 16], or swizzled.
+        w1_scale, w2_scale: float8_e4m3fn, multiply: [num_experts, rows, K / 16], or swizzled; where the
+            shape fits both, the config does not tell which.
         w1_bias, w2_bias: [num_experts, rows], float.
-        is_nvfp4_scale_swizzled: whether w1_scale and w2_scale are in the 128x4 layout.
+        is_nvfp4_scale_swizzled: whether scales of activations are written in the 128x4 layout.
+        is_scale_swizzled: the later name of is_nvfp4_scale_swizzled.
+        gemm1_alpha, gemm1_beta, gemm1_clamp_limit: constants of the activation; None: its own.
     """
     required = {"g1_alphas": g1_alphas, "g2_alphas": g2_alphas, "w1_scale": w1_scale, "w2_scale": w2_scale}
     require_tensors("nvfp4_moe_quant_config", **required)
@@ -119,6 +155,10 @@ def nvfp4_moe_quant_config(
         w1_bias=w1_bias,
         w2_bias=w2_bias,
         is_nvfp4_scale_swizzled=is_nvfp4_scale_swizzled,
+        is_scale_swizzled=is_scale_swizzled,
+        gemm1_alpha=gemm1_alpha,
+        gemm1_beta=gemm1_beta,
+        gemm1_clamp_limit=gemm1_clamp_limit,
     )
 
 
@@ -130,17 +170,18 @@ def nvfp4_w4a16_moe_quant_config(
     *,
     w1_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
-    is_nvfp4_scale_swizzled: bool = False,
+    gemm1_alpha: float | None = None,
+    gemm1_beta: float | None = None,
+    gemm1_clamp_limit: float | None = None,
 ) -> FusedMoEQuantConfig:
     """nvfp4 weights, activations not quantized.
 
     Args:
         g1_alphas: weight_scale_2, float32 [num_experts], or [num_experts, 2] where gate and up differ; multiplies.
         g2_alphas: the same for w2, [num_experts].
-        w1_scale, w2_scale: float8_e4m3fn [num_experts, rows, K / 16], multiply.
+        w1_scale, w2_scale: as in `nvfp4_moe_quant_config`.
         w1_bias, w2_bias: [num_experts, rows], float.
-        is_nvfp4_scale_swizzled: whether w1_scale and w2_scale are in the 128x4 layout. False unless
-            said: no weight-only kernel wants it.
+        gemm1_alpha, gemm1_beta, gemm1_clamp_limit: constants of the activation; None: its own.
     """
     required = {"g1_alphas": g1_alphas, "g2_alphas": g2_alphas, "w1_scale": w1_scale, "w2_scale": w2_scale}
     require_tensors("nvfp4_w4a16_moe_quant_config", **required)
@@ -153,20 +194,37 @@ def nvfp4_w4a16_moe_quant_config(
         w1_bias=w1_bias,
         w2_bias=w2_bias,
         weight_dtype="nvfp4",
-        is_nvfp4_scale_swizzled=is_nvfp4_scale_swizzled,
+        gemm1_alpha=gemm1_alpha,
+        gemm1_beta=gemm1_beta,
+        gemm1_clamp_limit=gemm1_clamp_limit,
     )
 
 
-def biased_moe_quant_config(w1_bias: Tensor | None, w2_bias: Tensor | None) -> FusedMoEQuantConfig:
+def biased_moe_quant_config(
+    w1_bias: Tensor | None,
+    w2_bias: Tensor | None,
+    *,
+    gemm1_alpha: float | None = None,
+    gemm1_beta: float | None = None,
+    gemm1_clamp_limit: float | None = None,
+) -> FusedMoEQuantConfig:
     """Unquantized weights and activations with biases.
 
     Args:
         w1_bias: [num_experts, rows of w13], float, added to the first GEMM; None where only w2 has one.
         w2_bias: [num_experts, hidden_size], float, added to an expert's output before it is weighted.
+        gemm1_alpha, gemm1_beta, gemm1_clamp_limit: constants of the activation; None: its own.
     """
     given = w2_bias if w1_bias is None else w1_bias
     require_tensors("biased_moe_quant_config", w1_bias=given)
-    return FusedMoEQuantConfig.make(None, w1_bias=w1_bias, w2_bias=w2_bias)
+    return FusedMoEQuantConfig.make(
+        None,
+        w1_bias=w1_bias,
+        w2_bias=w2_bias,
+        gemm1_alpha=gemm1_alpha,
+        gemm1_beta=gemm1_beta,
+        gemm1_clamp_limit=gemm1_clamp_limit,
+    )
 
 
 FUSED_MOE_UNQUANTIZED_CONFIG = FusedMoEQuantConfig(

@@ -57,6 +57,8 @@ def mxfp4_mxfp8_moe_quant_config(
     gemm1_beta: float | None = None,
     gemm1_clamp_limit: float | None = None,
     mx_alignment: int = 0,
+    *,
+    is_scale_swizzled: bool | None = None,
 ) -> FusedMoEQuantConfig:
     """mxfp4 weights, mxfp8 activations (e4m3 with a dynamic e8m0 scale per 32).
 
@@ -67,6 +69,7 @@ def mxfp4_mxfp8_moe_quant_config(
         block_shape: None or [1, 32], which both formats fix.
         gemm1_alpha, gemm1_beta, gemm1_clamp_limit: constants of the activation; None: its own.
         mx_alignment: K of the activations is padded to a multiple of this (a multiple of 32); 0: not padded.
+        is_scale_swizzled: whether scales of activations are written in the 128x4 layout; None: they are.
     """
     require_tensors("mxfp4_mxfp8_moe_quant_config", w1_scale=w1_scale, w2_scale=w2_scale)
     return FusedMoEQuantConfig.make(
@@ -83,6 +86,7 @@ def mxfp4_mxfp8_moe_quant_config(
         gemm1_beta=gemm1_beta,
         gemm1_clamp_limit=gemm1_clamp_limit,
         mx_alignment=mx_alignment,
+        is_scale_swizzled=is_scale_swizzled,
     )
 
 
@@ -94,6 +98,10 @@ def mxfp4_w4a8_moe_quant_config(
     w1_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
     block_shape: Sequence[int] | None = None,
+    *,
+    gemm1_alpha: float | None = None,
+    gemm1_beta: float | None = None,
+    gemm1_clamp_limit: float | None = None,
 ) -> FusedMoEQuantConfig:
     """mxfp4 weights, fp8 (e4m3) activations with float32 scales.
 
@@ -102,13 +110,14 @@ def mxfp4_w4a8_moe_quant_config(
         a1_scale, a2_scale: static float32 scales, multiply a code back to a value; None: dynamic,
             one per token.
         w1_bias, w2_bias: [num_experts, rows], float.
-        block_shape: [rows, columns] of an activation block: one scale per token and that many
-            columns, instead of one per token. The weight's blocks are (1, 32) whatever this says.
+        block_shape: None or [1, 32], the weights' block. Activations have no blocks: fp8 beside mxfp4
+            weights has a scale per token, or a static one.
+        gemm1_alpha, gemm1_beta, gemm1_clamp_limit: constants of the activation; None: its own.
     """
     require_tensors("mxfp4_w4a8_moe_quant_config", w1_scale=w1_scale, w2_scale=w2_scale)
     return FusedMoEQuantConfig.make(
         FP8,
-        per_act_token_quant=a1_scale is None and a2_scale is None and block_shape is None,
+        per_act_token_quant=a1_scale is None and a2_scale is None,
         block_shape=block_shape,
         w1_scale=w1_scale,
         w2_scale=w2_scale,
@@ -117,17 +126,35 @@ def mxfp4_w4a8_moe_quant_config(
         w1_bias=w1_bias,
         w2_bias=w2_bias,
         weight_dtype="mxfp4",
+        gemm1_alpha=gemm1_alpha,
+        gemm1_beta=gemm1_beta,
+        gemm1_clamp_limit=gemm1_clamp_limit,
     )
 
 
-def mxfp4_moe_quant_config(w1_scale: Any, w2_scale: Any) -> FusedMoEQuantConfig:
+def mxfp4_moe_quant_config(
+    w1_scale: Any,
+    w2_scale: Any,
+    *,
+    gemm1_alpha: float | None = None,
+    gemm1_beta: float | None = None,
+    gemm1_clamp_limit: float | None = None,
+) -> FusedMoEQuantConfig:
     """mxfp4 weights and activations, one e8m0 scale per 32 in both.
 
     Args:
         w1_scale, w2_scale: e8m0 bytes [num_experts, rows, K / 32], multiply; or a PrecisionConfig.
+        gemm1_alpha, gemm1_beta, gemm1_clamp_limit: constants of the activation; None: its own.
     """
     require_tensors("mxfp4_moe_quant_config", w1_scale=w1_scale, w2_scale=w2_scale)
-    return FusedMoEQuantConfig.make("mxfp4", w1_scale=w1_scale, w2_scale=w2_scale)
+    return FusedMoEQuantConfig.make(
+        "mxfp4",
+        w1_scale=w1_scale,
+        w2_scale=w2_scale,
+        gemm1_alpha=gemm1_alpha,
+        gemm1_beta=gemm1_beta,
+        gemm1_clamp_limit=gemm1_clamp_limit,
+    )
 
 
 def ocp_mx_moe_quant_config(

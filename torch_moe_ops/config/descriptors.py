@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torch_moe_ops.config._require import require, require_int, require_type
 from torch_moe_ops.config.formats import QuantDType, canonical_dtype, fixed_block
+from torch_moe_ops.same_bits import same_bits
 
 
 class _RowCol(NamedTuple):
@@ -80,8 +81,8 @@ class FusedMoEQuantDesc:
         zp: zero points of a weight.
         bias: added to the GEMM's result, [num_experts, rows].
         alpha: float32 [num_experts] or [num_experts, 2] (gate, up); multiplies an accumulator back to
-            real values. A product with the input scale where the activation has a `gscale`, else the
-            weight's own global scale.
+            real values: the weight's own global scale or, where the activation has a static scale, perhaps its
+            product with that one.
         gscale: float32 [] or [num_experts]; multiplies an activation before it is quantized.
         channel_scale: float32 [num_experts, rows] or [num_experts, rows, 1]; multiplies a weight's
             row in addition to `scale` (int4 weights with fp8 activations).
@@ -145,6 +146,16 @@ class FusedMoEQuantDesc:
         both = self.alpha is not None and self.gscale is not None
         require(not both, owner, "gscale", "be absent where alpha is given (weight or activation, not both)", "both")
 
+    def __eq__(self, other: object) -> bool:
+        """By value: tensors bit for bit, on one device. Reads tensors that are not the same object."""
+        if not isinstance(other, FusedMoEQuantDesc):
+            return NotImplemented
+        return all(_same(getattr(self, name), getattr(other, name)) for name in self.__dataclass_fields__)
+
+    def __hash__(self) -> int:
+        """Of what reading no tensor tells."""
+        return hash((self.dtype, self.shape, *self.tensors()))
+
     def __repr__(self) -> str:
         """Only what is present; tensors by dtype and shape."""
         values = ((name, getattr(self, name)) for name in self.__dataclass_fields__)
@@ -166,6 +177,12 @@ class FusedMoEQuantDesc:
         """The tensors that are present, by field name."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def _same(a: Any, b: Any) -> bool:
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return a is b or bool(a == b)
+    return a is b or (a.device == b.device and a.device.type != "meta" and same_bits(a, b))
 
 
 def _summary(value: Any) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from enum import Enum
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +57,8 @@ class FusedMoEConfig:
         intermediate_size_per_partition: per expert, after gating, this rank's share.
         num_local_experts: this rank's share of num_experts.
         num_logical_experts: without the replicas of re-balancing, at most num_experts.
-        activation: name, e.g. "silu"; it also says whether w13 has gate rows.
+        activation: name, e.g. "silu", or a member of an enum that has it as its value (the name is kept);
+            it also says whether w13 has gate rows.
         device: torch.device or its name.
         routing_method: RoutingMethodType.
         moe_parallel_config: FusedMoEParallelConfig.
@@ -86,8 +89,9 @@ class FusedMoEConfig:
     moe_parallel_config: FusedMoEParallelConfig
     in_dtype: torch.dtype
     router_logits_dtype: torch.dtype | None = None
-    hidden_dim_unpadded: int | None = None
-    intermediate_size_per_partition_unpadded: int | None = None
+    # By keyword only: some releases of the field have them here and some do not, and what follows is passed by place.
+    hidden_dim_unpadded: int | None = dataclasses.field(default=None, kw_only=True)
+    intermediate_size_per_partition_unpadded: int | None = dataclasses.field(default=None, kw_only=True)
     moe_backend: str = "auto"
     max_num_tokens: int = 256
     has_bias: bool = False
@@ -112,6 +116,8 @@ class FusedMoEConfig:
             parallel,
         )
         require_type(isinstance(method, RoutingMethodType), OWNER, "routing_method", "be a RoutingMethodType", method)
+        if isinstance(self.activation, Enum):  # the field's own, by the name that is its value
+            object.__setattr__(self, "activation", self.activation.value)
         known = isinstance(self.activation, str) and self.activation in ACTIVATIONS
         require(known, OWNER, "activation", f"be one of {', '.join(ACTIVATIONS)}", self.activation)
         require_type(isinstance(self.device, (str, torch.device)), OWNER, "device", "be a device", self.device)
@@ -198,6 +204,8 @@ class FusedMoEConfig:
     use_naive_all2all_kernels = _of_parallel("use_naive_all2all_kernels")
     use_mori_kernels = _of_parallel("use_mori_kernels")
     use_nixl_ep_kernels = _of_parallel("use_nixl_ep_kernels")
+    use_deepep_v2_kernels = _of_parallel("use_deepep_v2_kernels")
+    use_ag_rs_all2all_kernels = _of_parallel("use_ag_rs_all2all_kernels")
 
 
 def _device(device: torch.device | str) -> torch.device:

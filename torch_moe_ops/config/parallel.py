@@ -12,18 +12,27 @@ OWNER = "FusedMoEParallelConfig"
 DEEPEP_HIGH_THROUGHPUT = "deepep_high_throughput"
 DEEPEP_LOW_LATENCY = "deepep_low_latency"
 NIXL_EP = "nixl_ep"
-NAIVE_BACKENDS = ("naive", "allgather_reducescatter")
+AG_RS = "allgather_reducescatter"
+NAIVE_BACKENDS = ("naive", AG_RS)
 # One kernel under its old and its new name.
 TWO_SIDED_BACKENDS = ("flashinfer_all2allv", "flashinfer_nvlink_two_sided")
 ONE_SIDED_BACKEND = "flashinfer_nvlink_one_sided"
+DEEPEP_V2 = "deepep_v2"
+# One library: its old name, and one for each of its two kernels.
+MORI_BACKENDS = ("mori", "mori_high_throughput", "mori_low_latency")
 ALL2ALL_BACKENDS = (
     *NAIVE_BACKENDS,
     DEEPEP_HIGH_THROUGHPUT,
     DEEPEP_LOW_LATENCY,
     *TWO_SIDED_BACKENDS,
     ONE_SIDED_BACKEND,
-    "mori",
+    *MORI_BACKENDS,
     NIXL_EP,
+    DEEPEP_V2,
+    # No property: who exchanges tokens so does it outside of the layer, or in kernels that ask for nothing here.
+    "pplx",
+    "moonep",
+    "passthrough",
 )
 
 
@@ -266,11 +275,20 @@ class FusedMoEParallelConfig:
 
     @property
     def use_mori_kernels(self) -> bool:
-        return self._exchanges_by("mori")
+        return self._exchanges_by(*MORI_BACKENDS)
 
     @property
     def use_nixl_ep_kernels(self) -> bool:
         return self._exchanges_by(NIXL_EP)
+
+    @property
+    def use_deepep_v2_kernels(self) -> bool:
+        return self._exchanges_by(DEEPEP_V2)
+
+    @property
+    def use_ag_rs_all2all_kernels(self) -> bool:
+        """All-gather and reduce-scatter; `use_naive_all2all_kernels` also counts "naive"."""
+        return self._exchanges_by(AG_RS)
 
     @property
     def use_batched_activation_format(self) -> bool:

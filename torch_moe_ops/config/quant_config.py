@@ -20,7 +20,7 @@ from torch_moe_ops.config.validation import validate
 ScaleLayout = Literal["linear", "swizzled"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, init=False)
 class FusedMoEQuantConfig(QuantSchemeQueries, QuantTensors):
     """Quantization of the two expert GEMMs: descriptors of both activations and both weights.
 
@@ -28,10 +28,14 @@ class FusedMoEQuantConfig(QuantSchemeQueries, QuantTensors):
     (`_a2`), w13 (`_w1`) and w2 (`_w2`). Frozen: a kernel that needs other scales makes its own config.
 
     Args:
-        scale_layout: how `w1_scale` and `w2_scale` lie: "linear" [num_experts, rows, K / block], or
-            "swizzled" (the 128x4 tiles of nvfp4 and mxfp8 tensor core kernels, padded).
+        is_nvfp4_scale_swizzled: whether whoever quantizes activations to nvfp4 or mxfp8 writes their scales
+            in 128x4 tiles. It says nothing about weight scales.
         gemm1_alpha, gemm1_beta, gemm1_clamp_limit: constants of the activation; None: its own.
         mx_alignment: K of MX activations is padded to a multiple of this many elements; 0: not padded.
+        scale_layout: how `w1_scale` and `w2_scale` of nvfp4 and MX weights lie: "linear"
+            [num_experts, rows, K / block], or "swizzled" (the 128x4 tiles of tensor core kernels, padded).
+            None: not said.
+        is_scale_swizzled: the later name of is_nvfp4_scale_swizzled.
 
     Raises:
         ValueError, TypeError: naming the field, what it must be and what came.
@@ -41,18 +45,43 @@ class FusedMoEQuantConfig(QuantSchemeQueries, QuantTensors):
     _a2: FusedMoEQuantDesc
     _w1: FusedMoEQuantDesc
     _w2: FusedMoEQuantDesc
-    scale_layout: ScaleLayout = "linear"
+    is_nvfp4_scale_swizzled: bool = True
     gemm1_alpha: float | None = None
     gemm1_beta: float | None = None
     gemm1_clamp_limit: float | None = None
     mx_alignment: int = 0
+    scale_layout: ScaleLayout | None = None
 
-    def __post_init__(self) -> None:
-        for name in ("_a1", "_a2", "_w1", "_w2"):
-            desc = getattr(self, name)
+    # Written out because one field has two names, of which a dataclass would know one.
+    def __init__(
+        self,
+        _a1: FusedMoEQuantDesc,
+        _a2: FusedMoEQuantDesc,
+        _w1: FusedMoEQuantDesc,
+        _w2: FusedMoEQuantDesc,
+        is_nvfp4_scale_swizzled: bool = True,
+        gemm1_alpha: float | None = None,
+        gemm1_beta: float | None = None,
+        gemm1_clamp_limit: float | None = None,
+        mx_alignment: int = 0,
+        *,
+        scale_layout: ScaleLayout | None = None,
+        is_scale_swizzled: bool | None = None,
+    ) -> None:
+        values = {
+            "is_nvfp4_scale_swizzled": _swizzled(is_nvfp4_scale_swizzled, is_scale_swizzled),
+            "gemm1_alpha": gemm1_alpha,
+            "gemm1_beta": gemm1_beta,
+            "gemm1_clamp_limit": gemm1_clamp_limit,
+            "mx_alignment": mx_alignment,
+            "scale_layout": scale_layout,
+        }
+        for name, desc in (("_a1", _a1), ("_a2", _a2), ("_w1", _w1), ("_w2", _w2)):
             require_type(isinstance(desc, FusedMoEQuantDesc), OWNER, name, "be a FusedMoEQuantDesc", desc)
             assign = as_activation if name.startswith("_a") else as_weight
-            object.__setattr__(self, name, assign(desc, name[1:]))
+            values[name] = assign(desc, name[1:])
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
         self.validate()
 
     def validate(self) -> None:
@@ -86,6 +115,7 @@ class FusedMoEQuantConfig(QuantSchemeQueries, QuantTensors):
         *,
         mx_alignment: int = 0,
         scale_layout: ScaleLayout | None = None,
+        is_scale_swizzled: bool | None = None,
     ) -> FusedMoEQuantConfig:
         """A config from flags and tensors.
 
@@ -99,16 +129,16 @@ class FusedMoEQuantConfig(QuantSchemeQueries, QuantTensors):
             a1_scale, a2_scale: static activation scales, float32; multiply a code back to a value.
                 One for all, [num_experts], [tokens, 1] or [tokens, blocks] as the flags say.
             g1_alphas, g2_alphas: float32 [num_experts] (g1 also [num_experts, 2]); multiply an
-                accumulator. With `a*_gscale` they are input scale * weight scale, without it the weight's
-                global scale. For int4 weights with fp8 activations: scales per output channel.
+                accumulator. Without a static activation scale: the weight's global scale. With one: that, or
+                its product with the input scale, which only the caller knows. For int4 weights with fp8
+                activations: scales per output channel.
             a1_gscale, a2_gscale: float32 [] or [num_experts]; multiply an activation before it is quantized.
             w1_bias, w2_bias: [num_experts, rows].
             w1_zp, w2_zp: zero points of int4 and int8 weights, [num_experts, ...], in the packing of their source.
             weight_dtype: element format of the weights; None: that of the activations.
-            is_nvfp4_scale_swizzled: whether nvfp4 weight scales are swizzled; other formats: see scale_layout.
+            is_nvfp4_scale_swizzled, is_scale_swizzled: of the activation scales; see the class.
             gemm1_alpha, gemm1_beta, gemm1_clamp_limit: constants of the activation; None: its own.
-            mx_alignment: see the class.
-            scale_layout: layout of the weight scales; None: from is_nvfp4_scale_swizzled for nvfp4, else "linear".
+            mx_alignment, scale_layout: see the class.
         """
         act = canonical_dtype(quant_dtype, OWNER, "quant_dtype")
         weight = act if weight_dtype is None else canonical_dtype(weight_dtype, OWNER, "weight_dtype")
@@ -122,22 +152,19 @@ class FusedMoEQuantConfig(QuantSchemeQueries, QuantTensors):
             _a2=FusedMoEQuantDesc(act, a_shape, a2_scale, gscale=a2_gscale),
             _w1=FusedMoEQuantDesc(weight, w_shape, w1_scale, zp=w1_zp, bias=w1_bias, **{alpha_field: g1_alphas}),
             _w2=FusedMoEQuantDesc(weight, w_shape, w2_scale, zp=w2_zp, bias=w2_bias, **{alpha_field: g2_alphas}),
-            scale_layout=_layout(weight, is_nvfp4_scale_swizzled, scale_layout),
+            is_nvfp4_scale_swizzled=is_nvfp4_scale_swizzled,
             gemm1_alpha=gemm1_alpha,
             gemm1_beta=gemm1_beta,
             gemm1_clamp_limit=gemm1_clamp_limit,
             mx_alignment=mx_alignment,
+            scale_layout=scale_layout,
+            is_scale_swizzled=is_scale_swizzled,
         )
 
     @property
-    def is_nvfp4_scale_swizzled(self) -> bool:
-        """Whether `w*_scale` of nvfp4 weights must be unswizzled to be in checkpoint order."""
-        return self.weight_quant_dtype == "nvfp4" and self.is_scale_swizzled
-
-    @property
     def is_scale_swizzled(self) -> bool:
-        """Whether `w*_scale`, of any format, are swizzled."""
-        return self.scale_layout == "swizzled"
+        """The later name of `is_nvfp4_scale_swizzled`."""
+        return self.is_nvfp4_scale_swizzled
 
     @property
     def is_per_act_token(self) -> bool:
@@ -195,13 +222,15 @@ class FusedMoEQuantConfig(QuantSchemeQueries, QuantTensors):
         return None if shape is None else (num_experts, *shape)
 
 
-def _layout(weight: QuantDType, is_nvfp4_scale_swizzled: bool, scale_layout: ScaleLayout | None) -> ScaleLayout:
+def _swizzled(is_nvfp4_scale_swizzled: bool, is_scale_swizzled: bool | None) -> bool:
+    """One value of two names. The first one's default, True, does not contradict the second."""
     require_bool(OWNER, "is_nvfp4_scale_swizzled", is_nvfp4_scale_swizzled)
-    if scale_layout is None:
-        return "swizzled" if weight == "nvfp4" and is_nvfp4_scale_swizzled else "linear"
-    clash = weight == "nvfp4" and scale_layout == "swizzled" and not is_nvfp4_scale_swizzled
-    require(not clash, OWNER, "scale_layout", "be 'linear' where is_nvfp4_scale_swizzled is False", scale_layout)
-    return scale_layout
+    if is_scale_swizzled is None:
+        return is_nvfp4_scale_swizzled
+    require_bool(OWNER, "is_scale_swizzled", is_scale_swizzled)
+    text = "be False like is_nvfp4_scale_swizzled, its other name"
+    require(is_nvfp4_scale_swizzled or not is_scale_swizzled, OWNER, "is_scale_swizzled", text, is_scale_swizzled)
+    return is_scale_swizzled
 
 
 def _ceil_div(a: int, b: int) -> int:

@@ -117,3 +117,9 @@ class QuantSchemeQueries:
             if getattr(self, f"use_{name}"):
                 return name
         return "float32" if dtype == torch.float32 and self.ocp_mx_scheme is None else None
+
+
+def scheme_name(config: QuantSchemeQueries) -> str:
+    """The key of SCHEMES: the config's scheme, except that each mxfp6 element has one of its own."""
+    weight = config.weight_quant_dtype
+    return weight if isinstance(weight, str) and weight.startswith("mxfp6") else config.scheme

@@ -28,5 +28,8 @@ def as_weight(desc: FusedMoEQuantDesc, operand: str) -> FusedMoEQuantDesc:
             desc = dataclasses.replace(desc, channel_scale=desc.unassigned, unassigned=None)
         else:
             desc = dataclasses.replace(desc, alpha=desc.unassigned, unassigned=None)
+    if desc.alpha is not None and desc.alpha.ndim == 0:
+        # One expert's, squeezed by whoever multiplied scales of shape [1].
+        desc = dataclasses.replace(desc, alpha=desc.alpha.reshape(1))
     require(desc.gscale is None, OWNER, f"_{operand}.gscale", "be None: it belongs to an activation", "a Tensor")
     return desc

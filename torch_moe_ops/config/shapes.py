@@ -20,10 +20,10 @@ def group_shapes(
 ) -> tuple[GroupShape | None, GroupShape | None]:
     """Shapes of the activation's and the weight's scaling groups.
 
-    A block goes where a format leaves it open. Where both leave it open and are the same format (fp8, int8) it
-    holds for both; where they differ (int4 weights, fp8 activations) it is the weight's; where
-    only the activation is open (mxfp4 weights, fp8 activations) it is the activation's.
-    Where both are fixed (nvfp4, MX) it may only repeat what the formats say.
+    A block goes where the weight's format leaves it open, and to the activations of the same format (fp8). Beside
+    int4 weights it would be the activations' as well, which have no blocks there: their flag must say otherwise.
+    Where the weight's format fixes the block (nvfp4, MX) it may only repeat it. Which blocks the ops have
+    is checked with the config.
 
     Raises:
         ValueError: a flag that would have no effect, or flags that exclude one another.
@@ -33,10 +33,17 @@ def group_shapes(
     act_open = act is not None and fixed_block(act) is None
     weight_open = weight is not None and fixed_block(weight) is None
     block = _parse_block(block_shape, FORMATS[weight].has_zero_points)
-    block_on_act = block is not None and act_open and (act == weight or not weight_open)
+    block_on_act = block is not None and act_open and act == weight
     block_on_weight = block is not None and weight_open
-    if block is not None and not block_on_act and not block_on_weight:
+    if block is not None and not block_on_weight:
         _require_repetition(act, weight, block)
+    if block is not None and act_open and weight_open:
+        finite = block.is_block() or act != weight
+        text = f"hold two sizes of at least 1 for {act} activations (flags say scales per token and per channel)"
+        require(finite, OWNER, "block_shape", text, list(block))
+        said = act == weight or per_act_token_quant
+        text = "be True where block_shape is given: activations of int4 weights are quantized per token"
+        require(said, OWNER, "per_act_token_quant", text, per_act_token_quant)
     _check_flags(act, weight, per_act_token_quant, per_out_ch_quant, block_on_act, block_on_weight)
     act_shape = weight_shape = None
     if act_open:
@@ -58,8 +65,9 @@ def has_channel_scales(act: QuantDType, weight: QuantDType) -> bool:
 def _parse_block(block_shape: Sequence[int] | None, is_integer: bool) -> GroupShape | None:
     if block_shape is None:
         return None
-    ok = isinstance(block_shape, (list, tuple)) and len(block_shape) == 2
-    require_type(ok, OWNER, "block_shape", "be a list [rows, columns] or None", block_shape)
+    is_list = isinstance(block_shape, (list, tuple))
+    require_type(is_list, OWNER, "block_shape", "be a list [rows, columns] or None", block_shape)
+    require(len(block_shape) == 2, OWNER, "block_shape", "have two elements, [rows, columns]", block_shape)
     row, col = block_shape
     if is_integer and row == 0:
         row = 1  # the field writes [0, g] for groups of g along K

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch_moe_ops.activations import ACTIVATIONS
 from torch_moe_ops.config._require import require
 from torch_moe_ops.config.descriptors import FusedMoEQuantDesc, GroupShape
-from torch_moe_ops.config.weight_scales import TILE_COLS, TILE_ROWS
+from torch_moe_ops.config.formats import fixed_block
+from torch_moe_ops.config.weight_scales import fitting_layouts, fitting_shapes
 
 if TYPE_CHECKING:
     from torch_moe_ops.config.moe import FusedMoEConfig
@@ -50,7 +51,7 @@ def _check_experts(experts: int, operand: str, desc: FusedMoEQuantDesc) -> None:
 
 
 def _check_scale(
-    name: str, scale: Tensor, desc: FusedMoEQuantDesc, layout: str, rows: int, k: int, halves: int
+    name: str, scale: Tensor, desc: FusedMoEQuantDesc, layout: str | None, rows: int, k: int, halves: int
 ) -> None:
     shape = desc.shape
     if shape is None or not shape.is_block():
@@ -61,10 +62,10 @@ def _check_scale(
         return
     # Gate and up are tiled separately.
     blocks = (halves * _ceil_div(rows // halves, shape.row), _ceil_div(k, shape.col))
-    if layout == "swizzled":
-        padded = _ceil_div(blocks[0], TILE_ROWS) * TILE_ROWS * _ceil_div(blocks[1], TILE_COLS) * TILE_COLS
-        ok = scale[0].numel() == padded
-        require(ok, OWNER, name, f"hold {padded} swizzled scales per expert", scale.shape)
+    if fixed_block(desc.dtype) is not None:
+        fits = fitting_layouts(scale, *blocks)
+        ok = bool(fits) if layout is None else layout in fits
+        require(ok, OWNER, name, fitting_shapes(scale, *blocks, layout), scale.shape)
         return
     # Marlin-style integer checkpoints keep groups before rows.
     orders = (blocks, blocks[::-1]) if desc.dtype in ("int4", torch.int8) else (blocks,)

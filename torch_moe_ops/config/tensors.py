@@ -79,7 +79,7 @@ class QuantTensors:
 
     @property
     def g1_alphas(self) -> Tensor | None:
-        """Multiply the first accumulator; see `alphas_include_input_scale` and `w1_channel_scale`."""
+        """Multiply the first accumulator; with or without the input scale. See also `w1_channel_scale`."""
         return self._w1.alpha_or_gscale
 
     @property
@@ -96,11 +96,6 @@ class QuantTensors:
     def w2_channel_scale(self) -> Tensor | None:
         """`g2_alphas` where they are scales per output channel."""
         return self._w2.channel_scale
-
-    @property
-    def alphas_include_input_scale(self) -> bool:
-        """Whether `g*_alphas` are input scale * weight scale: with an `a*_gscale`; else they are the weight's alone."""
-        return self.a1_gscale is not None
 
 
 def _tensor_scale(desc: FusedMoEQuantDesc, operand: str) -> Tensor | None:

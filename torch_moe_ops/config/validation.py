@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops.config._require import require, require_int, require_type
-from torch_moe_ops.config.descriptors import FusedMoEQuantDesc, GroupShape, is_precision_config
+from torch_moe_ops.config.descriptors import FusedMoEQuantDesc, is_precision_config
 from torch_moe_ops.config.formats import FORMATS, FP8, OCP_MX_DTYPES, fixed_block
+from torch_moe_ops.config.runnable import check_runnable
 from torch_moe_ops.config.shapes import OWNER
 from torch_moe_ops.config.weight_scales import check_weight_scales
 
@@ -34,6 +35,7 @@ def validate(config: FusedMoEQuantConfig) -> None:
         _check_factors(operand, desc)
     _check_layout(config)
     check_weight_scales(config)
+    check_runnable(config)
     # After the dimensions: a scale without its first one would otherwise set a wrong number of experts.
     experts = _check_experts(tensors)
     for operand, desc in (("a1", config._a1), ("a2", config._a2)):
@@ -127,26 +129,10 @@ def _check_activation(operand: str, desc: FusedMoEQuantDesc, experts: int | None
         name = field_name(operand, field)
         require_type(isinstance(tensor, Tensor), OWNER, name, "be a Tensor", tensor)
         require(tensor.dtype == torch.float32, OWNER, name, "have dtype torch.float32", tensor.dtype)
-        if field == "gscale":
-            static = desc.shape != GroupShape.PER_TOKEN
-            require(
-                static, OWNER, name, "be None where per_act_token_quant is True (those scales are dynamic)", "given"
-            )
-        ok, text = _activation_scale_shape(tensor, desc, experts, field)
-        require(ok, OWNER, name, text, tensor.shape)
-
-
-def _activation_scale_shape(
-    tensor: Tensor, desc: FusedMoEQuantDesc, experts: int | None, field: str
-) -> tuple[bool, str]:
-    """Whether the shape fits what shares a scale, and what would."""
-    per_expert = tensor.ndim == 1 and (experts is None or tensor.shape[0] == experts)
-    if field == "gscale" or desc.shape == GroupShape.PER_TENSOR:
+        per_expert = tensor.ndim == 1 and (experts is None or tensor.shape[0] == experts)
         count = "num_experts" if experts is None else str(experts)
-        return tensor.numel() == 1 or per_expert, f"have one element or shape ({count},)"
-    if desc.shape == GroupShape.PER_TOKEN:
-        return tensor.ndim == 2 and tensor.shape[1] == 1, "have shape (tokens, 1) for per-token scales"
-    return tensor.ndim == 2, "have shape (tokens, blocks) for scales per block"
+        text = f"have one element or shape ({count},)"
+        require(tensor.numel() == 1 or per_expert, OWNER, name, text, tensor.shape)
 
 
 def _check_factors(operand: str, desc: FusedMoEQuantDesc) -> None:
@@ -168,17 +154,18 @@ def _check_factors(operand: str, desc: FusedMoEQuantDesc) -> None:
     if desc.zp is not None:
         name = f"{operand}_zp"
         require(desc.zp.ndim in (2, 3), OWNER, name, "have 2 or 3 dimensions (num_experts, ...)", desc.zp.shape)
-        known = (torch.uint8, torch.int8, torch.int32, torch.float16, torch.bfloat16, torch.float32)
+        known = (torch.uint8, torch.int8, torch.int32)
         require(desc.zp.dtype in known, OWNER, name, f"have a dtype of {[str(d) for d in known]}", desc.zp.dtype)
 
 
 def _check_layout(config: FusedMoEQuantConfig) -> None:
     layout, weight = config.scale_layout, config._w1.dtype
-    require(layout in ("linear", "swizzled"), OWNER, "scale_layout", "be 'linear' or 'swizzled'", layout)
-    ok = layout == "linear" or fixed_block(weight) is not None
-    require(ok, OWNER, "scale_layout", f"be 'linear' for weights of dtype {weight}", layout)
-    ok = layout == "linear" or not is_precision_config(config._w1.scale)
-    require(ok, OWNER, "scale_layout", "be 'linear' beside a PrecisionConfig, which has its own layout", layout)
+    known = layout in (None, "linear", "swizzled")
+    require(known, OWNER, "scale_layout", "be 'linear', 'swizzled' or None (not said)", layout)
+    ok = layout != "swizzled" or fixed_block(weight) is not None
+    require(ok, OWNER, "scale_layout", f"be 'linear' or None for weights of dtype {weight}", layout)
+    ok = layout != "swizzled" or not is_precision_config(config._w1.scale)
+    require(ok, OWNER, "scale_layout", "be 'linear' or None beside a PrecisionConfig, which has its own layout", layout)
 
 
 def _check_constants(config: FusedMoEQuantConfig) -> None:
