@@ -24,6 +24,10 @@ contiguous tensors, have fakes, and are capturable where their backend is. Error
 `moeq::<op>: <argument> must <requirement>, got <value>`. Pairs hold exactly:
 `X_moe(x, logits, ...) == X_moe_routed(x, *route(logits, ...), ...)`.
 
+Weights, block scales and packed hidden states of dtype float8_e4m3fn may also be given as uint8 of the same shape: the
+same bits, the same result (e8m0 scales are uint8 anyway). No op has a derivative: a backward pass, forward-mode AD and
+the transforms of torch.func raise an error that names the op; a forward pass that nobody differentiates runs.
+
 The value that an expert op computes, and every rounding step, is in [numerics.md](numerics.md).
 Shapes of weights and scales are those of the linear layout; a backend with another layout takes what `prepare` made.
 """
@@ -59,7 +63,7 @@ ARGUMENTS = {
     "hidden_states_scale": "None, or the scales of packed hidden states in the linear layout "
     "(nvfp4: float8_e4m3fn [num_tokens, hidden_size/16]; fp8, int8: float32 [num_tokens, 1], fp8_block one per 128; "
     "MX: uint8 [num_tokens, hidden_size/32]).",
-    "topk_ids": "[num_tokens, top_k] int32, global expert ids; one outside [local_expert_offset, + local experts) "
+    "topk_ids": "[num_tokens, top_k] int32 (`fused_moe_routed` also takes int64), global expert ids; one outside [local_expert_offset, + local experts) "
     "contributes nothing, whatever its value.",
     "topk_weights": "[num_tokens, top_k] float32, final multipliers.",
     "router_logits": "[num_tokens, num_experts] bfloat16, float16 or float32; computed on in float32.",

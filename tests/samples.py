@@ -230,3 +230,22 @@ def overload(name: str) -> Any:
     """torch.ops.moeq.<name>, `.default` where no overload is named."""
     packet, _, suffix = name.partition(".")
     return getattr(getattr(torch.ops.moeq, packet), suffix or "default")
+
+
+def as_bytes(value: Any) -> Any:
+    """e4m3 tensors as uint8, which every op takes as well; anything else as it is."""
+    is_e4m3 = isinstance(value, torch.Tensor) and value.dtype == torch.float8_e4m3fn
+    return value.view(torch.uint8) if is_e4m3 else value
+
+
+def results_of(name: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """Shape, dtype and bytes of what a call returns, or writes into `out`; tensors on meta have no bytes."""
+    returned = overload(name)(*args, **keywords)
+    results = keywords.get("out", returned)
+    return [_plain(t) for t in (results if isinstance(results, tuple) else (results,))]
+
+
+def _plain(t: torch.Tensor) -> tuple[Any, ...]:
+    if t.device.type == "meta" or not t.numel():
+        return (t.shape, t.dtype, b"")
+    return (t.shape, t.dtype, bytes(t.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()))

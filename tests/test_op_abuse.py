@@ -13,7 +13,18 @@ import abuse
 import pytest
 import torch
 from problems import Case
-from samples import SAMPLES, Sample, cases, monolithic_sample, overload, packed_case, packed_sample, routed_sample, runs
+from samples import (
+    SAMPLES,
+    Sample,
+    cases,
+    monolithic_sample,
+    overload,
+    packed_case,
+    packed_sample,
+    results_of,
+    routed_sample,
+    runs,
+)
 from torch import Tensor
 
 from torch_moe_ops._schemas import FAMILIES, SCHEMAS, arguments
@@ -79,20 +90,12 @@ def _tensors(op: str, sample: Sample) -> dict[str, Tensor]:
 
 
 def _outcome(op: str, sample: Sample) -> tuple[str, Any]:
-    """The text of the error, or the result as nested lists of bits."""
+    """The text of the error, or the results' bytes."""
     args, keywords = sample
     try:
-        result = overload(op)(*args, **keywords)
+        return "result", results_of(op, args, keywords)
     except RuntimeError as error:
         return "error", str(error)
-    results = keywords.get("out", result)
-    return "result", [_plain(t) for t in (results if isinstance(results, tuple) else (results,))]
-
-
-def _plain(t: Tensor) -> tuple[Any, ...]:
-    if t.device.type == "meta":
-        return (t.shape, t.dtype, "meta")
-    return (t.shape, t.dtype, bytes(t.contiguous().reshape(-1).view(torch.uint8).numpy()) if t.numel() else b"")
 
 
 def _is_ours(op: str, text: str) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torch_moe_ops._check import fail
 from torch_moe_ops._schemas import LIB, arguments
+from torch_moe_ops.ops.autograd import attach_autograd
 
 _NOTHING = nullcontext()
 
@@ -43,6 +44,7 @@ def attach(name: str, cpu: Callable[..., Any], anywhere: Callable[..., Any], fak
     LIB.impl(name, anywhere, "CUDA")  # ordinary tensors, of which some are on a CUDA device
     LIB.impl(name, _strided_only(name, anywhere), "CompositeExplicitAutograd")
     torch.library.register_fake(f"moeq::{name}", _strided_only(name, fake), lib=LIB)
+    attach_autograd(name, cpu, anywhere)
 
 
 def _strided_only(name: str, body: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torch_moe_ops._check import check, check_given, describe, fail
 from torch_moe_ops.ops.call import ExpertsCall
-from torch_moe_ops.ops.plan import Plan, Table, check_dtype, check_tensor, or_bytes, table_of
+from torch_moe_ops.ops.plan import Plan, Table, check_dtype, check_tensor, keep, make_table, or_bytes
 from torch_moe_ops.schemes import FLOATS
 
 
@@ -21,7 +21,7 @@ def check_experts(op: str, call: ExpertsCall, plan: Plan, devices: bool, tracing
     """Check everything but names and routing. Returns what followed from the weights.
 
     devices: compare devices too (not needed under the CPU dispatch key).
-    tracing: sizes may be symbolic.
+    tracing: sizes may be symbolic, which have no hash: the table is then made anew.
     """
     x, w13, w2 = call.hidden_states, call.w13, call.w2
     if x is None or w13 is None or w2 is None:
@@ -32,7 +32,12 @@ def check_experts(op: str, call: ExpertsCall, plan: Plan, devices: bool, tracing
         hidden_size, packed = shape[1], False
     else:
         hidden_size, packed = _check_hidden(op, call, plan)
-    table = table_of(op, call, plan, hidden_size, packed, tracing)
+    if tracing:
+        table = make_table(op, call, plan, hidden_size, packed)
+    else:
+        key = (w13.shape, w2.shape, w13.dtype, w2.dtype, hidden_size, packed)
+        found = plan.tables.get(key)
+        table = found or keep(plan.tables, key, make_table(op, call, plan, hidden_size, packed))
     for tensor, (name, shapes, dtypes, required) in zip(table.pick(call), table.specs):  # noqa: B905 (hot)
         if tensor is None:
             if required:
@@ -169,3 +174,5 @@ def check_out(op: str, out: Tensor, shape: tuple[Any, ...], dtype: torch.dtype, 
         fail(op, "out", f"be on {device} like hidden_states", out.device)
     if not out.is_contiguous():
         fail(op, "out", "be contiguous", f"strides {out.stride()}")
+    if out.is_inference() and not torch.is_inference_mode_enabled():
+        fail(op, "out", "be no inference tensor outside inference mode, which nothing may write", "an inference tensor")

@@ -175,6 +175,7 @@ def _define_out(op: str, checked: Checked) -> None:
             for name, value in zip(FIELDS, call, strict=True):
                 if isinstance(value, Tensor) and torch._C._overlaps(out, value):
                     fail(op, "out", "not share memory with an argument", name)
+            torch._C._increment_version((out,))  # what autograd has saved of it is stale now
             if out.shape[0]:
                 _run(call, plan, table, out)
 

@@ -71,24 +71,40 @@ def plan_of(op: str, call: ExpertsCall) -> Plan:
     """Check the arguments that are names or constants. What passed once is looked up; errors are not kept."""
     names = _names_of(call)
     found = _PLANS.get(names)
-    return found if found is not None else _keep(_PLANS, names, _resolve(op, call))
+    return found if found is not None else keep(_PLANS, names, _resolve(op, call))
 
 
-def table_of(op: str, call: ExpertsCall, plan: Plan, hidden_size: int, packed: bool, tracing: bool) -> Table:
+def make_table(op: str, call: ExpertsCall, plan: Plan, hidden_size: int, packed: bool) -> Table:
     """Check w13 and w2, and say what all other weight arguments must be.
 
     packed: the hidden states were quantized once, so one input scale serves all experts.
-    tracing: sizes may be symbolic, which have no hash: the table is then made anew.
     """
-    if tracing:
-        return _make_table(op, call, plan, hidden_size, packed)
-    w13, w2 = call.w13, call.w2
-    key = (w13.shape, w2.shape, w13.dtype, w2.dtype, hidden_size, packed)
-    found = plan.tables.get(key)
-    return found if found is not None else _keep(plan.tables, key, _make_table(op, call, plan, hidden_size, packed))
+    scheme, w13, w2 = plan.scheme, call.w13, call.w2
+    declared = plan.backend.layout.weight_dtypes(scheme)
+    check_dtype(op, "w13", or_bytes(declared), w13)
+    if w13.ndim < 3 or not w13.shape[0]:
+        fail(op, "w13", "have at least 3 dimensions and one expert", w13.shape)
+    if w2.ndim < 3:
+        fail(op, "w2", "have at least 3 dimensions", w2.shape)
+    inter = plan.backend.layout.intermediate_size(scheme, tuple(w2.shape))
+    for name, size in (("hidden_size", hidden_size), ("intermediate_size", inter)):
+        if size <= 0 or size % scheme.size_multiple:
+            fail(op, name, f"be a positive multiple of {scheme.size_multiple}", size)
+    _check_hidden_size(op, call, plan, hidden_size)
+    weight_dtype = w13.dtype if w13.dtype in declared else _E4M3
+    sizes = Sizes(w13.shape[0], hidden_size, inter, plan.is_gated, weight_dtype)
+    expected = plan.backend.layout.specs(scheme, sizes)
+    for name, tensor in (("w13", w13), ("w2", w2)):
+        check_tensor(op, name, expected[name][0], or_bytes(expected[name][1]), tensor)
+    specs = _specs(plan, expected, sizes, packed)
+    pick = itemgetter(*(INDEX[spec.name] for spec in specs))
+    given = {"hidden_states": (plan.act.dtype,), "hidden_states_scale": (plan.act.scale_dtype,)} if packed else {}
+    dtypes = given | {name: dtypes for name, (_, dtypes) in expected.items()}
+    e4m3 = tuple(name for name, allowed in dtypes.items() if _E4M3 in allowed)
+    return Table(w13.shape[0], hidden_size, pick, tuple(tuple(spec) for spec in specs), e4m3)
 
 
-def _keep(kept: dict[tuple[Any, ...], _Kept], key: tuple[Any, ...], value: _Kept) -> _Kept:
+def keep(kept: dict[tuple[Any, ...], _Kept], key: tuple[Any, ...], value: _Kept) -> _Kept:
     """Remember `value`, in bounded memory: a full dictionary starts anew, which no other thread can be hurt by."""
     if len(kept) >= MAX_KEPT:
         kept.clear()
@@ -134,32 +150,6 @@ def _specs(plan: Plan, expected: dict[str, Spec], sizes: Sizes, packed: bool) ->
         specs.append(_Spec("a2_gscale", ((), (experts,)), _F32))
     specs += [_Spec(name, *expected.get(name, usual)) for name, usual in biases.items()]
     return specs
-
-
-def _make_table(op: str, call: ExpertsCall, plan: Plan, hidden_size: int, packed: bool) -> Table:
-    scheme, w13, w2 = plan.scheme, call.w13, call.w2
-    declared = plan.backend.layout.weight_dtypes(scheme)
-    check_dtype(op, "w13", or_bytes(declared), w13)
-    if w13.ndim < 3 or not w13.shape[0]:
-        fail(op, "w13", "have at least 3 dimensions and one expert", w13.shape)
-    if w2.ndim < 3:
-        fail(op, "w2", "have at least 3 dimensions", w2.shape)
-    inter = plan.backend.layout.intermediate_size(scheme, tuple(w2.shape))
-    for name, size in (("hidden_size", hidden_size), ("intermediate_size", inter)):
-        if size <= 0 or size % scheme.size_multiple:
-            fail(op, name, f"be a positive multiple of {scheme.size_multiple}", size)
-    _check_hidden_size(op, call, plan, hidden_size)
-    weight_dtype = w13.dtype if w13.dtype in declared else _E4M3
-    sizes = Sizes(w13.shape[0], hidden_size, inter, plan.is_gated, weight_dtype)
-    expected = plan.backend.layout.specs(scheme, sizes)
-    for name, tensor in (("w13", w13), ("w2", w2)):
-        check_tensor(op, name, expected[name][0], or_bytes(expected[name][1]), tensor)
-    specs = _specs(plan, expected, sizes, packed)
-    pick = itemgetter(*(INDEX[spec.name] for spec in specs))
-    given = {"hidden_states": (plan.act.dtype,), "hidden_states_scale": (plan.act.scale_dtype,)} if packed else {}
-    dtypes = given | {name: dtypes for name, (_, dtypes) in expected.items()}
-    e4m3 = tuple(name for name, allowed in dtypes.items() if _E4M3 in allowed)
-    return Table(w13.shape[0], hidden_size, pick, tuple(tuple(spec) for spec in specs), e4m3)
 
 
 def or_bytes(dtypes: tuple[torch.dtype, ...]) -> tuple[torch.dtype, ...]:
