@@ -63,7 +63,8 @@ ARGUMENTS = {
     "hidden_states_scale": "None, or the scales of packed hidden states in the linear layout "
     "(nvfp4: float8_e4m3fn [num_tokens, hidden_size/16]; fp8, int8: float32 [num_tokens, 1], fp8_block one per 128; "
     "MX: uint8 [num_tokens, hidden_size/32]).",
-    "topk_ids": "[num_tokens, top_k] int32 (`fused_moe_routed` also takes int64), global expert ids; one outside [local_expert_offset, + local experts) "
+    "topk_ids": "[num_tokens, top_k] int32 (`fused_moe_routed` also takes int64), global expert ids; one outside "
+    "[local_expert_offset, + local experts) "
     "contributes nothing, whatever its value.",
     "topk_weights": "[num_tokens, top_k] float32, final multipliers.",
     "router_logits": "[num_tokens, num_experts] bfloat16, float16 or float32; computed on in float32.",

@@ -42,7 +42,9 @@ def attach(name: str, cpu: Callable[..., Any], anywhere: Callable[..., Any], fak
     """
     LIB.impl(name, cpu, "CPU")
     LIB.impl(name, anywhere, "CUDA")  # ordinary tensors, of which some are on a CUDA device
-    LIB.impl(name, _strided_only(name, anywhere), "CompositeExplicitAutograd")
+    strided = _strided_only(name, anywhere)
+    for key in ("CompositeExplicitAutograd", "NestedTensorCPU", "NestedTensorCUDA"):
+        LIB.impl(name, strided, key)
     torch.library.register_fake(f"moeq::{name}", _strided_only(name, fake), lib=LIB)
     attach_autograd(name, cpu, anywhere)
 
