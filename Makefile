@@ -10,7 +10,11 @@ STAMP  := $(VENV)/.installed
 
 SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/cpu/*.cpp csrc/cpu/*.h csrc/cuda/* csrc/cuda/sm90/*)
 
-.PHONY: fuzz fuzz-problems install quickstart test test-all test-triton test-flashinfer lint format cuda-compile sanitize table bench clean
+.PHONY: help fuzz fuzz-problems install quickstart test test-all test-triton test-flashinfer lint format cuda-compile sanitize table bench clean
+
+help:
+	@echo 'make TARGET [PYTHON=python3] [TORCH=torch==2.13.0] [JOBS=2]'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 20
 
 $(STAMP): pyproject.toml setup.py $(SOURCES)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or later is needed")'
@@ -20,63 +24,63 @@ $(STAMP): pyproject.toml setup.py $(SOURCES)
 	$(PY) -m pip install --quiet --no-build-isolation -e '.[test,lint]'
 	touch $(STAMP)
 
-install: $(STAMP)
+install: $(STAMP) ## the virtual environment, the package in it with what tests and linters need
 
-quickstart: install
+quickstart: install ## a checkpoint, end to end, through a compiled layer
 	$(PY) examples/quickstart.py
 
-test: install
+test: install ## the tests, but for what is slow
 	$(PY) -m pytest -q -n $(JOBS) -m "not slow"
 
 # What is slow besides: long property tests, fuzzing, the examples, CUDA compilation, sanitizers, Triton's interpreter
 # and its ahead-of-time targets, several releases of FlashInfer.
-test-all: install
+test-all: install ## everything that is slow
 	$(PY) -m pytest -q -n $(JOBS) -m slow --ignore-glob='*/test_triton_*.py'
 	$(MAKE) cuda-compile
 	$(MAKE) sanitize
 	$(MAKE) test-triton
 	$(MAKE) test-flashinfer
 
-test-triton: install
+test-triton: install ## the Triton kernels in the interpreter and ahead of time
 	$(PY) -m pip install --quiet 'triton>=3.6'
 	TRITON_INTERPRET=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal tests/test_triton_*.py
 
-test-flashinfer: install
+test-flashinfer: install ## several releases of FlashInfer against their simulators
 	PYTHON=$(PY) bash scripts/flashinfer_releases.sh
 
 # Random problems on the kernels of this CPU against the oracle; scripts/gpu_fuzz.sh does it on a GPU.
 FUZZ_PROBLEMS ?= 2000
 
-fuzz: fuzz-problems
+fuzz: fuzz-problems ## random problems, headers and configs
 
 fuzz-problems: install
 	PYTHONPATH=. $(PY) tests/fuzz_problems.py --backend cpu --count $(FUZZ_PROBLEMS)
 	PYTHONPATH=. MOEQ_CPU_ISA=portable $(PY) tests/fuzz_problems.py --backend cpu --count $(FUZZ_PROBLEMS)
 
-lint: install
+lint: install ## formatter, linter and types, without changing anything
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
 
-format: install
+format: install ## what the formatter and the linter can mend
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
 
 # Proves on a machine without a GPU that the CUDA sources compile.
-cuda-compile: install
+cuda-compile: install ## that the CUDA sources compile, without a GPU
 	$(PY) -m pip install --quiet 'triton>=3.6'
 	JOBS=$(JOBS) PYTHON=$(PY) bash scripts/cuda_compile.sh
 
 # The C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer.
-sanitize: install
+sanitize: install ## the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	PYTHON=$(PY) bash scripts/sanitize.sh
 
-table: install
+table: install ## renew the support table of the README
 	$(PY) scripts/support_table.py --write
 
-bench: install
+bench: install ## time dispatch and the CPU kernels
 	$(PY) benchmarks/bench_dispatch.py
 	$(PY) benchmarks/bench_cpu.py
 
-clean:
+clean: ## remove all that was built
 	rm -rf $(VENV) build *.egg-info torch_moe_ops/*.so

@@ -13,7 +13,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from setuptools import setup
+import setuptools
+
+# pyproject.toml states its license as newer releases read it; older ones fail with a message about "project.license".
+MIN_SETUPTOOLS = 77
+if int(setuptools.__version__.split(".")[0]) < MIN_SETUPTOOLS:
+    raise SystemExit(
+        f"torch_moe_ops: building needs setuptools >= {MIN_SETUPTOOLS}, got {setuptools.__version__}: "
+        f"pip install --upgrade 'setuptools>={MIN_SETUPTOOLS}' wheel"
+    )
 
 ROOT = Path(__file__).resolve().parent
 # Stripped. And a toolchain that links libstdc++ statically would export it, and its streams, which make the
@@ -151,4 +159,4 @@ def build_arguments() -> dict[str, Any]:
     }
 
 
-setup(**build_arguments())
+setuptools.setup(**build_arguments())

@@ -1,4 +1,4 @@
-"""`python -m torch_moe_ops inspect PATH` and `python -m torch_moe_ops tune`."""
+"""`python -m torch_moe_ops inspect PATH`, `tune` and `doctor`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,18 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--no-backends", action="store_true", help="leave out what can run it")
     inspect.set_defaults(command_function=_inspect)
     command.add_parser(commands)
+    doctor = commands.add_parser("doctor", help="what is installed, compiled and usable here, and why the rest is not")
+    doctor.set_defaults(command_function=_doctor)
     return parser
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    """Exit status 0: that something is absent is no failure."""
+    from torch_moe_ops.doctor import report
+
+    for line in report():
+        print(line, flush=True)
+    return 0
 
 
 def _inspect(options: argparse.Namespace) -> int:
