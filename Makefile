@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.installed
 
 SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/cpu/*.cpp csrc/cpu/*.h csrc/cuda/* csrc/cuda/sm90/*)
 
-.PHONY: help fuzz fuzz-problems install quickstart test test-all test-triton test-flashinfer lint format cuda-compile sanitize table bench clean
+.PHONY: help fuzz fuzz-problems install quickstart test test-all test-triton test-flashinfer lint format docs cuda-compile sanitize table bench clean
 
 help:
 	@echo 'make TARGET [PYTHON=python3] [TORCH=torch==2.13.0] [JOBS=2]'
@@ -40,6 +40,7 @@ test-all: install ## everything that is slow
 	$(MAKE) sanitize
 	$(MAKE) test-triton
 	$(MAKE) test-flashinfer
+	$(MAKE) docs
 
 test-triton: install ## the Triton kernels in the interpreter and ahead of time
 	$(PY) -m pip install --quiet 'triton>=3.6'
@@ -65,6 +66,10 @@ lint: install ## formatter, linter and types, without changing anything
 format: install ## what the formatter and the linter can mend
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
+
+docs: install ## the site, into site/; a warning is an error
+	$(PY) -m pip install --quiet --requirement docs/requirements.txt
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
 
 # Proves on a machine without a GPU that the CUDA sources compile.
 cuda-compile: install ## that the CUDA sources compile, without a GPU
