@@ -152,13 +152,6 @@ ERRORS: dict[str, tuple[Callable[[], Given], str]] = {
         ),
         "g1_alphas must be w1_scale, got 'other values'",
     ),
-    "group": (
-        lambda: reconfigured(
-            "gptq_marlin__int4",
-            lambda g: moe_config.gptq_marlin_moe_quant_config(g.config.w1_scale, g.config.w2_scale, 4, 64),
-        ),
-        "w2_scale must hold a scale per 64 of K = 128",
-    ),
     "convention": (
         lambda: changed("gptq_marlin__int4", options={"int4_codes": "biased"}),
         r"int4_codes must be one of \['offset', 'signed'\], got 'biased'",

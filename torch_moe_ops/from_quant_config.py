@@ -222,8 +222,9 @@ def _fp8_codes(op: _Operand) -> Tensor:
 
 def _fp8(op: _Operand) -> Parts:
     """[E, 1], [E, 2] or [E, rows, 1]."""
-    if op.desc.scale is None and op.desc.alpha is not None:
-        return {"": _fp8_codes(op), "_scale": op.alpha().reshape(op.w.shape[0], -1)}
+    alpha = op.alpha()
+    if op.desc.scale is None and alpha is not None:
+        return {"": _fp8_codes(op), "_scale": alpha.reshape(alpha.shape[0], -1)}
     scale = _fp8_scale(op)
     flat = scale.reshape(scale.shape[0], -1)
     text = f"hold one scale, one per half or one per row (of {op.rows}) of each expert"

@@ -42,7 +42,8 @@ def input_scale_of(owner: str, config: FusedMoEQuantConfig, gemm: str) -> Tensor
 
 def agrees(product: Tensor, factors: Tensor) -> bool:
     """Whether two ways to the same float32 numbers, of shapes that broadcast, differ by their roundings only."""
-    return torch.allclose(*torch.broadcast_tensors(product, factors), rtol=AGREEMENT, atol=0)
+    a, b = torch.broadcast_tensors(product, factors)
+    return torch.allclose(a, b, rtol=AGREEMENT, atol=0)
 
 
 def divided_by(alpha: Tensor, input_scale: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ class FusedMoEQuantConfig(QuantSchemeQueries, QuantTensors):
         scale_layout: ScaleLayout | None = None,
         is_scale_swizzled: bool | None = None,
     ) -> None:
-        values = {
+        values: dict[str, Any] = {
             "is_nvfp4_scale_swizzled": _swizzled(is_nvfp4_scale_swizzled, is_scale_swizzled),
             "gemm1_alpha": gemm1_alpha,
             "gemm1_beta": gemm1_beta,

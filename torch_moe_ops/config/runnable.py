@@ -73,7 +73,7 @@ def _check_fp8_alpha(name: str, weight: FusedMoEQuantDesc) -> None:
         return
     scale, text = weight.scale, "be None for fp8 weights with a scale per output channel or block"
     whole = weight.shape in (None, GroupShape.PER_TENSOR)
-    few = not isinstance(scale, Tensor) or scale.numel() <= 2 * scale.shape[0]
+    few = not isinstance(scale, Tensor) or scale.ndim == 0 or scale.numel() <= 2 * scale.shape[0]
     require(whole and few, OWNER, name, text, "a Tensor")
 
 

@@ -34,8 +34,8 @@ def validate(config: FusedMoEQuantConfig) -> None:
     for operand, desc in (("w1", config._w1), ("w2", config._w2)):
         _check_factors(operand, desc)
     _check_layout(config)
-    check_weight_scales(config)
     check_runnable(config)
+    check_weight_scales(config)
     # After the dimensions: a scale without its first one would otherwise set a wrong number of experts.
     experts = _check_experts(tensors)
     for operand, desc in (("a1", config._a1), ("a2", config._a2)):

@@ -11,6 +11,7 @@ from torch_moe_ops.config.descriptors import FusedMoEQuantDesc, GroupShape, is_p
 from torch_moe_ops.config.formats import FORMATS, FP8, fixed_block
 from torch_moe_ops.config.shapes import OWNER
 from torch_moe_ops.quant.swizzle import padded_shape
+from torch_moe_ops.schemes import ceil_div
 
 if TYPE_CHECKING:
     from torch_moe_ops.config.quant_config import FusedMoEQuantConfig
@@ -70,6 +71,10 @@ def check_weight_scales(config: FusedMoEQuantConfig) -> None:
         block = fixed_block(config._w1.dtype)
         if block is not None:
             _check_pair(first, second, block[1], config.scale_layout)
+        elif FORMATS[config._w1.dtype].has_zero_points:
+            _check_groups(first, second, config._w1.shape)
+        else:
+            _check_tiles(first, second, config._w1.shape)
 
 
 def _check_block_shape(name: str, scale: Tensor, desc: FusedMoEQuantDesc, layout: str | None) -> None:
@@ -90,6 +95,30 @@ def _check_pair(first: Tensor, second: Tensor, block: int, layout: str | None) -
         _check_against_each_other(first, second, block)
 
 
+def _check_groups(first: Tensor, second: Tensor, shape: GroupShape | None) -> None:
+    """Integer weights [E, rows, groups] or, as Marlin keeps them, [E, groups, rows]: one's K are the other's rows."""
+    if shape is None or not shape.is_block():
+        return
+    fits = any(
+        groups13 == ceil_div(hidden, shape.col)
+        and groups2 in (ceil_div(rows, shape.col), ceil_div(rows // 2, shape.col))
+        for rows, groups13 in (first.shape[1:], first.shape[:0:-1])
+        for hidden, groups2 in (second.shape[1:], second.shape[:0:-1])
+    )
+    other = f"w2_scale {tuple(second.shape)}"
+    text = f"hold a scale per {shape.col} of K like {other}: the rows of each are the K of the other"
+    require(fits, OWNER, "w1_scale", text, first.shape)
+
+
+def _check_tiles(first: Tensor, second: Tensor, shape: GroupShape | None) -> None:
+    """fp8 tiles: the halves of w13 are tiled separately."""
+    if shape is None or not shape.is_block():
+        return
+    hidden, inter = second.shape[1:]
+    text = f"have {hidden} tiles along K and {inter} or {2 * inter} along rows for w2_scale {tuple(second.shape)}"
+    require(tuple(first.shape[1:]) in ((inter, hidden), (2 * inter, hidden)), OWNER, "w1_scale", text, first.shape)
+
+
 def _check_shape(name: str, scale: Tensor, desc: FusedMoEQuantDesc) -> None:
     shape, dims = desc.shape, scale.ndim
     if shape is not None and shape.is_block():
@@ -107,11 +136,11 @@ def _check_shape(name: str, scale: Tensor, desc: FusedMoEQuantDesc) -> None:
 
 def _check_against_each_other(first: Tensor, second: Tensor, block: int) -> None:
     """w13 is [2I or I, H] and w2 is [H, I]: each one's columns are the other's rows."""
-    hidden_blocks = -(-second.shape[1] // block)
+    hidden_blocks = ceil_div(second.shape[1], block)
     requirement = f"have {hidden_blocks} blocks along K for the {second.shape[1]} rows of w2_scale"
     require(first.shape[2] == hidden_blocks, OWNER, "w1_scale", requirement, first.shape)
     rows, columns = first.shape[1], second.shape[2]
-    plain = -(-rows // block) == columns
-    gated = rows % 2 == 0 and -(-(rows // 2) // block) == columns
+    plain = ceil_div(rows, block) == columns
+    gated = rows % 2 == 0 and ceil_div(rows // 2, block) == columns
     requirement = f"have the rows of w13, gated or not, for {columns} blocks of intermediate size in w2_scale"
     require(plain or gated, OWNER, "w1_scale", requirement, first.shape)
