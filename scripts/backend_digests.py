@@ -25,7 +25,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "torch_moe_ops"
 # Imported by what backends import, and no part of what they compute: where weights come from, the release, the records.
-APART = {f"{PACKAGE}.{name}" for name in ("from_quant_config", "quant_config_readings", "serialization", "_version", "backends.tested")}
+APART = {
+    f"{PACKAGE}.{name}"
+    for name in ("from_quant_config", "quant_config_readings", "serialization", "_version", "backends.tested")
+}
 # What every backend's tests and its monolithic calls run besides: the router.
 ROUTER = (f"{PACKAGE}.routing", f"{PACKAGE}.kernels.triton.routing")
 

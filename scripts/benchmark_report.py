@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +30,6 @@ MODELS = {
 # Weight formats in the order of the page, with what the library runs beside the plain format.
 FORMATS = {"nvfp4": "NVFP4", "mxfp4": "MXFP4", "int4": "int4", "fp8": "FP8, 128x128 blocks", "bf16": "bfloat16"}
 README_FORMATS = ("nvfp4", "mxfp4")
-README_TOKENS = (1, 8, 64, 256, 1024, 4096)
 OURS = (
     *("cuda_sm90", "cuda_sm90_bf16", "cuda_sm90_fp8", "cuda_sm90_packed", "cuda_sm90_folded"),
     *("triton", "triton_fp8"),
@@ -176,17 +174,6 @@ def sweep_rows(path: Path) -> dict[tuple[str, int], str]:
     return {key: f"{_us(us)} ({other[key] / us:.2f})" for key, us in mine.items() if key in other}
 
 
-def readme_sweep(path: Path, ms: Iterable[int]) -> str:
-    """The columns of the README's other table, for the models of a sweep."""
-    rows, columns = sweep_rows(path), list(ms)
-    lines = _header("us a layer, NVFP4: `cuda_sm90` (time of `triton` over it)", columns)
-    for shape, name in MODELS.items():
-        row = [rows.get((shape, m), "") for m in columns]
-        if any(row):
-            lines.append(f"| {name} | " + " | ".join(row) + " |")
-    return "\n".join(lines)
-
-
 def sweep_text(path: Path) -> list[str]:
     """All numbers of tokens of a sweep."""
     rows = sweep_rows(path)
@@ -271,24 +258,26 @@ def page(cells: dict[Key, Cell], folder: Path = RESULTS) -> str:
     return "\n".join(lines) + "\n"
 
 
-def readme_with_table(text: str, cells: dict[Key, Cell], folder: Path = RESULTS) -> str:
-    """The README with its tables replaced."""
+def readme_with_table(text: str, cells: dict[Key, Cell]) -> str:
+    """The README with its table replaced."""
     before, rest = text.split(BEGIN)
     after = rest.split(END)[1]
-    tables = [readme_table(cells)]
-    if (folder / SWEEP).exists():
-        tables.insert(0, readme_sweep(folder / SWEEP, README_TOKENS))
-    return "\n\n".join([before + BEGIN, *tables, END + after])
+    return "\n\n".join([before + BEGIN, readme_table(cells), END + after])
 
 
-def plot(cells: dict[Key, Cell], shape: str, to: Path) -> None:
-    """Time over tokens, log axes: NVFP4 and MXFP4 layers in one panel each, with the floor."""
+def _pyplot() -> Any:
     import matplotlib
 
     matplotlib.use("svg")
     matplotlib.rcParams.update({"svg.hashsalt": "moeq", "svg.fonttype": "none", "font.size": 9})
-    import matplotlib.pyplot as plt
+    import matplotlib.pyplot
 
+    return matplotlib.pyplot
+
+
+def plot(cells: dict[Key, Cell], shape: str, to: Path) -> None:
+    """Time over tokens, log axes: NVFP4 and MXFP4 layers in one panel each, with the floor."""
+    plt = _pyplot()
     formats = [f for f in FORMATS if len(rows_of(cells, shape, f)[0]) > 1]
     figure, axes = plt.subplots(1, len(formats), figsize=(4.2 * len(formats), 3.6), squeeze=False, sharey=True)
     for ax, fmt in zip(axes[0], formats, strict=True):
@@ -312,6 +301,40 @@ def plot(cells: dict[Key, Cell], shape: str, to: Path) -> None:
     plt.close(figure)
 
 
+def ratios(cells: dict[Key, Cell], shape: str, fmt: str) -> dict[int, float]:
+    """Tokens -> the time of the fastest other library over that of the library's preferred backend."""
+    found = {}
+    for m in rows_of(cells, shape, fmt)[0]:
+        mine, other = best(cells[shape, fmt, m], True), best(cells[shape, fmt, m], False)
+        if mine and other:
+            found[m] = other[1] / mine[1]
+    return found
+
+
+def plot_ratios(cells: dict[Key, Cell], to: Path, fmt: str = "nvfp4") -> None:
+    """The README's plot: a line a model, named at its end, on a linear axis."""
+    plt = _pyplot()
+    figure, ax = plt.subplots(figsize=(7.2, 3.4))
+    ticks = sorted({m for _, f, m in cells if f == fmt})
+    below = 0.0
+    lines = {model: found for shape, model in MODELS.items() if (found := ratios(cells, shape, fmt))}
+    for model, found in sorted(lines.items(), key=lambda item: list(item[1].values())[-1]):
+        at = [ticks.index(m) for m in found]
+        (line,) = ax.plot(at, found.values(), marker="o", markersize=4, linewidth=2)
+        below = max(below + 0.14, list(found.values())[-1])  # names do not lie on each other
+        ax.annotate(f"  {model}", (at[-1], below), color=line.get_color(), va="center")
+    ax.axhline(1, color="black", linewidth=1)
+    ax.annotate("the best other library", (0, 1), textcoords="offset points", xytext=(0, 4), fontsize=8)
+    ax.set_xticks(range(len(ticks)), [str(m) for m in ticks])
+    ax.set(ylim=(0, None), xlim=(-0.2, len(ticks) + 0.3), xlabel="tokens", ylabel="its time over ours")
+    ax.set_title(f"{FORMATS[fmt]} weights, 16-bit activations, one H200", fontsize=10)
+    ax.grid(True, axis="y", alpha=0.3)
+    ax.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(to, metadata={"Date": None})
+    plt.close(figure)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     mode = parser.add_mutually_exclusive_group()
@@ -323,6 +346,7 @@ def main() -> int:
     if args.plots:
         for shape in {s for s, _, _ in cells}:
             plot(cells, shape, RESULTS / f"h200_{shape}.svg")
+        plot_ratios(cells, RESULTS / "h200_speed.svg")
     wanted = {README: readme_with_table(README.read_text("utf-8"), cells), PAGE: page(cells)}
     if args.write:
         for path, text in wanted.items():

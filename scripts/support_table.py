@@ -1,4 +1,4 @@
-"""Writes the support table of the README, and torch_moe_ops/tested.json, from the records of test runs.
+"""Writes docs/support.md, its summary in the README, and torch_moe_ops/tested.json, from the records of test runs.
 
     python scripts/support_table.py [--write]
 
@@ -11,6 +11,7 @@ COMMIT, changed since", how many tests failed, "by contract" (passed against a s
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections import Counter, defaultdict
@@ -27,6 +28,7 @@ from torch_moe_ops.backends.tested import FILE, where_of  # noqa: E402
 from torch_moe_ops.schemes import SCHEMES, Scheme  # noqa: E402
 
 README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "support.md"
 RECORDS = ROOT / "tests" / "records"
 BEGIN, END = "<!-- support table: made by scripts/support_table.py -->", "<!-- end of the support table -->"
 Record = dict[str, Any]
@@ -44,6 +46,27 @@ SIZES = {"num_experts": 8, "hidden_size": 1024, "intermediate_size": 1024}
 def read_records(folder: Path = RECORDS) -> list[Record]:
     """Of every device, in the order of their names."""
     return [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+
+
+_UNQUANTIZED = "unquantized"
+
+
+def _problem(scheme: Scheme, act_format: str, device: str, capability: tuple[int, int] | None) -> Problem:
+    scale = "tensor" if act_format in scheme.static_acts else "none"  # calibrated, as published checkpoints are
+    at = {"device": device, "capability": capability, "input_scale": scale}
+    return Problem(scheme.name, act_format=act_format, **at, **SIZES)  # type: ignore[arg-type]
+
+
+def _problems(scheme: Scheme, act_format: str, device: str, capability: tuple[int, int] | None) -> list[Problem]:
+    """The same under every weight policy."""
+    problem = _problem(scheme, act_format, device, capability)
+    return [dataclasses.replace(problem, weight_policy=policy) for policy in ("exact", "packed", "folded")]
+
+
+def _trust(said: str) -> int:
+    """Orders what is said of formats: a scheme is as good as the least of its own."""
+    order = ("failed", "not run", "changed since", "by contract", "tested")
+    return next(i for i, words in enumerate(order) if words in said)
 
 
 class Table:
@@ -82,16 +105,45 @@ class Table:
 
     def cell(self, scheme: Scheme, act_format: str, device: str, capability: tuple[int, int] | None) -> str:
         """Backends other than `reference` that fit, by what is known of them."""
-        scale = "tensor" if act_format in scheme.static_acts else "none"  # calibrated, as published checkpoints are
-        at = {"device": device, "capability": capability, "input_scale": scale}
-        problem = Problem(scheme.name, act_format=act_format, **at, **SIZES)  # type: ignore[arg-type]
+        problem = _problem(scheme, act_format, device, capability)
         known: dict[str, list[str]] = defaultdict(list)
         for name, backend in BACKENDS.items():
             if name != "reference" and backend.fits_anywhere(problem):
                 known[self.status(name, scheme.name, act_format, where_of(device, capability))].append(name)
         return "; ".join(f"{', '.join(names)}: {said}" for said, names in known.items()) or "not yet (`reference` runs)"
 
+    def said_of(self, backend: str, scheme: Scheme, device: str, capability: tuple[int, int] | None) -> str | None:
+        """The least that is known of a scheme's formats that the backend runs on a device; None: it runs none."""
+        known = [
+            self.status(backend, scheme.name, act_format, where_of(device, capability))
+            for act_format in scheme.act_formats
+            if any(BACKENDS[backend].fits_anywhere(p) for p in _problems(scheme, act_format, device, capability))
+        ]
+        return min(known, key=_trust, default=None)
+
+    def summary_cell(self, backend: str, device: str, capability: tuple[int, int] | None) -> str:
+        """Schemes by what is known of them, on one line."""
+        known: dict[str, list[str]] = defaultdict(list)
+        for scheme in SCHEMES.values():
+            said = self.said_of(backend, scheme, device, capability)
+            if said is not None:
+                known[said].append(_UNQUANTIZED if scheme.name == "none" else scheme.name)
+        return "; ".join(
+            f"{said}: {'every scheme' if len(names) == len(SCHEMES) else ', '.join(names)}"
+            for said, names in known.items()
+        )
+
+    def summary(self) -> str:
+        """A line a backend."""
+        lines = ["| " + " | ".join(["backend", *DEVICES]) + " |", "|" + "---|" * (1 + len(DEVICES))]
+        for name in BACKENDS:
+            if name != "reference":
+                cells = [self.summary_cell(name, *where) for where in DEVICES.values()]
+                lines.append("| " + " | ".join([f"`{name}`", *cells]) + " |")
+        return "\n".join(lines)
+
     def markdown(self) -> str:
+        """A line a scheme and activation format, and the records."""
         header = ["scheme", "`act_format`", *DEVICES]
         lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
         for scheme in SCHEMES.values():
@@ -129,10 +181,32 @@ def current() -> Table:
 
 
 def readme_with_table(text: str) -> str:
-    """The README with its table replaced."""
+    """The README with its summary replaced."""
     before, rest = text.split(BEGIN)
     after = rest.split(END)[1]
-    return f"{before}{BEGIN}\n\n{current().markdown()}\n\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{current().summary()}\n\n{END}{after}"
+
+
+_HEAD = """# What runs where
+
+Made by `scripts/support_table.py` from the records of test runs in `tests/records`.
+
+- **tested**: tests passed with this format on such a device, and nothing that the backend depends on has changed since
+  (`scripts/backend_digests.py` compares contents, wherever they lie). "changed since": something has.
+- **by contract**: the call into a third-party kernel passed against a simulator of its interface. It proves arguments,
+  layouts and units, not the kernel: [FlashInfer](flashinfer.md).
+- **not run**: the backend takes the format there, and no record has run it. Where no backend but the slow, exact
+  `reference` takes it, the cell says so.
+
+The row of `nvfp4` with fp8 activations is for weight policy `exact`; `packed` and `folded` run on Hopper
+(`cuda_sm90_packed`, `cuda_sm90_folded`: [Hopper](hopper.md)) and on `reference`.
+
+"""
+
+
+def page() -> str:
+    """docs/support.md."""
+    return f"{_HEAD}{current().markdown()}\n"
 
 
 def main() -> None:
@@ -140,9 +214,10 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     if parser.parse_args().write:
         README.write_text(readme_with_table(README.read_text()))
+        PAGE.write_text(page())
         FILE.write_text(current().distilled())
     else:
-        print(current().markdown())
+        print(current().summary(), current().markdown(), sep="\n\n")
 
 
 if __name__ == "__main__":

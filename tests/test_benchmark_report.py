@@ -67,10 +67,15 @@ def test_the_full_table(report: ModuleType, tmp_path: Path) -> None:
     ]
 
 
+def test_ratios_are_those_of_the_best_other_library(report: ModuleType, tmp_path: Path) -> None:
+    cells = report.read(_write(tmp_path / "a", FIRST))
+    assert report.ratios(cells, "mixtral", "nvfp4") == {1: 150 / 100, 64: 900 / 300.4}
+
+
 def test_a_sweep_is_set_against_triton(report: ModuleType, tmp_path: Path) -> None:
     records = [_bench("cuda_sm90/nvfp4", 8, 50.0), _bench("triton/nvfp4", 8, 60.0), _bench("cuda_sm90/nvfp4", 12, 70.0)]
-    path = _write(tmp_path / report.SWEEP, [ENV, *records, _bench("cuda_sm90/nvfp4", 64, 99.9, shape="dsv3")])
-    assert report.readme_sweep(path, (8, 12)).splitlines()[2:] == ["| Mixtral-8x7B | 50.0 (1.20) |  |"]
+    _write(tmp_path / report.SWEEP, [ENV, *records, _bench("cuda_sm90/nvfp4", 64, 99.9, shape="dsv3")])
+
     assert report.page({}, tmp_path).splitlines()[-3:] == [
         "| tokens | Mixtral-8x7B |",
         "|---:|---:|",

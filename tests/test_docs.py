@@ -27,6 +27,7 @@ def test_the_support_table_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> Non
     readme = (ROOT / "README.md").read_text()
     script = load("scripts/support_table.py")
     assert readme == script.readme_with_table(readme)
+    assert script.PAGE.read_text() == script.page()
     assert script.FILE.read_text() == script.current().distilled()
 
 
