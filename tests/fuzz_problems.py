@@ -123,8 +123,15 @@ def compare(out: Tensor, want: Tensor, bound: float) -> float:
     if (((out.isfinite() != fits) & ~close).any()) or (out.isnan() & want.isfinite()).any():
         return math.inf
     both = out.isfinite() & fits
-    error = relative_l2(torch.where(both, out.float(), 0.0), torch.where(both, want, 0.0))
-    return error / bound
+    held = torch.where(both, want, 0.0)
+    error = relative_l2(torch.where(both, out.float(), 0.0), held)
+    return error / (bound + _subnormal(out.dtype) * math.sqrt(held.numel()) / max(float(held.norm()), 1e-30))
+
+
+def _subnormal(dtype: torch.dtype) -> float:
+    """What rounding to a subnormal number of the dtype takes from a value at most: much, of a tiny float16 result."""
+    limits = torch.finfo(dtype)
+    return limits.smallest_normal * limits.eps / 2
 
 
 def _hidden(g: random.Random, layer: Layer, tokens: int, hidden: int, device: Device, special: bool) -> Tensor:
