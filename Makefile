@@ -55,8 +55,8 @@ FUZZ_PROBLEMS ?= 2000
 fuzz: fuzz-problems ## random problems, headers and configs
 
 fuzz-problems: install
-	PYTHONPATH=. $(PY) tests/fuzz_problems.py --backend cpu --count $(FUZZ_PROBLEMS)
-	PYTHONPATH=. MOEQ_CPU_ISA=portable $(PY) tests/fuzz_problems.py --backend cpu --count $(FUZZ_PROBLEMS)
+	PYTHONPATH=. $(PY) tests/fuzz_problems.py --backend cpu --special --count $(FUZZ_PROBLEMS)
+	PYTHONPATH=. MOEQ_CPU_ISA=portable $(PY) tests/fuzz_problems.py --backend cpu --special --count $(FUZZ_PROBLEMS)
 
 lint: install ## formatter, linter and types, without changing anything
 	$(VENV)/bin/ruff format --check .
