@@ -31,7 +31,7 @@ def weight_operand(call: ExpertsCall, which: int, e: int, halves: int, dtype: to
     piece = Weight(weight[e], of_expert[0], of_expert[1], halves, dtype)
     if call.weight_policy != "exact":
         return Operand(w4a8.dequantize(piece.codes, piece.given_scale, dtype))
-    return _WEIGHTS[call.scheme](piece)
+    return WEIGHTS[call.scheme](piece)
 
 
 class Weight(NamedTuple):
@@ -77,7 +77,8 @@ def _int4_weight(w: Weight) -> Operand:
     return Operand(int4.dequantize(int4.unpack_int32(w.codes), w.given_scale, w.zero_point, dtype=w.dtype))
 
 
-_WEIGHTS: dict[str, Callable[[Weight], Operand]] = {
+# What the oracle decodes, by scheme.
+WEIGHTS: dict[str, Callable[[Weight], Operand]] = {
     "none": lambda w: Operand(w.codes.to(w.dtype)),
     "nvfp4": lambda w: Operand(nvfp4.dequantize(w.codes, w.given_scale, dtype=w.dtype)),
     "mxfp4": _mx_weight("e2m1"),
@@ -135,8 +136,9 @@ def _quantized(act_format: str, x: Tensor, gscale: Tensor | None, group: int, dt
     return _mx(*mx.quantize_mx(x, element, "rceil"), element, dtype)
 
 
-# An MX activation format has the element of the scheme of its name.
-MX_ELEMENTS = {name: scheme.element for name, scheme in SCHEMES.items() if scheme.element}
+MX_ELEMENTS = {"mxfp4": "e2m1", "mxfp8": "e4m3", "mxfp6_e3m2": "e3m2", "mxfp6_e2m3": "e2m3"}
+# The activation formats that the oracle rounds to.
+ACT_FORMATS = ("none", "nvfp4", "fp8", "int8", *MX_ELEMENTS)
 
 
 def _packed(call: ExpertsCall, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Operand:

@@ -12,10 +12,18 @@ from torch_moe_ops.backends.registry import Sizes, Spec
 from torch_moe_ops.raw_weights import RawWeights
 from torch_moe_ops.schemes import SCHEMES, Scheme
 
+# Scheme -> the kernels' name of it (csrc/cpu/names.cpp). fp6 codes of either element are kept as the e4m3 codes of
+# the same values.
+KERNEL_SCHEMES = {
+    name: name for name in ("none", "nvfp4", "mxfp4", "mxfp8", "mxint4", "int4", "fp8", "fp8_block", "int8")
+}
+KERNEL_SCHEMES |= dict.fromkeys(("mxfp6_e3m2", "mxfp6_e2m3"), "mxfp6")
+KERNEL_ACT_FORMATS = ("none", "nvfp4", "mxfp4", "mxfp8", "mxfp6_e3m2", "mxfp6_e2m3", "fp8", "int8")
+
 
 def kernel_scheme(scheme: Scheme) -> str:
-    """The kernels' name: fp6 codes of either element are kept as the e4m3 codes of the same values."""
-    return "mxfp6" if scheme.name.startswith("mxfp6") else scheme.name
+    """The kernels' name of a scheme that they have."""
+    return KERNEL_SCHEMES[scheme.name]
 
 
 def specs(scheme: Scheme, sizes: Sizes) -> dict[str, Spec]:
@@ -108,7 +116,7 @@ def _to_kernel_codes(scheme: Scheme, weight: Tensor) -> Tensor:
         return weight.contiguous().view(torch.uint8)
     if scheme.name == "mxint4":
         return weight.contiguous().view(torch.uint8) ^ 0x88  # value + 8 -> two's complement
-    return _cpu_layout.fp6_to_e4m3(weight, scheme.element) if scheme.name.startswith("mxfp6") else weight
+    return _cpu_layout.fp6_to_e4m3(weight, scheme.element) if kernel_scheme(scheme) == "mxfp6" else weight
 
 
 def _from_kernel_codes(scheme: Scheme, codes: Tensor) -> Tensor:
@@ -116,4 +124,4 @@ def _from_kernel_codes(scheme: Scheme, codes: Tensor) -> Tensor:
         return codes.view(torch.int32)
     if scheme.name == "mxint4":
         return (codes ^ 0x88).view(torch.int32)
-    return _cpu_layout.e4m3_to_fp6(codes, scheme.element) if scheme.name.startswith("mxfp6") else codes
+    return _cpu_layout.e4m3_to_fp6(codes, scheme.element) if kernel_scheme(scheme) == "mxfp6" else codes

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from torch_moe_ops import _ext
 from torch_moe_ops.backends import _cpu_pack
-from torch_moe_ops.backends.registry import Backend, Layout, Problem, available, formats, one_of, register
+from torch_moe_ops.backends.registry import Backend, Layout, Problem, available, formats, one_of, register, written_for
 from torch_moe_ops.ops.call import ExpertsCall
 from torch_moe_ops.quant import mx
 from torch_moe_ops.schemes import SCHEMES, ZERO_POINT_DTYPES
 
-FORMATS = {scheme.name: scheme.act_formats for scheme in SCHEMES.values()}
+FORMATS = written_for(_cpu_pack.KERNEL_SCHEMES, _cpu_pack.KERNEL_ACT_FORMATS)
 
 
 def run(call: ExpertsCall, out: Tensor) -> None:

@@ -6,10 +6,10 @@ from torch import Tensor
 
 from torch_moe_ops.activations import ACTIVATIONS
 from torch_moe_ops.backends import linear
-from torch_moe_ops.backends.registry import Backend, formats, one_of, register
+from torch_moe_ops.backends.registry import Backend, formats, one_of, register, written_for
 from torch_moe_ops.ops.call import ExpertsCall
 from torch_moe_ops.reference import experts_reference
-from torch_moe_ops.schemes import SCHEMES
+from torch_moe_ops.reference_operands import ACT_FORMATS, WEIGHTS
 
 
 def run(call: ExpertsCall, out: Tensor) -> None:
@@ -22,7 +22,7 @@ register(
         name="reference",
         layout=linear.LINEAR,
         requires=(
-            formats({scheme.name: scheme.act_formats for scheme in SCHEMES.values()}),
+            formats(written_for(WEIGHTS, ACT_FORMATS)),
             one_of("activation", *ACTIVATIONS),
         ),
         prepare=linear.prepare,

@@ -6,7 +6,7 @@ A requirement returns the reason why a problem does not fit, or None: condition 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torch_moe_ops.ops.call import ExpertsCall
 from torch_moe_ops.raw_weights import RawWeights
-from torch_moe_ops.schemes import FLOATS, Scheme
+from torch_moe_ops.schemes import FLOATS, SCHEMES, Scheme
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,13 @@ class Requirement:
 
     of_machine: it asks what is installed here, not what the problem is.
     mend: a shell command after which such a one holds; "" where there is none.
+    of_format: it asks for scheme and activation format alone; an op refuses a backend that lacks them.
     """
 
     unmet: Callable[[Problem], str | None]
     of_machine: bool = False
     mend: str = ""
+    of_format: bool = False
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,15 @@ def formats(table: Mapping[str, tuple[str, ...]]) -> Requirement:
             return None
         return f"act_format must be one of {list(known)} for scheme {problem.scheme!r}, got {problem.act_format!r}"
 
-    return Requirement(unmet)
+    return Requirement(unmet, of_format=True)
+
+
+def written_for(schemes: Iterable[str], act_formats: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """The table of `formats` for code that has these schemes, and of their activation formats these.
+
+    From what the code has, not from what there is: a scheme or format that is added later is not advertised by that.
+    """
+    return {name: tuple(act for act in SCHEMES[name].act_formats if act in act_formats) for name in schemes}
 
 
 def available(probe: Callable[[], str | None], mend: str = "") -> Requirement:

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from torch_moe_ops import tuned
 from torch_moe_ops.backends import linear
-from torch_moe_ops.backends.registry import Backend, Problem, Requirement, available, formats, register
+from torch_moe_ops.backends.registry import Backend, Problem, Requirement, available, formats, register, written_for
+from torch_moe_ops.kernels.triton.formats import ACT_FORMATS, SCHEMES  # plain values: Triton is not imported
 from torch_moe_ops.ops.call import ExpertsCall
-from torch_moe_ops.schemes import SCHEMES
 
-# scheme -> activation formats that the kernels have: all of them
-FORMATS: dict[str, tuple[str, ...]] = {scheme.name: scheme.act_formats for scheme in SCHEMES.values()}
+# scheme -> activation formats that the kernels have
+FORMATS: dict[str, tuple[str, ...]] = written_for(SCHEMES, ACT_FORMATS)
 HIDDEN_DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 MIN_CAPABILITY = (8, 0)
 MIN_VERSION = (3, 6)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torch_moe_ops._check import fail
 from torch_moe_ops.activations import ACTIVATIONS, check_activation
-from torch_moe_ops.backends.registry import BACKENDS, Backend, Sizes, Spec
+from torch_moe_ops.backends.registry import BACKENDS, Backend, Problem, Sizes, Spec
 from torch_moe_ops.ops.call import INDEX, ExpertsCall
 from torch_moe_ops.schemes import ACT_FORMATS, SCHEMES, ZERO_POINT_DTYPES, ActFormat, Scheme
 
@@ -117,6 +117,10 @@ def _resolve(op: str, call: ExpertsCall) -> Plan:
         fail(op, "backend", f"be one of {list(BACKENDS)}", call.backend)
     if call.act_format not in scheme.act_formats:
         fail(op, "act_format", f"be one of {list(scheme.act_formats)}", call.act_format)
+    problem = Problem(scheme.name, call.act_format)
+    unfit = [why for r in BACKENDS[call.backend].requires if r.of_format and (why := r.unmet(problem)) is not None]
+    if unfit:
+        fail(op, "backend", f"run {scheme.name} weights with act_format {call.act_format!r} ({unfit[0]})", call.backend)
     policies = scheme.policies if call.act_format == "fp8" else ("exact",)
     if call.weight_policy not in policies:
         requirement = f"be one of {list(policies)} for scheme {scheme.name!r} and act_format {call.act_format!r}"

@@ -123,7 +123,8 @@ def _select_fp8_products(tokens: int, per_expert: float) -> Config:
     return Config(64, 32, wide, wide)
 
 
-_BITS = {"nvfp4": 4, "mxfp4": 4, "mxint4": 4, "int4": 4, "none": 16}  # the others: 6 or 8
+_BITS = {"nvfp4": 4, "mxfp4": 4, "mxint4": 4, "int4": 4, "none": 16}
+_BITS |= dict.fromkeys(("mxfp8", "mxfp6_e3m2", "mxfp6_e2m3", "fp8", "fp8_block", "int8"), 8)
 
 
 def rules(scheme: str, tokens: int, top_k: int, num_experts: int, hidden: int, inter: int) -> Config:
@@ -131,7 +132,7 @@ def rules(scheme: str, tokens: int, top_k: int, num_experts: int, hidden: int, i
     per_expert = tokens * top_k / num_experts
     if scheme == FP8_PRODUCTS:
         return _select_fp8_products(tokens, per_expert)
-    bits = _BITS.get(scheme, 8)
+    bits = _BITS[scheme]
     if bits == 16:
         return _select_plain(per_expert, hidden, inter)
     if bits == 8:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from torch_moe_ops import schemes
 from torch_moe_ops.kernels.triton.configs import FP8_PRODUCTS
 from torch_moe_ops.ops.call import ExpertsCall
-from torch_moe_ops.schemes import ACT_FORMATS, SCHEMES
 
 
 # No named tuples: Triton 3.9 takes a tuple that is a constant apart, and loses its properties.
@@ -74,7 +74,7 @@ class OperandFormat:
     def block(self) -> int:
         """Values of K that are quantized together; 1 where each is for itself or the whole row is needed."""
         if self.how == "block":
-            return 128 if self.act == "fp8" else ACT_FORMATS[self.act].block
+            return 128 if self.act == "fp8" else schemes.ACT_FORMATS[self.act].block
         return 16 if self.act == "nvfp4" else 1
 
 
@@ -90,8 +90,21 @@ _FIXED: dict[str, WeightFormat] = {
 }
 
 
+# Codes of the schemes whose scales and zero points decide the rest.
+_GROUPED = {"int4": "int4", "mxint4": "int4", "int8": "int8"}
+SCHEMES = (*_FIXED, *_GROUPED)
+ACT_FORMATS = ("none", "nvfp4", "fp8", "int8", "mxfp8", "mxfp4", "mxfp6_e3m2", "mxfp6_e2m3")
+
+
+def _check_known(what: str, value: str, known: tuple[str, ...]) -> None:
+    """RuntimeError for what the kernels have no code for: they would read it as something else."""
+    if value not in known:
+        raise RuntimeError(f"backend 'triton': {what} must be one of {list(known)}, got {value!r}")
+
+
 def weight_format(call: ExpertsCall, which: int, native: bool) -> WeightFormat:
     """Of w13 (which = 1) or w2 (2). native: the device's tensor cores multiply int8."""
+    _check_known("scheme", call.scheme, SCHEMES)
     form = _FIXED.get(call.scheme)
     if form is None:
         scale, zero = (call.w13_scale, call.w13_zero_point) if which == 1 else (call.w2_scale, call.w2_zero_point)
@@ -104,11 +117,11 @@ def weight_format(call: ExpertsCall, which: int, native: bool) -> WeightFormat:
 
 def _grouped(call: ExpertsCall, which: int, scale: Tensor | None, zero: Tensor | None) -> WeightFormat:
     assert scale is not None  # the op's checks have seen to it
-    code = "int8" if call.scheme == "int8" else "int4"
+    code = _GROUPED[call.scheme]
     groups = scale.shape[2]
     if groups == 1:  # all of K: a factor of the row
         return WeightFormat(code, zero="" if zero is None else "row")
-    group = (call.w13 if which == 1 else call.w2).shape[2] * SCHEMES[call.scheme].pack // groups
+    group = (call.w13 if which == 1 else call.w2).shape[2] * schemes.SCHEMES[call.scheme].pack // groups
     points = "" if zero is None else "group"
     # In one term a weight would be off by 1.6e-3, which the rounding of the intermediate doubles.
     return (
@@ -127,9 +140,10 @@ def row_scales(call: ExpertsCall, which: int, form: WeightFormat) -> Tensor | No
 def operand_format(call: ExpertsCall, which: int, form: WeightFormat) -> OperandFormat:
     """Of GEMM 1 (the hidden states) or 2 (the intermediate), which multiplies weights of this form."""
     act = call.act_format
+    _check_known("act_format", act, ACT_FORMATS)
     if act == "none":
         return OperandFormat(act, "none", "none")
-    grouped = act == "fp8" and bool(SCHEMES[call.scheme].fp8_group)
+    grouped = act == "fp8" and bool(schemes.SCHEMES[call.scheme].fp8_group)
     scaled = act in ("fp8", "int8")
     if which == 1 and call.hidden_states_scale is not None:
         return OperandFormat(act, "packed", "group" if grouped else "row" if scaled else "none")
