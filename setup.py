@@ -1,6 +1,8 @@
 """Builds the extensions; everything else about the package is in pyproject.toml.
 
 Environment: MOEQ_CUDA=1|0 builds or forbids the CUDA extension (default: where a GPU is visible),
+MOEQ_ARCHS="80 120" names the GPU
+architectures of the generic kernels (default: those of scripts/cuda_targets.py that nvcc knows),
 MOEQ_SANITIZE=1 adds AddressSanitizer and UndefinedBehaviorSanitizer, MOEQ_PORTABLE=1 leaves the
 x86 instruction sets out. Without torch or a C++ compiler the package installs as pure Python.
 """
@@ -10,6 +12,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,9 @@ if int(setuptools.__version__.split(".")[0]) < MIN_SETUPTOOLS:
     )
 
 ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "scripts"))
+import cuda_targets  # noqa: E402
+
 # Stripped. And a toolchain that links libstdc++ statically would export it, and its streams, which make the
 # error texts, would mix with those that torch has loaded: a crash.
 LINK_FLAGS = ["-Wl,-s", "-Wl,--exclude-libs,ALL"]
@@ -94,8 +100,22 @@ def cpu_extension(cpp: Any) -> Any:
     )
 
 
-def cuda_flags(*arches: str) -> list[str]:
-    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in arches]
+def nvcc_of(cpp: Any) -> str:
+    """The compiler that torch's BuildExtension will call."""
+    home = Path(cpp.CUDA_HOME or "/usr/local/cuda")
+    return os.environ.get("PYTORCH_NVCC") or str(home / "bin" / "nvcc")
+
+
+def arches(cpp: Any) -> list[str]:
+    """The targets of MOEQ_ARCHS (else all) that nvcc knows."""
+    asked = tuple(os.environ.get("MOEQ_ARCHS", "").split()) or cuda_targets.ARCHES
+    known, missing = cuda_targets.split(asked, cuda_targets.known_numbers(nvcc_of(cpp)))
+    if missing:
+        print(f"torch_moe_ops: {cuda_targets.left_out(nvcc_of(cpp), missing)}")
+    return known
+
+
+def cuda_flags(targets: list[str]) -> list[str]:
     return ["-O3", "-std=c++17", "--fmad=false", *targets, *ABI_FLAGS, "-DUSE_CUDA"]
 
 
@@ -103,7 +123,10 @@ def cuda_extension(cpp: Any) -> Any:
     return cpp.CUDAExtension(
         "torch_moe_ops._C_cuda",
         [*sources("cuda", "*.cpp"), *sources("cuda", "*.cu")],
-        extra_compile_args={"cxx": [*host_flags(), "-DUSE_CUDA"], "nvcc": cuda_flags("80", "90a")},
+        extra_compile_args={
+            "cxx": [*host_flags(), "-DUSE_CUDA"],
+            "nvcc": cuda_flags(cuda_targets.flags(arches(cpp), generic=True)),
+        },
         extra_link_args=LINK_FLAGS,
         py_limited_api=True,
     )
@@ -117,7 +140,7 @@ def build_command(cpp: Any) -> Any:
             if ext.name.endswith("._C") and is_x86():
                 ext.extra_objects = [o for isa in X86_FLAGS for o in self.compile_isa(ext, isa)]
             if ext.name.endswith("._C_cuda"):
-                flags = {**ext.extra_compile_args, "nvcc": cuda_flags("90a")}
+                flags = {**ext.extra_compile_args, "nvcc": cuda_flags(cuda_targets.flags([cuda_targets.HOPPER], False))}
                 ext.extra_objects = self.compile_with(ext, "sm90", sources("cuda/sm90", "*.cu"), flags)
             super().build_extension(ext)
 

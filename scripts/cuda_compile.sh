@@ -5,7 +5,7 @@
 # usage: scripts/cuda_compile.sh [source.cu ...]       (default: all of csrc/cuda)
 #   PYTHON       interpreter that has torch, and Triton for its nvdisasm  (default: python3)
 #   NVCC         compiler                               (default: nvcc in PATH, else in CUDA_HOME/bin)
-#   MOEQ_ARCHS   targets, e.g. "80 90a"                 (default: those of 80 90a 100a 120 that nvcc knows)
+#   MOEQ_ARCHS   targets, e.g. "80 90a"                 (default: those of scripts/cuda_targets.py that nvcc knows)
 #   MOEQ_OBJECTS folder for the objects                 (default: a temporary one)
 #   JOBS         compilers at a time                    (default: 2)
 set -euo pipefail
@@ -29,24 +29,12 @@ if [ -z "$objects" ]; then
 fi
 mkdir -p "$objects"
 
-known=$("$nvcc" --list-gpu-code)
-targets=()
-hopper=()   # of csrc/cuda/sm90, whose instructions no other architecture has
-for arch in ${MOEQ_ARCHS:-80 90a 100a 120}; do
-  # nvcc lists plain architectures only; a suffixed one exists where its number does.
-  if grep -qx "sm_${arch%[a-z]}" <<<"$known"; then
-    targets+=(-gencode "arch=compute_$arch,code=sm_$arch")
-    if [ "$arch" = 90a ]; then
-      hopper=("${targets[@]: -2}")
-    fi
-  else
-    echo "cuda-compile: $("$nvcc" --version | grep -o 'release [0-9.]*') does not know sm_$arch: skipped"
-  fi
-done
-if [ ${#targets[@]} -eq 0 ]; then
-  echo "cuda-compile: none of the architectures '${MOEQ_ARCHS:-80 90a 100a 120}' is known to $nvcc" >&2
-  exit 2
-fi
+# Assigned before they are split, so that a failing interpreter ends the script here.
+read -r -a arches <<<"${MOEQ_ARCHS:-}"
+generic=$("$python" scripts/cuda_targets.py "$nvcc" generic "${arches[@]}")
+hopper=$("$python" scripts/cuda_targets.py "$nvcc" sm90 "${arches[@]}" 2>/dev/null)   # said already; may be empty
+mapfile -t generic <<<"$generic"
+mapfile -t hopper <<<"$hopper"
 
 # Assigned before it is split, so that a failing interpreter (no torch) ends the script here.
 paths=$("$python" -c '
@@ -78,10 +66,10 @@ fi
 
 # compile SOURCE: prints its report when it is done; adds to $failures if it does not compile.
 compile() {
-  local source=$1 name start=$SECONDS of_source=("${targets[@]}")
+  local source=$1 name start=$SECONDS of_source=("${generic[@]}")
   name=$(basename "$source")
   if [[ $source == */sm90/* ]]; then
-    if [ ${#hopper[@]} -eq 0 ]; then
+    if [ -z "${hopper[0]}" ]; then
       echo "skip $source (90a is not among the architectures)"
       return 0
     fi

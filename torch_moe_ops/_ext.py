@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +79,11 @@ def has_cpu_extension() -> bool:
 def has_cuda_extension() -> bool:
     """Whether the CUDA ops are registered; says nothing about whether a GPU is visible."""
     return _CUDA.loaded
+
+
+def cuda_extension_file() -> str | None:
+    """The library that holds the CUDA ops; None where it is not loaded."""
+    return sys.modules[_CUDA.module].__file__ if _CUDA.loaded else None
 
 
 def cpu_extension_reason() -> str:

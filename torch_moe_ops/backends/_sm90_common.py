@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_moe_ops import _ext
+from torch_moe_ops import _device_code, _ext
 from torch_moe_ops.backends.registry import Problem, Requirement, available, one_of
 from torch_moe_ops.ops.call import ExpertsCall
 from torch_moe_ops.routing_methods import METHODS
+from torch_moe_ops.schemes import SCHEMES
 
 CAPABILITY = (9, 0)
 MAX_EXPERTS = 1024  # local ones, that one thread block sorts
@@ -38,7 +39,15 @@ def _experts_reason(problem: Problem) -> str | None:
 
 
 def _extension_reason() -> str | None:
-    return _ext.cuda_extension_reason() or None
+    return _ext.cuda_extension_reason() or _device_code.missing(CAPABILITY, "a")
+
+
+def check_device(call: ExpertsCall) -> None:
+    """Raise where a layer that was prepared for Hopper is called on another device."""
+    device = call.hidden_states.device
+    if _device_code.missing_on(device, "a") is not None:
+        op = f"{SCHEMES[call.scheme].op_prefix}moe_routed"
+        _device_code.check_device(op, "hidden_states", device, "a")
 
 
 NEEDS = (

@@ -14,7 +14,15 @@ from torch import Tensor
 
 from torch_moe_ops import tuned
 from torch_moe_ops.backends._sm90_choice import choice_of, decode_max_tokens, switches_of
-from torch_moe_ops.backends._sm90_common import NEEDS, NO_ROUTER, Router, plain_arguments, router_of, tensor_arguments
+from torch_moe_ops.backends._sm90_common import (
+    NEEDS,
+    NO_ROUTER,
+    Router,
+    check_device,
+    plain_arguments,
+    router_of,
+    tensor_arguments,
+)
 from torch_moe_ops.backends._sm90_formats import prepare, restore, scales_reason, specs
 from torch_moe_ops.backends._sm90_layout import TILE
 from torch_moe_ops.backends.registry import Backend, Layout, Problem, Requirement, formats, one_of, register
@@ -56,6 +64,7 @@ def run_kernel(call: ExpertsCall, out: Tensor, kernel: int, router: Router = NO_
     if call.hidden_states_scale is not None:
         # Code times block scale has six significant bits: bfloat16 holds it, and the alphas have the rest.
         x = nvfp4.dequantize(x, call.hidden_states_scale).to(torch.bfloat16)
+    check_device(call)
     torch.ops.moeq_C.experts_sm90(
         out,
         x,

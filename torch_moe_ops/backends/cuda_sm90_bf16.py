@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops.backends import linear
-from torch_moe_ops.backends._sm90_common import NEEDS, plain_arguments
+from torch_moe_ops.backends._sm90_common import NEEDS, check_device, plain_arguments
 from torch_moe_ops.backends.registry import Backend, Problem, Requirement, available, formats, register
 from torch_moe_ops.ops.call import ExpertsCall
 
@@ -50,6 +50,7 @@ def run(call: ExpertsCall, out: Tensor) -> None:
 
 def run_kernel(call: ExpertsCall, out: Tensor) -> None:
     """`run` on these kernels, whatever the number of tokens."""
+    check_device(call)
     torch.ops.moeq_C.experts_sm90_bf16(
         out,
         call.hidden_states,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops.backends import _sm90_w4a8_layout as tiled
-from torch_moe_ops.backends._sm90_common import NEEDS, plain_arguments, tensor_arguments
+from torch_moe_ops.backends._sm90_common import NEEDS, check_device, plain_arguments, tensor_arguments
 from torch_moe_ops.backends.registry import (
     Backend,
     Layout,
@@ -100,6 +100,7 @@ def run(weights: str, call: ExpertsCall, out: Tensor) -> None:
 
     weights: "packed", "rows" or "blocks", as csrc/cuda/sm90/w4a8.h says.
     """
+    check_device(call)
     torch.ops.moeq_C.experts_sm90_w4a8(
         out,
         call.hidden_states,
