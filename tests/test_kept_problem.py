@@ -123,6 +123,13 @@ def test_a_file_of_before_the_problem_was_kept_loads(name: str) -> None:
         assert torch.equal(tensor.flatten().view(torch.uint8), w.tensors()[field].flatten().view(torch.uint8)), field
 
 
+def test_an_object_of_before_the_problem_was_kept() -> None:
+    w = moe.prepare(make_raw(Case(scheme="int8")), backend="reference")
+    old = dataclasses.replace(w, posed="")
+    assert (old.problem, old.requested) == (w.problem, "auto")
+    assert old.update_(make_raw(Case(scheme="int8", seed=3))) is old
+
+
 @pytest.mark.parametrize("posed", ["nonsense", "%7B%7D", "[]"])
 def test_a_file_whose_problem_cannot_be_read_is_refused(posed: str, tmp_path: Path) -> None:
     w = dataclasses.replace(moe.prepare(make_raw(Case())), posed=posed)

@@ -57,5 +57,8 @@ def device_fields(device: torch.device) -> dict[str, Any]:
 
 
 def _values(w: PreparedWeights) -> Mapping[str, Any]:
-    values: Mapping[str, Any] = json.loads(urllib.parse.unquote(w.posed))
+    from torch_moe_ops.restoring import posed_of_tensors
+
+    # Objects of before the problem was kept (pickled, say) have none.
+    values: Mapping[str, Any] = json.loads(urllib.parse.unquote(w.posed or posed_of_tensors(w)))
     return values
