@@ -10,6 +10,7 @@ functions that saturate too. Which of NaN and the infinities it is, is left open
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -204,6 +205,9 @@ def _constant_problem(
             return f"swiglu_{name}", f"be None for activation {activation.name!r}, which does not take it", value
         if math.isnan(value) or (name != "limit" and math.isinf(value)):
             return f"swiglu_{name}", "be a number" if name == "limit" else "be finite", value
-        if name in activation.positive and value <= 0:
-            return f"swiglu_{name}", "be positive", value
+        single = ctypes.c_float(value).value  # as the kernels have it
+        if math.isinf(single) != math.isinf(value):
+            return f"swiglu_{name}", "be at most 3.4e38 in magnitude, the range of float32", value
+        if name in activation.positive and single <= 0:
+            return f"swiglu_{name}", "be positive" if value <= 0 else "be at least 1.4e-45, as float32 has it", value
     return None

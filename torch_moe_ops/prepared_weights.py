@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops._schemas import arguments
+from torch_moe_ops._traced_floats import float_of, text_of
 from torch_moe_ops.schemes import SCHEMES
 
 if TYPE_CHECKING:
@@ -71,6 +72,15 @@ class PreparedWeights:
     w2: Tensor
     raw: str = "%7B%7D"  # URL-quoted JSON, as is `posed`
     posed: str = ""
+
+    def __post_init__(self) -> None:
+        texts = (text_of(self.swiglu_alpha), text_of(self.swiglu_beta), text_of(self.swiglu_limit))
+        object.__setattr__(self, "_swiglu_texts", texts)
+
+    def constants(self) -> tuple[float | None, ...]:
+        """swiglu_alpha, swiglu_beta, swiglu_limit for a function that is traced (_traced_floats.py)."""
+        alpha, beta, limit = self._swiglu_texts  # type: ignore[attr-defined]
+        return float_of(alpha), float_of(beta), float_of(limit)
 
     @property
     def device(self) -> torch.device:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torch_moe_ops.activations import ACTIVATIONS
 from torch_moe_ops.same_bits import same_bits
-from torch_moe_ops.schemes import ZERO_POINT_DTYPES, Scheme, get_scheme
+from torch_moe_ops.schemes import FLOATS, ZERO_POINT_DTYPES, Scheme, get_scheme
 
 if TYPE_CHECKING:
     from torch_moe_ops.config import FusedMoEQuantConfig
@@ -267,7 +267,8 @@ def _validate_inputs_and_biases(raw: RawWeights) -> None:
         if tensor is None:
             continue
         _require(tensor.shape == shape, raw, name, f"have shape {shape}", tensor.shape)
-        _require(tensor.is_floating_point(), raw, name, "have a float dtype", tensor.dtype)
+        # Kernels add float32: a float64 bias would be rounded, and restored as another.
+        _require(tensor.dtype in FLOATS, raw, name, f"have one of the dtypes {[str(d) for d in FLOATS]}", tensor.dtype)
 
 
 torch.export.register_dataclass(RawWeights)

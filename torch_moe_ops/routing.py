@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops._check import check_given, fail, show
+from torch_moe_ops._traced_floats import text_of
 from torch_moe_ops.routing_methods import (
     MAX_EXPERTS,
     METHOD_NAMES,
@@ -97,6 +98,11 @@ class Routing:
         self._require(weight_option_problem(self.method, self.routed_scaling_factor, self.renormalize))
         if self.bias is not None:
             self._require(size_problem(self.bias.shape[0], self.top_k, self.n_group, self.topk_group, True))
+        object.__setattr__(self, "_factor_text", text_of(self.routed_scaling_factor))
+
+    def constant_factor(self) -> float:
+        """routed_scaling_factor for a function that is traced (_traced_floats.py)."""
+        return float(self._factor_text)  # type: ignore[attr-defined]
 
     @staticmethod
     def _require(problem: Problem | None) -> None:

@@ -166,6 +166,8 @@ def weight_option_problem(method_name: str, factor: float, renormalize: bool | N
     method = METHODS[method_name]
     if not math.isfinite(factor):
         return "routed_scaling_factor", "be finite", factor
+    if abs(factor) > 3.4028234663852886e38:  # no global: torch.compile would make a symbol of it
+        return "routed_scaling_factor", "be at most 3.4e38 in magnitude, the range of float32", factor
     if factor != 1.0 and not method.takes_scaling_factor:
         return "routed_scaling_factor", _unless("be 1.0", method, "takes_scaling_factor"), factor
     # Saying what the method does anyway is harmless; `renormalize`'s softmax makes a sum of 1.
