@@ -132,7 +132,8 @@ def test_load_refuses_what_it_does_not_know(tmp_path: Path) -> None:
 
     plain = w.metadata()
     refused("moeq_format must be 1, got None", good)
-    refused("must be JSON", good, moeq_format="1")
+    refused("moeq must be the text of a JSON object, got None", good, moeq_format="1")
+    refused("moeq must be a JSON object", good, moeq_format="1", moeq="{")
     old = json.dumps(plain | {"layout": "linear_v0"})
     refused("layout must be 'linear_v1' for backend 'reference', got 'linear_v0'", good, moeq_format="1", moeq=old)
     other = json.dumps(plain | {"backend": "x"})
@@ -144,7 +145,7 @@ def test_load_refuses_what_it_does_not_know(tmp_path: Path) -> None:
     refused("w13_scale must have shape .*, got None", without, moeq_format="1", moeq=text)
     refused("w2 must have shape", good | {"w2": w.w2[:, :1].contiguous()}, moeq_format="1", moeq=text)
     path.write_bytes(b"garbage")
-    with pytest.raises(ValueError, match="not a safetensors file"):
+    with pytest.raises(ValueError, match="is truncated: the header length needs 8 bytes"):
         moe.PreparedWeights.load(path)
 
 

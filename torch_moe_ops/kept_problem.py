@@ -17,7 +17,7 @@ from torch_moe_ops.backends.registry import Problem
 from torch_moe_ops.prepared_weights import PreparedWeights
 
 # What no other field of PreparedWeights says, and is not of the device, which `to` changes.
-_KEPT = tuple(
+KEPT_FIELDS = tuple(
     f.name
     for f in dataclasses.fields(Problem)
     if f.name not in {own.name for own in dataclasses.fields(PreparedWeights)} | {"device", "capability"}
@@ -26,7 +26,7 @@ _KEPT = tuple(
 
 def to_text(problem: Problem, requested: str) -> str:
     """URL-quoted JSON: torch.export writes strings into source code without escaping them."""
-    kept = {name: getattr(problem, name) for name in _KEPT}
+    kept = {name: getattr(problem, name) for name in KEPT_FIELDS}
     kept["dtype"] = None if problem.dtype is None else str(problem.dtype).removeprefix("torch.")
     return urllib.parse.quote(json.dumps({"requested": requested, **kept}))
 
@@ -44,7 +44,7 @@ def problem_of_prepared(w: PreparedWeights) -> Problem:
     return Problem(
         **{name: getattr(w, name) for name in shared},
         **device_fields(w.device),
-        **{name: kept[name] for name in _KEPT if name not in ("dtype", "constants")},
+        **{name: kept[name] for name in KEPT_FIELDS if name not in ("dtype", "constants")},
         dtype=None if kept["dtype"] is None else getattr(torch, kept["dtype"]),
         constants=None if kept["constants"] is None else tuple(kept["constants"]),
     )

@@ -23,7 +23,7 @@ from torch_moe_ops.raw_weights import RawWeights
 from torch_moe_ops.schemes import SCHEMES, get_scheme
 
 KEPT = ("w13_scale_2", "w2_scale_2", "a13_input_scale", "a2_input_scale")
-_PLAIN = ("activation", "swiglu_alpha", "swiglu_beta", "swiglu_limit", "source")
+PLAIN_FIELDS = ("activation", "swiglu_alpha", "swiglu_beta", "swiglu_limit", "source")
 
 
 @torch.no_grad()
@@ -261,7 +261,7 @@ def _scalars(raw: RawWeights, static: bool) -> dict[str, Tensor]:
 
 
 def plain_values(raw: RawWeights) -> str:
-    plain = {name: getattr(raw, name) for name in _PLAIN}
+    plain = {name: getattr(raw, name) for name in PLAIN_FIELDS}
     for name in ("w13_bias", "w2_bias"):
         bias = getattr(raw, name)
         plain[f"{name}_dtype"] = None if bias is None else str(bias.dtype).removeprefix("torch.")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import urllib.parse
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -146,41 +144,15 @@ class PreparedWeights:
 
     @staticmethod
     def load(path: str | Path, device: torch.device | str = "cpu") -> PreparedWeights:
-        """Read what `save` wrote. ValueError where the file is of another kind, version or layout."""
+        """Read what `save` wrote.
+
+        Raises CheckpointError, a ValueError, where the file is of another kind, version or layout, or holds what
+        `prepare` does not write.
+        """
+        from torch_moe_ops.prepared_file import checked
         from torch_moe_ops.serialization import read
 
-        plain, tensors = read(path, device, PreparedWeights, FORMAT_VERSION)
-        return _checked(path, plain, tensors)
-
-
-def _checked(path: str | Path, plain: dict[str, Any], tensors: dict[str, Any]) -> PreparedWeights:
-    """The object, its layout and shapes as this version of the library has them."""
-    from torch_moe_ops.backends import BACKENDS
-    from torch_moe_ops.restoring import posed_of_tensors, sizes_of
-
-    backend = BACKENDS.get(plain["backend"])
-    if backend is None:
-        raise ValueError(f"{path}: backend must be one of {list(BACKENDS)}, got {plain['backend']!r}")
-    if plain["layout"] != backend.layout.name:
-        what = f"{backend.layout.name!r} for backend {backend.name!r}"
-        raise ValueError(f"{path}: layout must be {what}, got {plain['layout']!r}")
-    w = PreparedWeights(**plain, **tensors)
-    said = json.loads(urllib.parse.unquote(w.raw))
-    without = {name for name in ("w13_bias", "w2_bias") if said.get(f"{name}_dtype") is None}
-    for name, (shapes, dtypes) in backend.layout.specs(SCHEMES[w.scheme], sizes_of(w)).items():
-        tensor = getattr(w, name)
-        if tensor is None and name in without:
-            continue
-        got = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
-        if tensor is None or tuple(tensor.shape) not in shapes or tensor.dtype not in dtypes:
-            raise ValueError(f"{path}: {name} must have shape {shapes} and dtype {dtypes}, got {got}")
-    if not w.posed:  # a file of before the problem was kept
-        return dataclasses.replace(w, posed=posed_of_tensors(w))
-    try:
-        w.requested, w.problem  # noqa: B018
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: posed must be what prepare writes, got {w.posed!r} ({error})") from error
-    return w
+        return checked(str(path), read(path, device, PreparedWeights, FORMAT_VERSION))
 
 
 _OPTIONS = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -126,11 +127,15 @@ class RawWeights:
 
     @staticmethod
     def load(path: str | Path, device: torch.device | str = "cpu") -> RawWeights:
-        """Read what `save` wrote; ValueError names the path and what is wrong."""
+        """Read what `save` wrote; CheckpointError, a ValueError, names the path and what is wrong."""
+        from torch_moe_ops.checkpoints.errors import CheckpointError
         from torch_moe_ops.serialization import read
 
-        plain, tensors = read(path, device, RawWeights, FORMAT_VERSION)
-        return RawWeights(**{**plain, **tensors})
+        fields = read(path, device, RawWeights, FORMAT_VERSION)
+        try:
+            return RawWeights(**fields)
+        except ValueError as error:
+            raise CheckpointError(f"{path}: {error}") from error
 
     def equal(self, other: RawWeights) -> bool:
         """Bit for bit the same tensors and the same plain values."""
@@ -176,9 +181,10 @@ def _validate(raw: RawWeights) -> None:
         _require(gated == raw.is_gated, raw, "activation", f"fit w13 ({raw.activation} needs {rows})", raw.w13.shape)
     for name in ("swiglu_alpha", "swiglu_beta", "swiglu_limit"):
         value = getattr(raw, name)
-        if value is not None and not isinstance(value, (int, float)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
             raise TypeError(f"RawWeights: {name} must be None or a number, got {type(value).__name__}")
-        _require(value is None or not math.isnan(value), raw, name, "be None or a number", value)
+        fits = value is None or abs(value) <= sys.float_info.max or abs(value) == math.inf
+        _require(fits, raw, name, "be None or a number that float64 has", value)
     _require(raw.swiglu_limit is None or raw.swiglu_limit > 0, raw, "swiglu_limit", "be positive", raw.swiglu_limit)
     _validate_values(raw)
 
