@@ -228,7 +228,7 @@ RAW_ERRORS = [
     ("w2_scale_2", lambda t: t.double(), "w2_scale_2 must have dtype torch.float32"),
     ("a13_input_scale", lambda t: torch.ones(3), "a13_input_scale must have shape \\(\\) or \\(4,\\)"),
     ("w13_bias", lambda t: torch.ones(4, 3), "w13_bias must have shape"),
-    ("w2_bias", lambda t: torch.ones(4, 64, dtype=torch.int32), "w2_bias must have a float dtype"),
+    ("w2_bias", lambda t: torch.ones(4, 64, dtype=torch.int32), "w2_bias must have one of the dtypes"),
     ("activation", lambda t: "nonsense", "activation must be None or one of"),
     ("activation", lambda t: "relu2_no_mul", "activation must fit w13"),
     ("swiglu_limit", lambda t: float("nan"), "swiglu_limit must be None or a number"),
