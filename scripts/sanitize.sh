@@ -8,7 +8,7 @@ python=$(command -v "${PYTHON:-python3}")
 case $python in /*) ;; *) python=$root/$python ;; esac
 copy=$(mktemp -d)
 trap 'rm -rf "$copy"' EXIT
-cp -r setup.py pyproject.toml README.md LICENSE torch_moe_ops csrc tests "$copy"
+cp -r setup.py pyproject.toml README.md LICENSE torch_moe_ops csrc scripts tests "$copy"
 rm -f "$copy"/torch_moe_ops/*.so
 cd "$copy"
 MOEQ_SANITIZE=1 MOEQ_CUDA=0 "$python" setup.py -q build_ext --inplace >build.log 2>&1 || { cat build.log; exit 1; }

@@ -42,19 +42,19 @@ torch.library.register_fake(
 
 
 class _Undifferentiable(torch.autograd.Function):
-    """Runs an op; its backward raises. `written`: position of the argument that the op writes, or None."""
+    """Runs an op; its backward raises. writes: the op returns nothing and writes its last argument."""
 
     @staticmethod
-    def forward(ctx: Any, op: str, run: Callable[..., Any], written: int | None, *args: Any) -> Any:
+    def forward(ctx: Any, op: str, run: Callable[..., Any], writes: bool, *args: Any) -> Any:
         ctx.op = op
         # By input: what its gradient would look like.
         ctx.inputs = [(a.shape, a.dtype) if isinstance(a, Tensor) else None for a in args]
         with _C._AutoDispatchBelowAutograd():
             result = run(*args)
-        if written is None:
+        if not writes:
             return result
-        ctx.mark_dirty(args[written])
-        return args[written]
+        ctx.mark_dirty(args[-1])
+        return args[-1]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -75,37 +75,42 @@ def attach_autograd(name: str, cpu: Callable[..., Any], anywhere: Callable[..., 
     def kernel(keyset: Any, *args: Any) -> Any:
         body = body_of(keyset.raw_repr())
         if body is None or forward_ad._current_level >= 0 or (is_grad_enabled() and requires_grad(*args[:tensors])):
-            return rare(keyset, args, {})
+            return rare(keyset, args)
         return body(*args)
 
-    def kernel_with_keywords(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        return rare(keyset, args, kwargs)
+    def kernel_with_out(keyset: Any, *args: Any, out: Any) -> Any:
+        body = body_of(keyset.raw_repr())
+        if (
+            body is None
+            or forward_ad._current_level >= 0
+            or (is_grad_enabled() and requires_grad(*args[:tensors], out))
+        ):
+            return rare(keyset, args, out)
+        return body(*args, out=out)
 
-    def rare(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def rare(keyset: Any, args: tuple[Any, ...], out: Tensor | None = None) -> Any:
         body = bodies.get(keyset.raw_repr()) or _body_of(keyset, cpu, anywhere)
         if body is not None:
             bodies[keyset.raw_repr()] = body
-        values = (*args, *kwargs.values())
+        values = (*args, out) if suffix else args
         if forward_ad._current_level >= 0 and any(_is_dual(value) for value in values):
             _fail(packet, "a forward-mode derivative")
         below = keyset & _C._after_autograd_keyset
 
         def run(*values: Any) -> Any:
-            named = dict(zip(kwargs, values[len(args) :], strict=True))
-            return op.redispatch(below, *values[: len(args)], **named)
+            return op.redispatch(below, *values[:-1], out=values[-1]) if suffix else op.redispatch(below, *values)
 
-        if not (_C.is_grad_enabled() and _C._any_requires_grad(*values)):
+        if not (is_grad_enabled() and requires_grad(*values)):
             with _C._AutoDispatchBelowAutograd():
                 return run(*values)
         if _C._are_functorch_transforms_active():
             _fail(packet, "a derivative of torch.func")
-        written = len(args) + list(kwargs).index("out") if "out" in kwargs else None
-        if written is not None and body is not None:
-            _forget_history(values[written])
-        result = _Undifferentiable.apply(packet, run, written, *values)
-        return None if written is not None else result
+        if suffix and body is not None:
+            _forget_history(out)
+        result = _Undifferentiable.apply(packet, run, bool(suffix), *values)
+        return None if suffix else result
 
-    LIB.impl(name, kernel_with_keywords if suffix else kernel, "Autograd", with_keyset=True)
+    LIB.impl(name, kernel_with_out if suffix else kernel, "Autograd", with_keyset=True)
 
 
 def _body_of(keyset: Any, cpu: Callable[..., Any], anywhere: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -114,9 +119,9 @@ def _body_of(keyset: Any, cpu: Callable[..., Any], anywhere: Callable[..., Any])
     return {_C.DispatchKey.CPU: cpu, _C.DispatchKey.CUDA: anywhere}.get(key)
 
 
-def _forget_history(out: Tensor) -> None:
+def _forget_history(out: Any) -> None:
     """All of `out` is written anew. With its old node, a buffer of every step would keep the nodes of all steps."""
-    if out.grad_fn is not None and not out._is_view():
+    if isinstance(out, Tensor) and out.grad_fn is not None and not out._is_view():
         out.detach_()
 
 
