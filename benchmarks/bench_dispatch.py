@@ -2,7 +2,7 @@
 
     python benchmarks/bench_dispatch.py [--out benchmarks/results/dispatch_cpu.json]
 
-Best of 60 rounds of 2,000 calls each, inference mode, one thread.
+Best of 60 rounds of 2,000 calls each, one thread; in inference mode but where it says otherwise.
 """
 
 from __future__ import annotations
@@ -48,13 +48,19 @@ def measure() -> dict[str, float]:
     LIB.impl("empty_body_for_the_benchmark", lambda *_: x, "CPU")
     op, empty = torch.ops.moeq.nvfp4_moe_routed.default, torch.ops.moeq.empty_body_for_the_benchmark.default
     packet = torch.ops.moeq.nvfp4_moe_routed
-    return {
-        "dispatcher alone (empty Python body)": best_us(lambda: empty(*args)),
-        "x.new_empty": best_us(lambda: x.new_empty((0, 64), dtype=torch.bfloat16)),
-        "nvfp4_moe_routed.default, positional": best_us(lambda: op(*args)),
-        "nvfp4_moe_routed, positional": best_us(lambda: packet(*args)),
-        "moe.fused_moe_routed": best_us(lambda: moe.fused_moe_routed(x, ids, weights, w)),
-    }
+    with torch.inference_mode():
+        figures = {
+            "dispatcher alone (empty Python body)": best_us(lambda: empty(*args)),
+            "x.new_empty": best_us(lambda: x.new_empty((0, 64), dtype=torch.bfloat16)),
+            "nvfp4_moe_routed.default, positional": best_us(lambda: op(*args)),
+            "nvfp4_moe_routed, positional": best_us(lambda: packet(*args)),
+            "moe.fused_moe_routed": best_us(lambda: moe.fused_moe_routed(x, ids, weights, w)),
+        }
+    for mode, context in (("under no_grad", torch.no_grad), ("in grad mode", torch.enable_grad)):
+        with context():
+            figures[f"nvfp4_moe_routed.default, {mode}"] = best_us(lambda: op(*args))
+            figures[f"dispatcher alone, {mode}"] = best_us(lambda: empty(*args))
+    return figures
 
 
 def main() -> None:
@@ -62,8 +68,7 @@ def main() -> None:
     parser.add_argument("--out", help="write the figures to this JSON file")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    with torch.inference_mode():
-        figures = measure()
+    figures = measure()
     torch_itself = figures["dispatcher alone (empty Python body)"] + figures["x.new_empty"]
     figures["of which our checks and binding"] = figures["nvfp4_moe_routed, positional"] - torch_itself
     for name, us in figures.items():
