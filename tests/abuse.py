@@ -60,6 +60,8 @@ def _longer(t: Tensor, dim: int) -> Tensor:
 def places(t: Tensor) -> Iterator[Mutation]:
     """Another device or layout, or none."""
     yield "on meta", lambda t: t.to("meta")
+    if t.is_cuda:
+        yield "on the CPU", lambda t: t.cpu()
     yield "None", lambda t: None
     if t.ndim and t.dtype not in (torch.float8_e4m3fn,):
         yield "sparse COO", lambda t: t.to_sparse()
