@@ -97,7 +97,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointIndex:
     headers = {shard: read_header(shard) for shard in shards}
     index = CheckpointIndex(
         path,
-        _merge(headers, weight_map),
+        _merge(headers, weight_map, file),
         _optional_object(texts[0], config),
         _optional_object(texts[1], quant_config),
         {shard: header.digest for shard, header in headers.items()},
@@ -189,7 +189,7 @@ def _shards(file: str, weight_map: dict[str, str]) -> list[str]:
     return list(shards)
 
 
-def _merge(headers: dict[str, Header], weight_map: dict[str, str]) -> dict[str, TensorEntry]:
+def _merge(headers: dict[str, Header], weight_map: dict[str, str], file: str) -> dict[str, TensorEntry]:
     entries: dict[str, TensorEntry] = {}
     for shard, header in headers.items():
         twice = next((name for name in header.entries if name in entries), None)
@@ -199,7 +199,7 @@ def _merge(headers: dict[str, Header], weight_map: dict[str, str]) -> dict[str, 
     for name, shard in weight_map.items():
         if name not in entries or os.path.basename(entries[name].file) != shard:
             where = f", it is in {entries[name].file}" if name in entries else ""
-            raise CheckpointError(f"{SHARD_INDEX}: tensor {name} must be in {shard}, which does not hold it{where}")
+            raise CheckpointError(f"{file}: tensor {name} must be in {shard}, which does not hold it{where}")
     return entries
 
 
