@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from torch_moe_ops import tuned
 from torch_moe_ops.__main__ import main
 from torch_moe_ops.backends import BACKENDS
 from torch_moe_ops.backends.triton import FORMATS
+from torch_moe_ops.checkpoints import CheckpointError
 from torch_moe_ops.kernels.triton.configs import Config, Tile, rules
 from torch_moe_ops.tune import candidates, layers
 from torch_moe_ops.tune.command import layers_of, tokens_of
@@ -109,6 +111,12 @@ def test_layers_of_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--top-k: must be given"):
         _options("--checkpoint", str(copy))
     assert _options("--checkpoint", str(copy), "--top-k", "3")[0].key.top_k == 3
+
+
+def test_a_checkpoint_without_experts(tmp_path: Path) -> None:
+    save_file({"lm_head.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="no layer has experts"):
+        _options("--checkpoint", str(tmp_path))
 
 
 @pytest.mark.parametrize(

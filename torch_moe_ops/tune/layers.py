@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from torch_moe_ops.activations import resolve_constants
 from torch_moe_ops.backends import linear
 from torch_moe_ops.backends.registry import Sizes
 from torch_moe_ops.backends.triton import FORMATS
+from torch_moe_ops.checkpoints import CheckpointError
 from torch_moe_ops.checkpoints.index import open_checkpoint
 from torch_moe_ops.checkpoints.load import describe_layer
 from torch_moe_ops.checkpoints.naming import select_layer
@@ -92,21 +93,17 @@ def of_checkpoint(path: str, layer: int | None, top_k: int | None, act_format: s
     Raises CheckpointError where it cannot be read, ValueError where neither the caller nor config.json has top_k.
     """
     index = open_checkpoint(path)
+    if not index.layers:
+        raise CheckpointError(f"{index.path}: no layer has experts")
     names = select_layer(index.layers, layer if layer is not None else index.layers[0].number, False, index.path)
     _, raw = describe_layer(index, names, quick=True)
-    found = top_k if top_k is not None else _top_k_of(Path(path))
+    found = top_k if top_k is not None else _top_k_of(index.config)
     if found is None:
         raise ValueError(f"--top-k: must be given, as {path} has no config.json that says it")
     return Layer(Path(path).name, raw, found, act_format or default_act(raw.scheme))
 
 
-def _top_k_of(path: Path) -> int | None:
-    try:
-        config = json.loads((path / "config.json").read_text("utf-8"))
-    except (OSError, ValueError):
-        return None
-    if not isinstance(config, dict):
-        return None
+def _top_k_of(config: Mapping[str, Any]) -> int | None:
     for scope in (config, *(v for v in config.values() if isinstance(v, dict))):
         for name in _TOP_K:
             if type(scope.get(name)) is int and scope[name] > 0:
