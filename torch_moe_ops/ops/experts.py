@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torch_moe_ops._check import check, describe, fail
 from torch_moe_ops._schemas import FAMILIES, arguments
+from torch_moe_ops.ops.alignment import ALIGNMENT, aligned, is_aligned
 from torch_moe_ops.ops.bind import attach, like_a_kernel
 from torch_moe_ops.ops.call import FIELDS, ExpertsCall
 from torch_moe_ops.ops.checks import check_experts, check_out, check_topk, check_weighted_input
@@ -96,6 +97,13 @@ _MADE_CONTIGUOUS = (
 
 def _run(call: ExpertsCall, plan: Plan, table: Table, out: Tensor, routing: tuple[Any, ...] | None = None) -> None:
     """Run a checked call on at least one token. routing: the arguments of moeq::route, for a monolithic call."""
+    if out.is_cuda:
+        call, routing = _with_aligned(call, routing)
+        if not is_aligned(out):
+            copy = torch.empty_like(out)
+            _run(call, plan, table, copy, routing)
+            out.copy_(copy)
+            return
     small = {name: t.contiguous() for name in _MADE_CONTIGUOUS if (t := getattr(call, name)) is not None}
     for name in table.e4m3:
         codes = small.get(name, getattr(call, name))
@@ -118,6 +126,24 @@ def _run(call: ExpertsCall, plan: Plan, table: Table, out: Tensor, routing: tupl
             ids, weights = choose(*routing)
             ready = ready._replace(topk_ids=ids, topk_weights=weights)
         plan.backend.run(ready, out)
+
+
+_TENSORS = (*(n for n in FIELDS if n.startswith(("hidden", "topk", "w13", "w2", "g1", "g2", "a1", "a2"))),)
+_tensors_of = itemgetter(*(FIELDS.index(n) for n in _TENSORS))
+
+
+def _with_aligned(call: ExpertsCall, routing: tuple[Any, ...] | None) -> tuple[ExpertsCall, tuple[Any, ...] | None]:
+    """The same values where kernels can load them. Copies of weights at every call are slow, and rare: no allocator of
+    torch gives such addresses, only a view from the middle of a tensor has them."""
+    if routing is not None:
+        routing = (*(t if t is None else aligned(t) for t in routing[:2]), *routing[2:])  # logits and bias
+    for tensor in _tensors_of(call):
+        if tensor is not None and tensor.data_ptr() % ALIGNMENT:
+            break
+    else:
+        return call, routing
+    moved = {name: aligned(t) for name, t in zip(_TENSORS, _tensors_of(call), strict=True) if t is not None}
+    return call._replace(**moved), routing
 
 
 _NOTHING: dict[str, Any] = {}  # keywords: the dispatcher passes everything by position

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch_moe_ops import _ext
 from torch_moe_ops._check import check, check_given, describe, fail
 from torch_moe_ops._device_code import check_device
+from torch_moe_ops.ops.alignment import aligned
 from torch_moe_ops.ops.bind import attach, like_a_kernel
 from torch_moe_ops.quant import fp8, int8, mx, nvfp4
 from torch_moe_ops.quant.e8m0 import RULES
@@ -78,7 +79,7 @@ def _run_nvfp4(x: Tensor, gscale: Tensor) -> Pair:
     check_device("quantize_nvfp4", "x", x.device)
     rows, k = x.shape[:-1], x.shape[-1]
     per_row = gscale.reshape(-1).contiguous() if gscale.ndim else gscale
-    codes, scale = torch.ops.moeq_C.quantize_nvfp4_cuda(x.reshape(-1, k).contiguous(), per_row)
+    codes, scale = torch.ops.moeq_C.quantize_nvfp4_cuda(aligned(x.reshape(-1, k).contiguous()), per_row)
     return codes.view(*rows, k // 2), scale.view(*rows, k // 16)
 
 
@@ -146,7 +147,7 @@ def _dynamic_gscale_nvfp4(x: Tensor) -> Tensor:
     with like_a_kernel(x.device.type):
         if x.is_cuda and _ext.has_cuda_extension():
             check_device("dynamic_gscale_nvfp4", "x", x.device)
-            rows = x.reshape(-1, x.shape[-1]).contiguous()
+            rows = aligned(x.reshape(-1, x.shape[-1]).contiguous())
             return torch.ops.moeq_C.dynamic_gscale_nvfp4_cuda(rows).view(x.shape[:-1])
         return nvfp4.dynamic_gscale(x)
 
