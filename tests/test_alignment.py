@@ -31,7 +31,9 @@ def call_of(**given: torch.Tensor | None) -> ExpertsCall:
 
 
 def test_every_tensor_of_a_call_is_looked_at() -> None:
-    assert set(experts._TENSORS) == {name for name, kind in ExpertsCall.__annotations__.items() if "Tensor" in str(kind)}
+    assert set(experts._TENSORS) == {
+        name for name, kind in ExpertsCall.__annotations__.items() if "Tensor" in str(kind)
+    }
     for name in experts._TENSORS:
         others = {n: torch.ones(8) for n in experts._TENSORS if n != name}
         call, _ = experts._with_aligned(call_of(**others, **{name: shifted(torch.arange(8.0))}), None)

@@ -46,13 +46,13 @@ def test_codes_that_sums_of_13_bits_move_stay_within(rows: int, inter: int, acti
 
     right = codes(gate, up)
     errors = (codes(*off) - right).norm(dim=1) / right.norm(dim=1)
-    assert 0.2 < errors.max() / fp8_sums_bound(rows * inter) < 1
+    assert 0.15 < errors.max() / fp8_sums_bound(rows * inter) < 1
 
 
 def test_the_page_states_the_bound() -> None:
     text = " ".join((ROOT / "docs" / "numerics.md").read_text().split())
     assert f"`{FP8_SUMS:.0e} + {MOVED_CODE['fp8']} / sqrt(n)`".replace("e-0", "e-") in text
-    for n, said in ((4 * 256, "5.3e-2"), (64 * 8 * 2048, "7.5e-3")):
+    for n, said in ((4 * 256, "6.9e-2"), (64 * 8 * 2048, "8.0e-3")):
         assert f"{fp8_sums_bound(n):.1e}".replace("e-0", "e-") == said and said in text
 
 
