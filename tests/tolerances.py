@@ -51,7 +51,7 @@ FP8_SUM_BACKENDS = ("triton_fp8", "cuda_sm90_fp8", "cuda_sm90_packed", "cuda_sm9
 # A value of the intermediate beside a tie of its code lands on either side of it: by the order of float32 sums now and
 # then, by sums of few bits often. One moved code of n values is b / sqrt(n) of the result: its value as a multiple of
 # their root mean square (10 and more occur) times the relative step of a code. b, by activation format; the fp8 backends'
-# is measured (scripts/measure_bounds.py and random problems: benchmarks/results/h200_bounds.jsonl, fuzz_problems.jsonl).
+# is measured (scripts/measure_bounds.py and random problems: benchmarks/results, h200_bounds.jsonl and h200_fuzz_problems.jsonl).
 MOVED_CODE = {
     "none": 0.08,  # rounded to 16 bits
     "nvfp4": 4.0,

@@ -150,9 +150,6 @@ class RawWeights:
 
 def _require(condition: bool, raw: RawWeights, field: str, requirement: str, got: Any) -> None:
     if not condition:
-        from torch_moe_ops.checkpoints.errors import short
-
-        got = short(got) if isinstance(got, str) else got
         got = tuple(got) if isinstance(got, torch.Size) else got
         where = f" ({raw.source})" if raw.source else ""
         raise ValueError(f"RawWeights: {field} must {requirement}, got {got}{where}")
