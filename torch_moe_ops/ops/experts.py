@@ -142,7 +142,9 @@ def _with_aligned(call: ExpertsCall, routing: tuple[Any, ...] | None) -> tuple[E
             break
     else:
         return call, routing
-    moved = {name: aligned(t) for name, t in zip(_TENSORS, _tensors_of(call), strict=True) if t is not None}
+    moved: dict[str, Any] = {
+        name: aligned(t) for name, t in zip(_TENSORS, _tensors_of(call), strict=True) if t is not None
+    }
     return call._replace(**moved), routing
 
 
