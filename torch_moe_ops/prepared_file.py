@@ -12,7 +12,7 @@ import torch
 from torch_moe_ops.activations import ACTIVATIONS, resolve_constants
 from torch_moe_ops.backends import BACKENDS, Backend
 from torch_moe_ops.backends.registry import Problem
-from torch_moe_ops.checkpoints.errors import CheckpointError, because, short
+from torch_moe_ops.checkpoints.errors import CheckpointError, short
 from torch_moe_ops.kept_problem import KEPT_FIELDS
 from torch_moe_ops.prepare import PLAIN_FIELDS
 from torch_moe_ops.prepared_weights import PreparedWeights
@@ -49,7 +49,7 @@ def checked(file: str, fields: Mapping[str, Any]) -> PreparedWeights:
     try:  # a file of before the problem was kept
         return dataclasses.replace(w, posed=posed_of_tensors(w))
     except (ValueError, RuntimeError) as error:
-        raise because(f"{file}: ", error) from error
+        raise CheckpointError(f"{file}: {error}") from error
 
 
 def _check_settings(file: str, fields: Mapping[str, Any]) -> None:
@@ -73,7 +73,7 @@ def _check_settings(file: str, fields: Mapping[str, Any]) -> None:
     try:
         resolve_constants(fields["activation"], *(fields[f"swiglu_{name}"] for name in ("alpha", "beta", "limit")))
     except ValueError as error:
-        raise because(f"{file}: swiglu_", error) from error
+        raise CheckpointError(f"{file}: swiglu_{error}") from error
 
 
 def _check_raw(file: str, w: PreparedWeights) -> None:
@@ -152,4 +152,4 @@ def _check_by_op(file: str, w: PreparedWeights, backend: Backend) -> None:
     try:
         fused_moe_routed(hidden, ids, ids.float(), w.to("meta"))
     except RuntimeError as error:
-        raise because(f"{file}: ", error) from error
+        raise CheckpointError(f"{file}: {error}") from error

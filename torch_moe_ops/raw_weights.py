@@ -128,14 +128,14 @@ class RawWeights:
     @staticmethod
     def load(path: str | Path, device: torch.device | str = "cpu") -> RawWeights:
         """Read what `save` wrote; CheckpointError, a ValueError, names the path and what is wrong."""
-        from torch_moe_ops.checkpoints.errors import because
+        from torch_moe_ops.checkpoints.errors import CheckpointError
         from torch_moe_ops.serialization import read
 
         fields = read(path, device, RawWeights, FORMAT_VERSION)
         try:
             return RawWeights(**fields)
         except ValueError as error:
-            raise because(f"{path}: ", error) from error
+            raise CheckpointError(f"{path}: {error}") from error
 
     def equal(self, other: RawWeights) -> bool:
         """Bit for bit the same tensors and the same plain values."""

@@ -18,6 +18,9 @@ from torch_moe_ops.checkpoints.header import read_header
 from torch_moe_ops.checkpoints.index import CheckpointIndex
 from torch_moe_ops.checkpoints.reader import TensorReader
 
+MAX_WORD = 120
+_WORDS = ("scheme", "activation")
+
 
 def write(path: str | Path, tensors: dict[str, Tensor], plain: dict[str, Any], version: int) -> None:
     """Tensors as they are, plain values as JSON in the header."""
@@ -82,8 +85,16 @@ def check_types(file: str, values: Mapping[str, Any], types: Mapping[str, str], 
         what: what the values are part of, for messages: "raw ", or "".
     """
     for name, value in values.items():
+        if name in _WORDS and isinstance(value, str) and not _is_word(value):
+            text = f"be printable and have at most {MAX_WORD} characters"
+            raise CheckpointError(f"{file}: {what}{name} must {text}, got {short(repr(value))}")
         if not any(_FITS[kind](value) for kind in types[name].split(" | ")):
             raise CheckpointError(f"{file}: {what}{name} must be {types[name]}, got {short(repr(value))}")
+
+
+def _is_word(value: str) -> bool:
+    """Names of schemes and activations, which messages repeat as they are."""
+    return value.isprintable() and len(value) <= MAX_WORD
 
 
 def _is_int(value: Any) -> bool:

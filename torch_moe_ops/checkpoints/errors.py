@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 _LENGTH = 120
-_TEXT_LENGTH = 1000
 
 
 class CheckpointError(ValueError):
@@ -17,9 +16,3 @@ def short(value: Any) -> str:
     text = value if isinstance(value, str) else repr(value)
     text = text if text.isprintable() else ascii(text)
     return text if len(text) <= _LENGTH else text[: _LENGTH - 3] + "..."
-
-
-def because(where: str, error: Exception) -> CheckpointError:
-    """What another part of the library says of a file's content, as the loader's error; to be raised by the caller."""
-    text = str(error) if str(error).isprintable() else ascii(str(error))
-    return CheckpointError(f"{where}{text if len(text) <= _TEXT_LENGTH else text[: _TEXT_LENGTH - 3] + '...'}")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops.checkpoints.buffers import LayerBuffers, fill
-from torch_moe_ops.checkpoints.errors import CheckpointError, because
+from torch_moe_ops.checkpoints.errors import CheckpointError
 from torch_moe_ops.checkpoints.index import CheckpointIndex, open_checkpoint
 from torch_moe_ops.checkpoints.layer import LayerSource
 from torch_moe_ops.checkpoints.model_config import activation_fields
@@ -148,7 +148,7 @@ def _raw_weights(source: LayerSource, buffers: LayerBuffers) -> RawWeights:
             **activation_fields(source.config, is_gated=source.is_gated, is_gpt_oss=source.is_gpt_oss),
         )
     except (ValueError, TypeError) as error:
-        raise because("", error) from error
+        raise CheckpointError(str(error)) from error
 
 
 def _input_scale(source: LayerSource, scale: Tensor | None, projection: str) -> Tensor | None:
