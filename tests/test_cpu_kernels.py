@@ -112,6 +112,15 @@ def test_activations_biases_and_alphas_per_half(isa: str, activation: str, act_f
     assert_close_by_rows(problem.run(*arguments), want, 3e-6, 3e-6 if act_format == "none" else 2e-2)
 
 
+@pytest.mark.parametrize("size", [1e-3, 1e-8, 1e-15])
+def test_situ_of_tiny_numbers(isa: str, size: float) -> None:
+    problem = Problem("none", 4, 64, 48, weight_dtype=torch.float32, activation="situ", constants=ACTIVATIONS["situ"])
+    x, ids, weights = problem.tokens(9, 2, torch.float32)
+    want = emulation.moe(problem.layer, x * size, ids, weights)
+    assert 0 < want.abs().max() < size
+    assert_close_by_rows(problem.run(x * size, ids, weights), want, 2e-6, 2e-6)
+
+
 @pytest.mark.parametrize("sizes", [(2880, 720), (2304, 464), (176, 2880)])
 def test_awkward_model_sizes(sizes: tuple[int, int]) -> None:
     problem = nvfp4(*sizes, experts=3, act_format="nvfp4")

@@ -1,6 +1,6 @@
-"""The number code of the CUDA quantizer, compiled for the CPU: bit equality without a GPU.
+"""The number code of the CUDA kernels, compiled for the CPU: what it computes, without a GPU.
 
-Oracles: torch's own float8_e4m3fn conversion, and the table of e2m1 intervals.
+Oracles: torch's own float8_e4m3fn conversion, the table of e2m1 intervals, and torch's functions in float64.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ TAILS = (0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return host_library("nvfp4_block_host.cpp", tmp_path_factory.mktemp("host"))
+
+
+@pytest.fixture(scope="module")
+def sigmoids(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return host_library("sigmoids_host.cpp", tmp_path_factory.mktemp("sigmoids"))
 
 
 def address(tensor: torch.Tensor) -> ctypes.c_void_p:
@@ -98,3 +103,57 @@ def test_quotients_are_exact(host: ctypes.CDLL, divisor: int) -> None:
     found = torch.empty_like(dividends)
     host.quotients(address(dividends), ctypes.c_int64(len(dividends)), ctypes.c_int32(divisor), address(found))
     assert torch.equal(found, dividends // divisor)
+
+
+def off_by(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """The largest relative error, in units of 2^-24; below the normal numbers of float32 relative to the least of them."""
+    return float(((found.double() - exact).abs() / exact.abs().clamp(min=2.0**-126)).max() * 2**24)
+
+
+def test_tanh_is_exact_relative_to_its_result(sigmoids: ctypes.CDLL) -> None:
+    magnitudes = floats(0.0, float("inf"))
+    numbers = torch.cat([magnitudes, -magnitudes])
+    found = torch.empty_like(numbers)
+    sigmoids.tanhs(address(numbers), ctypes.c_int64(len(numbers)), address(found))
+    exact = numbers.double().tanh()
+    assert off_by(found, exact) < 2.0  # with the host's exp and quotient
+    near_zero = numbers.abs() < 0.7
+    assert near_zero.sum() > len(numbers) // 3
+    assert off_by(found[near_zero], exact[near_zero]) < 1.5  # the same on a device
+    assert torch.equal(found.signbit(), numbers.signbit())
+    assert found.abs().max() == 1.0
+
+    nan = torch.tensor([float("nan")])
+    sigmoids.tanhs(address(nan), ctypes.c_int64(1), address(nan))
+    assert nan.isnan()
+
+
+def test_gelu_tanh_does_not_cancel(sigmoids: ctypes.CDLL) -> None:
+    magnitudes = floats(2.0**-60, 5.0)
+    numbers = torch.cat([magnitudes, -magnitudes])
+    found = torch.empty_like(numbers)
+    sigmoids.gelu_tanhs(address(numbers), ctypes.c_int64(len(numbers)), address(found))
+    exact = torch.nn.functional.gelu(numbers.double(), approximate="tanh")
+    inner = (numbers.double() + 0.044715 * numbers.double() ** 3).abs()
+    # An argument of exp has relative errors of its own: by its size, from rounding it.
+    assert (((found.double() - exact) / exact).abs() * 2**24 < 4 + 10 * inner).all()
+
+    special = torch.tensor([float("inf"), float("-inf"), float("nan"), -1e30, 1e30])
+    results = torch.empty_like(special)
+    sigmoids.gelu_tanhs(address(special), ctypes.c_int64(len(special)), address(results))
+    expected = torch.tensor([float("inf"), float("nan"), float("nan"), 0.0, 1e30])
+    torch.testing.assert_close(results, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_situ_of_tiny_numbers(sigmoids: ctypes.CDLL) -> None:
+    sizes = torch.logspace(-18, 2, 4001).float()
+    gates, ups = torch.cat([sizes, -sizes, sizes, -sizes]), torch.cat([sizes, sizes, sizes.flip(0), -sizes.flip(0)])
+    gates = gates.clamp(min=-20.0)  # below, exp's argument decides
+    for alpha, beta in ((4.0, 25.0), (1.0, 1.0), (0.3, 7.0)):
+        found = torch.empty_like(gates)
+        constants = ctypes.c_float(alpha), ctypes.c_float(beta)
+        sigmoids.situs(address(gates), address(ups), ctypes.c_int64(len(gates)), *constants, address(found))
+        alpha, beta = (constant.value for constant in constants)
+        gate, up = gates.double(), ups.double()
+        exact = alpha * (gate / alpha).tanh() * gate.sigmoid() * (beta * (up / beta).tanh())
+        assert off_by(found, exact) < 10, (alpha, beta)  # several roundings, and those of exp's argument

@@ -123,6 +123,13 @@ def test_activations(kernel: str, activation: str, act_format: str, bias: bool) 
 
 
 @kernels
+def test_situ_of_tiny_numbers(kernel: str) -> None:
+    call = make_call(activation="situ", hidden=256, inter=128, tokens=12, out_dtype=torch.float32)
+    call = call._replace(hidden_states=call.hidden_states * 2.0**-20)
+    assert relative_error(run_on(kernel, in_tiles(call)), call) < LIMIT
+
+
+@kernels
 def test_silu_with_a_limit(kernel: str) -> None:
     call = make_call("nvfp4", hidden=128, inter=64, constants=(None, None, 0.02))
     limited = run_on(kernel, in_tiles(call))

@@ -68,6 +68,10 @@ class TestKernels:
     def test_activations(self, activation: str, out_dtype: torch.dtype) -> None:
         check(case(activation=activation, bias=True, inter=176, hidden=272, tokens=150, out_dtype=out_dtype), 2e-3)
 
+    def test_situ_of_tiny_numbers(self) -> None:
+        call = case(activation="situ", inter=128, hidden=256, tokens=150, out_dtype=torch.float32)
+        check(call._replace(hidden_states=call.hidden_states * 2.0**-20), 2e-3)
+
     @pytest.mark.parametrize("activation", ("silu", "relu2_no_mul"))
     def test_foreign_ids(self, activation: str) -> None:
         call = case(activation=activation, tokens=70, foreign=True)

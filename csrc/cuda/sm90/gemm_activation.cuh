@@ -1,32 +1,23 @@
 // Activations between the two GEMMs, in float32 (formulas: torch_moe_ops/activations.py).
 #pragma once
-#include "../rounding.cuh"
 #include "problem.h"
+#include "sigmoids.cuh"
 
 namespace moeq::sm90 {
 
-__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 __device__ __forceinline__ float silu(float x) {
   float power, inverse;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * -1.44269504f));
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + power));
   return x * inverse;
 }
-__device__ __forceinline__ float tanh_of(float x) { return __fmaf_rn(2.0f, sigmoid(2.0f * x), -1.0f); }
 __device__ __forceinline__ float gelu(float x) { return 0.5f * x * (1.0f + erff(x * 0.70710678f)); }
-__device__ __forceinline__ float gelu_tanh(float x) {
-  return 0.5f * x * (1.0f + tanh_of((x + 0.044715f * x * x * x) * 0.79788456f));
-}
 __device__ __forceinline__ float relu_squared(float x) { return x * fmaxf(x, 0.0f); }   // NaN of NaN and -infinity
 
 // Clamps that make NaN of NaN and of infinities.
 __device__ __forceinline__ float at_most(float x, float limit) { return nan_unless_finite(fminf(x, limit), x); }
 __device__ __forceinline__ float within(float x, float limit) {
   return nan_unless_finite(fmaxf(fminf(x, limit), -limit), x);
-}
-__device__ __forceinline__ float situ(const Problem& p, float gate, float up) {
-  const float bounded = p.alpha * tanh_of(gate / p.alpha) * sigmoid(gate) * (p.beta * tanh_of(up / p.beta));
-  return nan_unless_finite(nan_unless_finite(bounded, gate), up);
 }
 
 // silu and swigluoai.
@@ -44,7 +35,7 @@ __device__ __forceinline__ float activate(Activation activation, const Problem& 
     case Activation::kSwiglustep:
       return at_most(gate * sigmoid(gate), p.limit) * within(up, p.limit);
     case Activation::kSitu:
-      return situ(p, gate, up);
+      return situ(p.alpha, p.beta, gate, up);
     case Activation::kGelu:
       return gelu(gate) * up;
     case Activation::kGeluTanh:

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch_moe_ops.kernels.triton.elements import nan_unless_finite
 
 RSQRT_2 = tl.constexpr(0.7071067811865476)
-GELU_TANH_SCALE = tl.constexpr(0.7978845608028654)  # sqrt(2 / pi)
+TWICE_GELU_TANH_SCALE = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
 
 
 @triton.jit
@@ -18,7 +18,17 @@ def _sigmoid(x):
 
 @triton.jit
 def _tanh(x):
-    return 2.0 * _sigmoid(2.0 * x) - 1.0
+    """Exact relative to the result, however small; below 0.7 the odd polynomial of csrc/cuda/sm90/sigmoids.cuh."""
+    size = tl.abs(x)
+    square = size * size
+    series = -0.0051386617 * square + 0.02009197
+    series = series * square - 0.05355886
+    series = series * square + 0.13329111
+    series = series * square - 0.3333319
+    near_zero = size * square * series + size
+    beyond = 1.0 - 2.0 / (1.0 + tl.exp(2.0 * size))
+    h = tl.where(size < 0.7, near_zero, beyond)
+    return tl.where(x < 0, -h, h)
 
 
 @triton.jit
@@ -28,7 +38,8 @@ def _gelu(x):
 
 @triton.jit
 def _gelu_tanh(x):
-    return 0.5 * x * (1.0 + _tanh((x + 0.044715 * x * x * x) * GELU_TANH_SCALE))
+    # 0.5 (1 + tanh y) is sigmoid(2 y), which does not cancel.
+    return x * _sigmoid((x + 0.044715 * x * x * x) * TWICE_GELU_TANH_SCALE)
 
 
 @triton.jit
