@@ -13,6 +13,7 @@ import argparse
 import json
 import multiprocessing as mp
 import os
+import platform
 import random
 import resource
 import struct
@@ -20,10 +21,10 @@ import sys
 import tempfile
 import time
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from checkpoints_support import TooSlow, cpu_limit
@@ -41,12 +42,20 @@ MEMORY = 1 << 30
 _REPORT_EVERY = 500
 
 
-def attempt(folder: Path, number: int) -> str:
-    """Case `number` in an empty folder: "loaded" or "refused"; AssertionError, or whatever came, where it fails."""
+class Outcome(NamedTuple):
+    """What came of a case: "loaded" or "refused"; and the kind of source with what was done to it."""
+
+    what: str
+    mutations: list[str]
+
+
+def attempt(folder: Path, number: int) -> Outcome:
+    """Case `number` in an empty folder. AssertionError, or whatever came, where it fails."""
     rng = random.Random(number)
     source = rng.choice(sources(folder))
     what = rng.choice(["header", "header", "config", "data", "index"]) if source.kind == "checkpoint" else "header"
-    path = _write(folder, source, what, rng)
+    path, done = _write(folder, source, what, rng)
+    mutations = [f"{source.kind}, {what}{f': {name}' if name else ''}" for name in sorted(set(done))]
     quick = rng.random() < 0.1
     try:
         with warnings.catch_warnings():
@@ -57,23 +66,24 @@ def attempt(folder: Path, number: int) -> str:
         text = str(error)
         assert str(folder) in text, f"no file is named: {text!r}"
         assert len(text) < 6000 and text.isprintable(), f"message: {text[:300]!a}"
-        return "refused"
+        return Outcome("refused", mutations)
     _check_all(loaded)
-    return "loaded"
+    return Outcome("loaded", mutations)
 
 
 def load_sources(folder: Path) -> None:
     """Every source as it is: what is imported and compiled at first use belongs to no case, nor does its memory."""
     for source in sources(folder):
         empty(folder)
-        _check_all(_load(source, _write(folder, source, "", random.Random(0)), quick=False))
+        path, _ = _write(folder, source, "", random.Random(0))
+        _check_all(_load(source, path, quick=False))
 
 
-def _write(folder: Path, source: Source, what: str, rng: random.Random) -> Path:
-    """The files of a case; `what` is mutated ("": nothing)."""
-    texts, header, data = dict(source.texts), source.header, source.data
+def _write(folder: Path, source: Source, what: str, rng: random.Random) -> tuple[Path, list[str]]:
+    """The files of a case; `what` is mutated ("": nothing). Where to load them from; a header's mutations, or [""]."""
+    texts, header, data, done = dict(source.texts), source.header, source.data, [""]
     if what == "header":
-        header = mutate_header(header, rng, favour_metadata=source.kind != "checkpoint")
+        header, done = mutate_header(header, rng, favour_metadata=source.kind != "checkpoint")
         data = rng.choice([data, data, data, data + b"\x00", data[: rng.randrange(len(data))]]) if data else data
     elif what == "config":
         name = rng.choice(list(texts))
@@ -89,7 +99,7 @@ def _write(folder: Path, source: Source, what: str, rng: random.Random) -> Path:
     file.write_bytes(length + header + data)
     for name, text in texts.items():
         (folder / name).write_bytes(text)
-    return folder if source.kind == "checkpoint" else file
+    return folder if source.kind == "checkpoint" else file, done
 
 
 def _mutate_text(text: bytes, rng: random.Random) -> bytes:
@@ -138,9 +148,15 @@ class Report:
     """Of a run: how often what came out, and every failure with the number that repeats it."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
+    mutations: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))  # outcomes by mutation
     slowest: float = 0.0
     slowest_number: int = -1
     failures: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, outcome: Outcome) -> None:
+        self.outcomes[outcome.what] += 1
+        for name in outcome.mutations:
+            self.mutations[name][outcome.what] += 1
 
 
 def _work(numbers: range, current: Any, results: Any) -> None:
@@ -159,7 +175,7 @@ def _work(numbers: range, current: Any, results: Any) -> None:
             empty(folder)
             begin = time.process_time()
             try:
-                report.outcomes[attempt(folder, number)] += 1
+                report.add(attempt(folder, number))
             except (Exception, TooSlow) as error:
                 report.failures.append({"number": number, "error": f"{type(error).__name__}: {error}"[:500]})
             seconds = time.process_time() - begin
@@ -212,6 +228,8 @@ def run(first: int, count: int) -> Report:
 
 def _add(total: Report, part: Report) -> None:
     total.outcomes += part.outcomes
+    for name, outcomes in part.mutations.items():
+        total.mutations[name] += outcomes
     total.failures += part.failures
     if part.slowest > total.slowest:
         total.slowest, total.slowest_number = part.slowest, part.slowest_number
@@ -225,7 +243,10 @@ def main() -> int:
     a = parser.parse_args()
     begin = time.time()
     report = run(a.first, a.count)
-    line = {"first": a.first, "count": a.count, "seconds": round(time.time() - begin), **vars(report)}
+    report.mutations = dict(sorted(report.mutations.items()))
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "torch_moe_ops": moe.__version__}
+    seconds = round(time.time() - begin)
+    line = {"first": a.first, "count": a.count, "seconds": seconds, "versions": versions, **vars(report)}
     print(json.dumps(line))
     if a.out:
         with a.out.open("a") as file:

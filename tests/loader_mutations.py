@@ -275,18 +275,23 @@ MUTATIONS: list[Mutation] = [
 ]
 
 
-def mutate_header(text: bytes, rng: random.Random, favour_metadata: bool) -> bytes:
-    """A header with one or two of the mutations, or a damaged text."""
+DAMAGE = "damage_text"
+
+
+def mutate_header(text: bytes, rng: random.Random, favour_metadata: bool) -> tuple[bytes, list[str]]:
+    """A header with some of the mutations, or a damaged text; and the names of what was done."""
     if rng.random() < 0.2:
-        return damage_text(text, rng)
+        return damage_text(text, rng), [DAMAGE]
     header: Header = json.loads(text)
+    done = []
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
         mutation = change_metadata if favour_metadata and rng.random() < 0.6 else rng.choice(MUTATIONS)
         try:
             mutation(header, rng)
         except (LookupError, TypeError, AttributeError, ValueError):
             break  # an earlier mutation left nothing that this one could change
-    return dump(header)
+        done.append(mutation.__name__)
+    return dump(header), done
 
 
 def prefix(length: int, rng: random.Random) -> bytes:

@@ -17,7 +17,7 @@ def cases(tmp_path, numbers):
     outcomes = Counter()
     for number in numbers:
         fuzz_loader.empty(tmp_path)
-        outcomes[fuzz_loader.attempt(tmp_path, number)] += 1
+        outcomes[fuzz_loader.attempt(tmp_path, number).what] += 1
     return outcomes
 
 
@@ -36,6 +36,9 @@ def test_mutations(tmp_path):
 def test_a_process_of_its_own():
     report = fuzz_loader.run(5_000, 30)
     assert sum(report.outcomes.values()) == 30 and report.failures == [] and report.slowest < 1
+    by_mutation = sum(report.mutations.values(), Counter())
+    assert by_mutation.keys() == report.outcomes.keys() and by_mutation.total() >= 30
+    assert {name.partition(": ")[0] for name in report.mutations} >= {"checkpoint, header", "checkpoint, config"}
 
 
 @pytest.mark.parametrize(
