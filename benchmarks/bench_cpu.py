@@ -22,7 +22,7 @@ import torch
 import torch_moe_ops._C  # noqa: F401  (registers the private ops)
 from torch import Tensor
 
-from torch_moe_ops.backends import _cpu_layout as layout
+from torch_moe_ops.backends.cpu_panels import layout
 
 ROUTINGS = 16
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 import torch_moe_ops as moe
-from torch_moe_ops._schemas import LIB, SCHEMAS
+from torch_moe_ops.core.schemas import LIB, SCHEMAS
 
 ROUNDS, CALLS = 60, 2_000
 BUDGET_US = 10.0

@@ -25,7 +25,7 @@ import warm  # noqa: E402
 from moe_peers import common, runner  # noqa: E402
 
 import torch_moe_ops as moe  # noqa: E402
-from torch_moe_ops import tuned  # noqa: E402
+from torch_moe_ops.tuning import tuned  # noqa: E402
 
 
 def main() -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from torch_moe_ops import _ext
+from torch_moe_ops.core import extension
 
 SHAPES = [(1, 2048), (64, 2048), (1024, 2048), (4096, 2048), (8192, 768), (16384, 7168), (131072, 7168)]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -88,8 +88,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="also write the table there, one JSON object a line")
     arguments = parser.parse_args()
-    if not _ext.has_cuda_extension():
-        raise SystemExit(f"nothing to time: {_ext.cuda_extension_reason()}")
+    if not extension.has_cuda_extension():
+        raise SystemExit(f"nothing to time: {extension.cuda_extension_reason()}")
     copy = copy_bandwidth()
     head = {
         "command": "python benchmarks/bench_quantize_cuda.py",

@@ -19,7 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch_moe_ops as moe
-from torch_moe_ops.tune.measure import graph_times
+from torch_moe_ops.commands.tune.measure import graph_times
 
 CALLS = 20
 EXPERTS, TOP_K = 256, 8

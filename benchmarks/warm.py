@@ -13,8 +13,8 @@ from moe_layers import ACTIVATIONS, FORMATS, GPT_OSS
 from moe_peers import common
 
 from torch_moe_ops.backends.triton import FORMATS as TRITON_FORMATS
-from torch_moe_ops.kernels.triton.configs import select
-from torch_moe_ops.tune import layers, measure
+from torch_moe_ops.backends.triton_engine.configs import select
+from torch_moe_ops.commands.tune import layers, measure
 
 
 def layers_of(shape: common.Shape, fmt: str) -> list[layers.Layer]:

@@ -27,10 +27,16 @@ PACKAGE = "torch_moe_ops"
 # Imported by what backends import, and no part of what they compute: where weights come from, the release, the records.
 APART = {
     f"{PACKAGE}.{name}"
-    for name in ("from_quant_config", "quant_config_readings", "serialization", "_version", "backends.tested")
+    for name in (
+        "weights.from_quant_config",
+        "weights.quant_config_readings",
+        "files.serialization",
+        "core.version",
+        "backends.tested",
+    )
 }
 # What every backend's tests and its monolithic calls run besides: the router.
-ROUTER = (f"{PACKAGE}.routing", f"{PACKAGE}.kernels.triton.routing")
+ROUTER = (f"{PACKAGE}.routing.reference", f"{PACKAGE}.backends.triton_engine.routing")
 
 
 def digest(files: Iterable[Path]) -> str:

@@ -12,8 +12,8 @@ import argparse
 import re
 from pathlib import Path
 
-from torch_moe_ops._schemas import FAMILIES, SCHEMAS, arguments
-from torch_moe_ops.schemes import Scheme
+from torch_moe_ops.core.schemas import FAMILIES, SCHEMAS, arguments
+from torch_moe_ops.core.schemes import Scheme
 
 PAGE = Path(__file__).parent.parent / "docs" / "ops.md"
 
@@ -85,7 +85,7 @@ ARGUMENTS = {
     "a2_gscale": "The same for the intermediate.",
     "backend": "The name under which the weights were prepared.",
     "act_format": "How GEMM operands are made from activations.",
-    "activation": "A name of `torch_moe_ops.activations.ACTIVATIONS`; gated unless it ends in `_no_mul`.",
+    "activation": "A name of `torch_moe_ops.core.activations.ACTIVATIONS`; gated unless it ends in `_no_mul`.",
     "swiglu_alpha": "None: the activation's own constant.",
     "swiglu_beta": "None: the activation's own constant.",
     "swiglu_limit": "None: the activation's own constant (often no limit).",
@@ -95,7 +95,7 @@ ARGUMENTS = {
     "router_weight_on_input": "top_k 1 only: the weight multiplies the token, before quantization, and not the output.",
     "weight_policy": '"exact"; for nvfp4 weights with fp8 activations also "packed" and "folded".',
     "out_dtype": "None: the dtype of unquantized hidden states, bfloat16 for packed ones.",
-    "routing_method": "A name of `torch_moe_ops.routing.ROUTING_METHODS`.",
+    "routing_method": "A name of `torch_moe_ops.routing.reference.ROUTING_METHODS`.",
     "top_k": "Experts a token, 1 to 32.",
     "n_group": "Groups of experts, 0 or 1: none.",
     "topk_group": "Groups that stay.",

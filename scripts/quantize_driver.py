@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import torch
 
-from torch_moe_ops import _ext
+from torch_moe_ops.core import extension
 
 SHAPES = [(1, 16), (3, 48), (7, 2880), (65, 528), (2, 8192)]
 
 
 def main() -> None:
-    if not _ext.has_cuda_extension():
-        raise SystemExit(_ext.cuda_extension_reason())
+    if not extension.has_cuda_extension():
+        raise SystemExit(extension.cuda_extension_reason())
     for rows, columns in SHAPES:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             x = torch.randn(rows, columns).to(dtype).cuda()

@@ -1,4 +1,4 @@
-"""Writes docs/support.md, its summary in the README, and torch_moe_ops/tested.json, from the records of test runs.
+"""Writes docs/support.md, its summary in the README, and backends/tested.json of the package, from records of runs.
 
     python scripts/support_table.py [--write]
 
@@ -25,7 +25,7 @@ from backend_digests import digests  # noqa: E402
 
 from torch_moe_ops.backends import BACKENDS, Problem  # noqa: E402
 from torch_moe_ops.backends.tested import FILE, where_of  # noqa: E402
-from torch_moe_ops.schemes import SCHEMES, Scheme  # noqa: E402
+from torch_moe_ops.core.schemes import SCHEMES, Scheme  # noqa: E402
 
 README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "support.md"
@@ -160,7 +160,7 @@ class Table:
         return f"- {device}, commit {record['commit'][:7]}, {record['date']}, {with_}: {counts}"
 
     def distilled(self) -> str:
-        """torch_moe_ops/tested.json: what an installed library knows of its records."""
+        """torch_moe_ops/backends/tested.json: what an installed library knows of its records."""
         found = []
         for record in self.records:
             passed: dict[str, dict[str, dict[str, list[str]]]] = {}

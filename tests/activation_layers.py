@@ -7,7 +7,7 @@ from special_rows import gate_up_pairs
 from torch import Tensor
 
 import torch_moe_ops as moe
-from torch_moe_ops.activations import ACTIVATIONS
+from torch_moe_ops.core.activations import ACTIVATIONS
 
 # (activation, limit): every activation, and those with a limit that they need not have.
 WITH_LIMITS = (*((name, None) for name in ACTIVATIONS), ("silu", 7.0))

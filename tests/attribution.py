@@ -17,7 +17,7 @@ HOOKS = (
     ("torch_moe_ops.backends.cuda_sm90", "run_kernel"),
     ("torch_moe_ops.backends.cuda_sm90_bf16", "run_kernel"),
     ("torch_moe_ops.backends.cuda_sm90_w4a8", "run"),
-    ("torch_moe_ops.kernels.triton.launch", "run_experts"),
+    ("torch_moe_ops.backends.triton_engine.launch", "run_experts"),
 )
 
 

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from torch_moe_ops.raw_weights import RawWeights
+from torch_moe_ops.weights.raw_weights import RawWeights
 
 FIXTURES = Path(__file__).parent / "data" / "checkpoints"
 NVFP4_FIXTURES = sorted(folder.name for folder in FIXTURES.iterdir() if "nvfp4" in folder.name)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_moe_ops.backends import _cpu_layout as layout
+from torch_moe_ops.backends.cpu_panels import layout
 
 ISAS = ("avx512bf16", "avx512", "avx2", "portable")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import torch_moe_ops as moe
-from torch_moe_ops.flashinfer import package
+from torch_moe_ops.backends.flashinfer import package
 
 TRTLLM, CUTLASS = "flashinfer_trtllm", "flashinfer_cutlass"
 NVFP4 = moe.Problem(

@@ -34,7 +34,7 @@ from loader_sources import Source, sources
 import torch_moe_ops as moe
 from torch_moe_ops.checkpoints import CheckpointError, load_experts
 from torch_moe_ops.checkpoints.index import CONFIG, SHARD_INDEX, SINGLE_FILE, forget
-from torch_moe_ops.inspect import Inspection
+from torch_moe_ops.commands.inspect import Inspection
 
 SECONDS = 1.0
 WAITING = 60.0

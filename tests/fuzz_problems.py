@@ -28,9 +28,9 @@ from tolerances import layer_bound
 from torch import Tensor
 
 import torch_moe_ops as moe
-from torch_moe_ops.activations import ACTIVATIONS
 from torch_moe_ops.backends import BACKENDS
-from torch_moe_ops.routing_methods import METHODS
+from torch_moe_ops.core.activations import ACTIVATIONS
+from torch_moe_ops.core.routing_methods import METHODS
 
 TOKENS = (0, 1, 1, 2, 3, 5, 9, 17, 40)
 SPECIAL = (math.nan, math.inf, -math.inf)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 import torch_moe_ops as moe
-from torch_moe_ops.activations import ACTIVATIONS
 from torch_moe_ops.backends import BACKENDS
-from torch_moe_ops.schemes import SCHEMES
+from torch_moe_ops.core.activations import ACTIVATIONS
+from torch_moe_ops.core.schemes import SCHEMES
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

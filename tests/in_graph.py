@@ -19,7 +19,7 @@ from tolerances import layer_bound, relative_l2
 from torch import Tensor
 
 import torch_moe_ops as moe
-from torch_moe_ops.routing import route_reference
+from torch_moe_ops.routing.reference import route_reference
 
 LAYER = Sizes(experts=16, top_k=4, hidden=512, inter=256)
 ROUTING = moe.Routing("default", LAYER.top_k, routed_scaling_factor=3.0, renormalize=True)  # outputs of size 1

@@ -17,10 +17,10 @@ import torch
 
 
 class _Planter(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Runs torch_moe_ops.schemes as it is, then adds to its tables."""
+    """Runs torch_moe_ops.core.schemes as it is, then adds to its tables."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != "torch_moe_ops.schemes":
+        if name != "torch_moe_ops.core.schemes":
             return None
         found = importlib.machinery.PathFinder.find_spec(name, path)
         assert found is not None and found.loader is not None
@@ -48,9 +48,9 @@ sys.meta_path.insert(0, _Planter())
 
 import torch_moe_ops as moe  # noqa: E402
 from torch_moe_ops.backends import BACKENDS  # noqa: E402
-from torch_moe_ops.kernels.triton import configs, formats  # noqa: E402
-from torch_moe_ops.ops.call import ExpertsCall  # noqa: E402
-from torch_moe_ops.schemes import SCHEMES  # noqa: E402
+from torch_moe_ops.backends.triton_engine import configs, formats  # noqa: E402
+from torch_moe_ops.core.call import ExpertsCall  # noqa: E402
+from torch_moe_ops.core.schemes import SCHEMES  # noqa: E402
 
 NEW = (("mxfp6_e1m4", "none"), ("mxfp6_e1m4", "tf4"), ("int4", "tf4"))
 

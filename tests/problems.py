@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import torch_moe_ops as moe
-from torch_moe_ops.activations import ACTIVATIONS
+from torch_moe_ops.core.activations import ACTIVATIONS
 
 
 @dataclass(frozen=True)

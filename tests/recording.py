@@ -29,7 +29,7 @@ PASSED = "passed.json"  # by earlier runs: written when a run begins, since ever
 def about() -> dict[str, Any]:
     """What a run is about: contents, device and versions."""
     import torch_moe_ops as moe
-    from torch_moe_ops import _ext
+    from torch_moe_ops.core import extension
 
     cuda = torch.cuda.is_available()
     return {
@@ -38,7 +38,7 @@ def about() -> dict[str, Any]:
         "digests": load("scripts/backend_digests.py").digests(),
         "device": torch.cuda.get_device_name() if cuda else platform.machine(),
         "capability": list(torch.cuda.get_device_capability()) if cuda else None,
-        "cpu_isa": torch.ops.moeq_C.cpu_isa() if _ext.has_cpu_extension() else None,
+        "cpu_isa": torch.ops.moeq_C.cpu_isa() if extension.has_cpu_extension() else None,
         "versions": {
             "torch_moe_ops": moe.__version__,
             "torch": torch.__version__,

@@ -13,11 +13,11 @@ import torch
 from problems import Case, make_batch, make_raw
 
 import torch_moe_ops as moe
-from torch_moe_ops._schemas import FAMILIES
 from torch_moe_ops.backends import BACKENDS
-from torch_moe_ops.quant import mx
-from torch_moe_ops.reference_operands import MX_ELEMENTS
-from torch_moe_ops.schemes import ACT_FORMATS, SCHEMES, Scheme
+from torch_moe_ops.core.schemas import FAMILIES
+from torch_moe_ops.core.schemes import ACT_FORMATS, SCHEMES, Scheme
+from torch_moe_ops.numerics import mx
+from torch_moe_ops.oracle.operands import MX_ELEMENTS
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
 

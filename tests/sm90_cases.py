@@ -9,12 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton_cases import empty_output, error_over_bound, make_call, relative_error
 
-from torch_moe_ops import _ext, tuned_kernels
-from torch_moe_ops.backends import _sm90_choice, cuda_sm90
-from torch_moe_ops.backends import _sm90_layout as layout
-from torch_moe_ops.backends._sm90_common import CAPABILITY
-from torch_moe_ops.ops.call import ExpertsCall
-from torch_moe_ops.raw_weights import RawWeights
+from torch_moe_ops.backends import cuda_sm90
+from torch_moe_ops.backends.sm90 import choice as sm90_choice
+from torch_moe_ops.backends.sm90 import layout
+from torch_moe_ops.backends.sm90.common import CAPABILITY
+from torch_moe_ops.core import extension
+from torch_moe_ops.core.call import ExpertsCall
+from torch_moe_ops.tuning import tuned_kernels
+from torch_moe_ops.weights.raw_weights import RawWeights
 
 KERNELS = ("decode", "prefill")
 ACTIVATIONS = (
@@ -39,7 +41,7 @@ def why_not_here() -> str:
         return "torch sees no CUDA device"
     if torch.cuda.get_device_capability() != CAPABILITY:
         return f"needs compute capability {CAPABILITY}, got {torch.cuda.get_device_capability()}"
-    return _ext.cuda_extension_reason()
+    return extension.cuda_extension_reason()
 
 
 WEIGHTS = ("w13", "w2", "w13_scale", "w2_scale", "w13_zero_point", "w2_zero_point")
@@ -82,7 +84,7 @@ def number_of(kernel: str, tiled: ExpertsCall) -> int:
     tokens, top_k = tiled.topk_ids.shape
     return next(
         tuned_kernels.KERNELS.index(name)
-        for name, most in _sm90_choice.prefill_rules(experts, top_k, hidden)
+        for name, most in sm90_choice.prefill_rules(experts, top_k, hidden)
         if most is None or tokens <= most
     )
 

@@ -14,8 +14,8 @@ import torch
 from problems import Case
 from torch import Tensor
 
-from torch_moe_ops.activations import ACTIVATIONS
-from torch_moe_ops.schemes import SCHEMES
+from torch_moe_ops.core.activations import ACTIVATIONS
+from torch_moe_ops.core.schemes import SCHEMES
 
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 TINY = (1e-20, 1e-36, 1e-40, 1e-44)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from torch_moe_ops.activations import (
+from torch_moe_ops.core.activations import (
     ACTIVATIONS,
     apply_activation,
     check_activation,

@@ -7,9 +7,9 @@ import torch
 from problems import Case, make_batch, make_raw
 
 import torch_moe_ops as moe
+from torch_moe_ops.core.call import FIELDS, ExpertsCall
 from torch_moe_ops.ops import experts
 from torch_moe_ops.ops.alignment import ALIGNMENT, aligned, is_aligned
-from torch_moe_ops.ops.call import FIELDS, ExpertsCall
 
 
 def shifted(tensor: torch.Tensor) -> torch.Tensor:

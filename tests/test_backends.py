@@ -110,9 +110,9 @@ def test_requirements_give_their_reason(requirement: object, problem: moe.Proble
 
 
 def test_a_reason_for_a_missing_extension(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch_moe_ops import _ext
+    from torch_moe_ops.core import extension
 
-    monkeypatch.setattr(_ext, "cpu_extension_reason", lambda: "torch_moe_ops._C was not compiled")
+    monkeypatch.setattr(extension, "cpu_extension_reason", lambda: "torch_moe_ops._C was not compiled")
     explanation = moe.explain(PROBLEM)
     assert explanation.against["cpu"] == ["torch_moe_ops._C was not compiled"]
     assert explanation.chosen == "reference"

@@ -13,7 +13,7 @@ from checkpoints_support import FIXTURES, changed, write
 from torch_moe_ops import explain
 from torch_moe_ops.__main__ import main
 from torch_moe_ops.checkpoints import load_experts
-from torch_moe_ops.inspect import Inspection
+from torch_moe_ops.commands.inspect import Inspection
 
 NAME = "qwen3_moe_modelopt_nvfp4"
 

@@ -14,8 +14,10 @@ import pytest
 import torch
 from checkpoints_support import FIXTURES, copied, cpu_limit, raw_file, write
 
-from torch_moe_ops.checkpoints import CheckpointError, files, header, index, layer, limits, load_experts
+from torch_moe_ops.checkpoints import CheckpointError, index, layer, load_experts
 from torch_moe_ops.checkpoints.naming import find_layers
+from torch_moe_ops.files import header, limits
+from torch_moe_ops.files import reading as files
 
 NAME = "qwen3_moe_modelopt_nvfp4"
 SHARDED = "deepseek_v3_modelopt_nvfp4"

@@ -13,8 +13,8 @@ from checkpoints_support import FIXTURES, NVFP4_FIXTURES, config_of, copied, sto
 from torch_moe_ops.checkpoints import CheckpointError, index, load_experts, progress
 from torch_moe_ops.checkpoints.model_config import activation_fields, parse_config
 from torch_moe_ops.checkpoints.naming import find_layers
-from torch_moe_ops.checkpoints.reader import TensorReader
-from torch_moe_ops.same_bits import same_bits
+from torch_moe_ops.core.same_bits import same_bits
+from torch_moe_ops.files.tensor_reader import TensorReader
 
 NAME = "qwen3_moe_modelopt_nvfp4"
 

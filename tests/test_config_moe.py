@@ -9,7 +9,6 @@ import pytest
 import torch
 from config_samples import CALLS, EXPERTS, HIDDEN, INTER, blocks, build, layer_config, per_expert
 
-from torch_moe_ops.activations import ACTIVATIONS
 from torch_moe_ops.backends import BACKENDS
 from torch_moe_ops.config import (
     FUSED_MOE_UNQUANTIZED_CONFIG,
@@ -21,7 +20,8 @@ from torch_moe_ops.config import (
 )
 from torch_moe_ops.config.formats import FORMATS
 from torch_moe_ops.config.moe import MOE_BACKENDS
-from torch_moe_ops.schemes import SCHEMES
+from torch_moe_ops.core.activations import ACTIVATIONS
+from torch_moe_ops.core.schemes import SCHEMES
 
 
 def test_fields_and_their_order_are_those_of_the_field() -> None:

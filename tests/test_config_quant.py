@@ -10,7 +10,7 @@ import torch
 from config_samples import EXPERTS, HIDDEN, INTER, biases, blocks, build, per_expert
 
 from torch_moe_ops.config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEQuantConfig, FusedMoEQuantDesc, GroupShape
-from torch_moe_ops.quant.swizzle import swizzle_scale
+from torch_moe_ops.numerics.swizzle import swizzle_scale
 
 make = FusedMoEQuantConfig.make
 FP8 = torch.float8_e4m3fn

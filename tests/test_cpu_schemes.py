@@ -13,7 +13,7 @@ pytest.importorskip("torch_moe_ops._C", reason="the C++ extension was not compil
 import cpu_problems
 from cpu_problems import Problem, assert_close_by_rows, distance
 
-from torch_moe_ops.backends import _cpu_layout as layout
+from torch_moe_ops.backends.cpu_panels import layout
 
 isa = cpu_problems.isa  # the fixture
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from nvfp4_cases import CASES, expected_quantization
 
-from torch_moe_ops import _ext
-from torch_moe_ops.quant import nvfp4
+from torch_moe_ops.core import extension
+from torch_moe_ops.numerics import nvfp4
 
-REASON = "torch sees no CUDA device" if not torch.cuda.is_available() else _ext.cuda_extension_reason()
+REASON = "torch sees no CUDA device" if not torch.cuda.is_available() else extension.cuda_extension_reason()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(REASON), reason=REASON or "CUDA is there")]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -24,9 +24,10 @@ from sm90_cases import (
 from sm90_layers import batch, check_graph, random_raw
 
 import torch_moe_ops as moe
-from torch_moe_ops.backends import _sm90_choice, cuda_sm90
-from torch_moe_ops.ops.call import ExpertsCall
-from torch_moe_ops.quant.nvfp4 import quantize_activation
+from torch_moe_ops.backends import cuda_sm90
+from torch_moe_ops.backends.sm90 import choice as sm90_choice
+from torch_moe_ops.core.call import ExpertsCall
+from torch_moe_ops.numerics.nvfp4 import quantize_activation
 
 REASON = why_not_here()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(REASON), reason=REASON or "it is there")]
@@ -232,7 +233,7 @@ def backend_call(**fields: Any) -> tuple[ExpertsCall, ExpertsCall]:
 @pytest.mark.parametrize("act_format", ("none", "nvfp4"))
 def test_every_number_of_tokens_around_the_switch(act_format: str, ranks: int) -> None:
     """With more ranks all slots are local ones all the same, which is not what the choice expects."""
-    switch = _sm90_choice.decode_max_tokens(8, 2, 256 * 128)
+    switch = sm90_choice.decode_max_tokens(8, 2, 256 * 128)
     for tokens in (0, 1, 2, 3, 5, 8, 9, switch - 1, switch, switch + 1, switch + 2, 2 * switch + 1):
         call, tiled = backend_call(act_format=act_format, tokens=tokens, num_experts=8 * ranks)
         out = torch.full((tokens, 256), float("nan"), dtype=torch.bfloat16, device="cuda")

@@ -13,11 +13,11 @@ import torch
 from triton_cases import make_call
 
 import torch_moe_ops as moe
-from torch_moe_ops import tuned, tuned_kernels
-from torch_moe_ops.backends import _sm90_choice as choice
 from torch_moe_ops.backends import cuda_sm90
-from torch_moe_ops.tune import kernels, layers
-from torch_moe_ops.tuned_kernels import KERNELS, Switches
+from torch_moe_ops.backends.sm90 import choice
+from torch_moe_ops.commands.tune import kernels, layers
+from torch_moe_ops.tuning import tuned, tuned_kernels
+from torch_moe_ops.tuning.tuned_kernels import KERNELS, Switches
 
 DEVICE = "NVIDIA H200 (SXM)"
 KEY = tuned.Key("nvfp4", "none", 128, 8, 2048, 768)

@@ -12,9 +12,9 @@ from test_triton_schemes import packed_input
 from torch import Tensor
 
 import torch_moe_ops as moe
-from torch_moe_ops.backends import _sm90_w4a8_layout as layout
 from torch_moe_ops.backends import cuda_sm90_fp8
-from torch_moe_ops.ops.call import ExpertsCall
+from torch_moe_ops.backends.sm90 import w4a8_layout as layout
+from torch_moe_ops.core.call import ExpertsCall
 
 REASON = why_not_here()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(REASON), reason=REASON or "it is there")]

@@ -9,8 +9,8 @@ import torch
 from sm90_cases import in_tiles, make_call, relative_error, run_on, why_not_here
 from tolerances import ROUNDED_INT4
 
-from torch_moe_ops import tuned_kernels
 from torch_moe_ops.backends import cuda_sm90
+from torch_moe_ops.tuning import tuned_kernels
 
 REASON = why_not_here()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(REASON), reason=REASON or "it is there")]

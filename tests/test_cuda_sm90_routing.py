@@ -14,8 +14,8 @@ from torch import Tensor
 
 import torch_moe_ops as moe
 from torch_moe_ops.backends import cuda_sm90
-from torch_moe_ops.backends._sm90_common import router_of
-from torch_moe_ops.routing import route_reference
+from torch_moe_ops.backends.sm90.common import router_of
+from torch_moe_ops.routing.reference import route_reference
 
 REASON = why_not_here()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(REASON), reason=REASON or "it is there")]

@@ -15,9 +15,9 @@ from tolerances import ROUNDED_INT4, relative_l2
 from torch import Tensor
 
 import torch_moe_ops as moe
-from torch_moe_ops.ops.call import ExpertsCall
-from torch_moe_ops.raw_weights import RawWeights
-from torch_moe_ops.reference import experts_reference
+from torch_moe_ops.core.call import ExpertsCall
+from torch_moe_ops.oracle.reference import experts_reference
+from torch_moe_ops.weights.raw_weights import RawWeights
 
 REASON = why_not_here()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(REASON), reason=REASON or "it is there")]

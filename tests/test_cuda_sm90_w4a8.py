@@ -11,9 +11,9 @@ from sm90_cases import ACTIVATIONS, SHAPES_OF_ALL, error_over_bound, make_call, 
 from tolerances import FP8_SUMS_EXACT
 from torch import Tensor
 
-from torch_moe_ops.backends import _sm90_w4a8_layout as layout
 from torch_moe_ops.backends import cuda_sm90_w4a8
-from torch_moe_ops.ops.call import ExpertsCall
+from torch_moe_ops.backends.sm90 import w4a8_layout as layout
+from torch_moe_ops.core.call import ExpertsCall
 
 REASON = why_not_here()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(REASON), reason=REASON or "it is there")]

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_moe_ops as moe
-from torch_moe_ops._schemas import arguments as schema_arguments
 from torch_moe_ops.backends import BACKENDS
-from torch_moe_ops.backends import _sm90_w4a8_layout as layout
 from torch_moe_ops.backends.registry import Sizes
-from torch_moe_ops.quant import e4m3, w4a8
-from torch_moe_ops.schemes import SCHEMES
+from torch_moe_ops.backends.sm90 import w4a8_layout as layout
+from torch_moe_ops.core.schemas import arguments as schema_arguments
+from torch_moe_ops.core.schemes import SCHEMES
+from torch_moe_ops.numerics import e4m3, w4a8
 
 # rows in all, K, gated; neither rows nor K fill their tiles.
 SHAPES = ((192, 208, True), (256, 256, True), (130, 144, False), (64, 128, False))

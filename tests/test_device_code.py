@@ -13,8 +13,8 @@ import torch
 from host_library import NVCC
 from modules_by_path import ROOT, load
 
-from torch_moe_ops import _device_code, _ext
-from torch_moe_ops._device_code import Target, fat_binaries
+from torch_moe_ops.core import device_code, extension
+from torch_moe_ops.core.device_code import Target, fat_binaries
 
 cuda_targets = load("scripts/cuda_targets.py")
 SM80, SM90A, SM100, SM120, PTX80 = (
@@ -99,9 +99,9 @@ def test_the_kernels_for_hopper_are_built_for_it_alone(tmp_path: Path) -> None:
     assert _objects(tmp_path, "csrc/cuda/sm90/schedule.cu") == {"schedule": [{SM90A}]}
 
 
-@pytest.mark.skipif(not _ext.has_cuda_extension(), reason="torch_moe_ops._C_cuda is not installed")
+@pytest.mark.skipif(not extension.has_cuda_extension(), reason="torch_moe_ops._C_cuda is not installed")
 def test_what_is_installed_holds_every_target() -> None:
-    file = _ext.cuda_extension_file()
+    file = extension.cuda_extension_file()
     assert file is not None
     hopper, generic = [], []
     for targets in fat_binaries(Path(file)):
@@ -110,7 +110,7 @@ def test_what_is_installed_holds_every_target() -> None:
     # An older nvcc than 12.8 knows no Blackwell: PTX serves it.
     least = _wanted() if NVCC is not None else frozenset({SM80, SM90A, PTX80})
     assert generic and all(least <= targets <= ALL for targets in generic), generic
-    assert all(_device_code.missing(device) is None for device in ((8, 0), (8, 9), (9, 0), (10, 0), (11, 0), (12, 0)))
+    assert all(device_code.missing(device) is None for device in ((8, 0), (8, 9), (9, 0), (10, 0), (11, 0), (12, 0)))
 
 
 # -- the flags ---------------------------------------------------------------------------------------------------------
@@ -150,21 +150,21 @@ def test_targets_that_nvcc_does_not_know_are_left_out_and_named(tmp_path: Path) 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """A GPU whose capability tests set, and an extension of before PTX and Blackwell were in it."""
-    monkeypatch.setattr(_device_code, "held", lambda: frozenset({SM80, SM90A}))
+    monkeypatch.setattr(device_code, "held", lambda: frozenset({SM80, SM90A}))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Thing")
-    _device_code.missing_on.cache_clear()
+    device_code.missing_on.cache_clear()
     return torch.device("cuda:0")
 
 
 def _error(monkeypatch: pytest.MonkeyPatch, device: torch.device, capability: tuple[int, int], suffix: str = "") -> str:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    _device_code.missing_on.cache_clear()
+    device_code.missing_on.cache_clear()
     try:
-        _device_code.check_device("quantize_nvfp4", "x", device, suffix)
+        device_code.check_device("quantize_nvfp4", "x", device, suffix)
     except RuntimeError as error:
         return str(error)
     finally:
-        _device_code.missing_on.cache_clear()
+        device_code.missing_on.cache_clear()
     return ""
 
 
@@ -173,14 +173,14 @@ def test_an_op_names_device_what_the_library_holds_and_what_to_do(
 ) -> None:
     assert _error(monkeypatch, device, (10, 0)) == (
         "moeq::quantize_nvfp4: x must be on a device that kernels were compiled for (torch_moe_ops._C_cuda holds "
-        f"sm_80, sm_90a; to compile for it: {_ext.BUILD_CUDA}), got 'NVIDIA Thing of compute capability (10, 0)'"
+        f"sm_80, sm_90a; to compile for it: {extension.BUILD_CUDA}), got 'NVIDIA Thing of compute capability (10, 0)'"
     )
     assert "its kernels compile for 8.0 and later" in _error(monkeypatch, device, (7, 5))
     assert _error(monkeypatch, device, (8, 9)) == _error(monkeypatch, device, (9, 0)) == ""
     assert "prepare the weights on this device" in _error(monkeypatch, device, (10, 0), "a")
     assert _error(monkeypatch, device, (9, 0), "a") == ""
-    monkeypatch.setattr(_device_code, "held", lambda: ALL - {SM90A})
-    assert f"to compile for it: {_ext.BUILD_CUDA}" in _error(monkeypatch, device, (9, 0), "a")
+    monkeypatch.setattr(device_code, "held", lambda: ALL - {SM90A})
+    assert f"to compile for it: {extension.BUILD_CUDA}" in _error(monkeypatch, device, (9, 0), "a")
     assert _error(monkeypatch, device, (13, 0)) == "", "PTX"
-    monkeypatch.setattr(_device_code, "held", lambda: frozenset())
+    monkeypatch.setattr(device_code, "held", lambda: frozenset())
     assert _error(monkeypatch, device, (10, 0)) == "", "nothing is claimed of a file that cannot be read"

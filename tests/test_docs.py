@@ -8,7 +8,7 @@ import pytest
 from modules_by_path import ROOT, load
 
 import torch_moe_ops as moe
-from torch_moe_ops._schemas import SCHEMAS
+from torch_moe_ops.core.schemas import SCHEMAS
 
 
 def test_every_op_and_argument_has_a_text() -> None:

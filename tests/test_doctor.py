@@ -9,9 +9,9 @@ import sys
 import pytest
 import torch
 
-from torch_moe_ops import doctor
 from torch_moe_ops.backends import BACKENDS
-from torch_moe_ops.schemes import SCHEMES
+from torch_moe_ops.commands import doctor
+from torch_moe_ops.core.schemes import SCHEMES
 
 CPU = doctor.Device("CPU", "cpu", None)
 HOPPER = doctor.Device("a Hopper GPU", "cuda", (9, 0))

@@ -11,8 +11,8 @@ import torch
 from problems import Case
 from samples import SAMPLES, monolithic_sample, overload, packed_sample, routed_sample
 
-from torch_moe_ops._schemas import FAMILIES, SCHEMAS, arguments
 from torch_moe_ops.backends import BACKENDS
+from torch_moe_ops.core.schemas import FAMILIES, SCHEMAS, arguments
 
 NVFP4 = Case(act_format="nvfp4", input_scale="tensor", bias=True)
 PLAIN = Case(scheme="none", hidden=40, inter=24, bias=True)

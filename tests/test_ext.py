@@ -8,37 +8,37 @@ from pathlib import Path
 import pytest
 import torch
 
-from torch_moe_ops import _ext
+from torch_moe_ops.core import extension
 
 
 def test_an_absent_extension_says_how_to_build_it() -> None:
-    extension = _ext.load("torch_moe_ops._no_such_extension", "ask the smith")
-    assert not extension.loaded
-    assert extension.reason == "torch_moe_ops._no_such_extension was not compiled (ask the smith)"
+    loaded = extension.load("torch_moe_ops._no_such_extension", "ask the smith")
+    assert not loaded.loaded
+    assert loaded.reason == "torch_moe_ops._no_such_extension was not compiled (ask the smith)"
 
 
 def test_a_broken_extension_warns_and_keeps_the_loader_s_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "moeq_broken_extension.abi3.so").write_bytes(b"not a shared library")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.warns(RuntimeWarning, match="exists but does not load"):
-        extension = _ext.load("moeq_broken_extension", "never shown")
-    assert not extension.loaded
-    assert "moeq_broken_extension.abi3.so" in extension.reason and torch.__version__ in extension.reason
+        loaded = extension.load("moeq_broken_extension", "never shown")
+    assert not loaded.loaded
+    assert "moeq_broken_extension.abi3.so" in loaded.reason and torch.__version__ in loaded.reason
 
 
 def test_a_module_that_loads_has_no_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "moeq_good_extension.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
-    extension = _ext.load("moeq_good_extension", "never shown")
-    assert extension.loaded and extension.reason == ""
+    loaded = extension.load("moeq_good_extension", "never shown")
+    assert loaded.loaded and loaded.reason == ""
     assert "moeq_good_extension" in sys.modules
 
 
 @pytest.mark.parametrize(
     ("present", "reason", "op"),
     [
-        (_ext.has_cpu_extension, _ext.cpu_extension_reason, "experts"),
-        (_ext.has_cuda_extension, _ext.cuda_extension_reason, "quantize_nvfp4_cuda"),
+        (extension.has_cpu_extension, extension.cpu_extension_reason, "experts"),
+        (extension.has_cuda_extension, extension.cuda_extension_reason, "quantize_nvfp4_cuda"),
     ],
 )
 def test_presence_reason_and_ops_agree(present: object, reason: object, op: str) -> None:
@@ -48,4 +48,4 @@ def test_presence_reason_and_ops_agree(present: object, reason: object, op: str)
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch has CUDA")
 def test_a_cpu_only_torch_is_the_reason() -> None:
-    assert _ext.cuda_extension_reason() == f"torch {torch.__version__} was built without CUDA"
+    assert extension.cuda_extension_reason() == f"torch {torch.__version__} was built without CUDA"

@@ -10,8 +10,8 @@ import torch
 from problems import Case, make_batch, make_raw
 
 import torch_moe_ops as moe
+from torch_moe_ops.backends.flashinfer import package
 from torch_moe_ops.backends.flashinfer_cutlass import ACTIVATIONS
-from torch_moe_ops.flashinfer import package
 
 pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
 from flashinfer_sim import seam

@@ -11,7 +11,7 @@ import torch
 from problems import Case, make_batch
 
 import torch_moe_ops as moe
-from torch_moe_ops.flashinfer import cutlass_call, matrices, package, rows
+from torch_moe_ops.backends.flashinfer import cutlass_call, matrices, package, rows
 
 pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
 from flashinfer_sim import seam

@@ -12,7 +12,7 @@ from flashinfer_problems import CUTLASS, NVFP4, TRTLLM, _installed, _version, ag
 import torch_moe_ops as moe
 from torch_moe_ops.backends import tested
 from torch_moe_ops.backends.explain import Explanation
-from torch_moe_ops.flashinfer import package
+from torch_moe_ops.backends.flashinfer import package
 
 UNKNOWN_ORDER = "no source says whether nvfp4 kernels apply the scale of a token before or after"
 

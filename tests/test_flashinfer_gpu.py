@@ -8,8 +8,8 @@ from test_flashinfer_layouts import coded, coded_raw, swapped
 from torch import Tensor
 
 import torch_moe_ops as moe
-from torch_moe_ops.flashinfer import matrices, rows, trtllm_layout
-from torch_moe_ops.flashinfer.matrices import MatrixLayout
+from torch_moe_ops.backends.flashinfer import matrices, rows, trtllm_layout
+from torch_moe_ops.backends.flashinfer.matrices import MatrixLayout
 
 pytestmark = [
     pytest.mark.gpu,

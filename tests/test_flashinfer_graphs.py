@@ -64,7 +64,7 @@ def test_inductor(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_flashinfers_own_function_does_not_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the ops are for. If this starts to pass, say so in the docs."""
-    from torch_moe_ops.flashinfer import package
+    from torch_moe_ops.backends.flashinfer import package
 
     w = prepared(monkeypatch, "flashinfer_trtllm")
     entry = package.entry("trtllm_fp4_block_scale_routed_moe")

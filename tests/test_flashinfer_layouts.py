@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 import torch_moe_ops as moe
-from torch_moe_ops.flashinfer import cutlass_layout, matrices, rows, trtllm_layout
-from torch_moe_ops.flashinfer.layout import LayerLayout
-from torch_moe_ops.flashinfer.matrices import MatrixLayout
-from torch_moe_ops.schemes import SCHEMES
+from torch_moe_ops.backends.flashinfer import cutlass_layout, matrices, rows, trtllm_layout
+from torch_moe_ops.backends.flashinfer.layout import LayerLayout
+from torch_moe_ops.backends.flashinfer.matrices import MatrixLayout
+from torch_moe_ops.core.schemes import SCHEMES
 
 UGLY = (704, 1856, 2880, 176, 7168)
 LAYERS = {"trtllm": trtllm_layout.LAYER, "cutlass": cutlass_layout.LAYER}

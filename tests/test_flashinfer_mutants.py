@@ -12,7 +12,7 @@ from problems import Case, make_batch
 from torch import Tensor
 
 import torch_moe_ops as moe
-from torch_moe_ops.flashinfer import layout, matrices, package, routing, rows, trtllm_operands
+from torch_moe_ops.backends.flashinfer import layout, matrices, package, routing, rows, trtllm_operands
 
 pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
 from flashinfer_sim import seam

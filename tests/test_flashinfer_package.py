@@ -12,7 +12,8 @@ import torch
 from flashinfer_problems import CUTLASS, NVFP4, TRTLLM, _installed, _version, against  # noqa: F401 (two fixtures)
 
 import torch_moe_ops as moe
-from torch_moe_ops.flashinfer import package, routing, trtllm_call, warmup
+from torch_moe_ops.backends.flashinfer import package, routing, trtllm_call
+from torch_moe_ops.flashinfer import warmup
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from problems import Case, make_batch, make_raw
 
 import torch_moe_ops as moe
-from torch_moe_ops.flashinfer import package
+from torch_moe_ops.backends.flashinfer import package
 
 pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
 import test_flashinfer_cutlass as cutlass

@@ -10,7 +10,7 @@ import torch
 from problems import make_batch, make_raw
 
 import torch_moe_ops as moe
-from torch_moe_ops.flashinfer import package, routing
+from torch_moe_ops.backends.flashinfer import package, routing
 
 pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
 from flashinfer_problems import NVFP4 as PROBLEM

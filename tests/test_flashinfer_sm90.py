@@ -16,9 +16,10 @@ from tolerances import relative_l2
 from torch import Tensor
 
 import torch_moe_ops as moe
-from torch_moe_ops.activations import ACTIVATIONS as ACTIVATIONS_OF
+from torch_moe_ops.backends.flashinfer import package
 from torch_moe_ops.backends.flashinfer_cutlass import ACTIVATIONS
-from torch_moe_ops.flashinfer import package, warmup
+from torch_moe_ops.core.activations import ACTIVATIONS as ACTIVATIONS_OF
+from torch_moe_ops.flashinfer import warmup
 
 pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
 

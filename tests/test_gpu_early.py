@@ -25,7 +25,7 @@ from triton_cases import empty_output, make_call, packed_input
 
 import torch_moe_ops as moe
 from torch_moe_ops.backends import triton as backend
-from torch_moe_ops.schemes import SCHEMES
+from torch_moe_ops.core.schemes import SCHEMES
 
 pytestmark = pytest.mark.gpu
 

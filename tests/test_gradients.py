@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import torch_moe_ops as moe
-from torch_moe_ops._schemas import FAMILIES
+from torch_moe_ops.core.schemas import FAMILIES
 
 CASE = Case(scheme="none", hidden=64, inter=32, dtype=torch.float32)
 ARGS, KEYWORDS = routed_sample(CASE, "reference")

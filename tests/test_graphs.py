@@ -17,7 +17,7 @@ from torch._dynamo.testing import EagerAndRecordGraphs, normalize_gm
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 import torch_moe_ops as moe
-from torch_moe_ops._schemas import FAMILIES
+from torch_moe_ops.core.schemas import FAMILIES
 
 CASE = Case(act_format="nvfp4", input_scale="tensor", experts=4, top_k=2)
 ROUTING = moe.Routing("renormalize", 2)

@@ -16,7 +16,7 @@ from in_graph_cells import FORMS, FRONTS, TOKENS, Cell, cells_of, layers, write_
 
 import torch_moe_ops as moe
 from torch_moe_ops.backends import BACKENDS
-from torch_moe_ops.schemes import SCHEMES
+from torch_moe_ops.core.schemes import SCHEMES
 
 CPU = Format("cpu", "nvfp4", "nvfp4", "none", "exact")
 # Layers that a backend might ask for: sizes, and what shares a scale of weights.

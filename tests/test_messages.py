@@ -13,7 +13,7 @@ from samples import overload, packed_sample, routed_sample
 from test_errors import ONE_SCALE, PLAIN
 
 import torch_moe_ops as moe
-from torch_moe_ops._schemas import arguments
+from torch_moe_ops.core.schemas import arguments
 
 
 @pytest.mark.parametrize("routing", ["renormalize", None, {"method": "renormalize", "top_k": 2}])

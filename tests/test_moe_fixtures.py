@@ -8,8 +8,8 @@ from fixture_layers import CHECKPOINTS, LAYERS, NVFP4_LAYERS, Expected, expected
 from tolerances import BF16, F32, W4A4, relative_l2
 
 import torch_moe_ops as moe
-from torch_moe_ops.ops.call import ExpertsCall
-from torch_moe_ops.schemes import SCHEMES
+from torch_moe_ops.core.call import ExpertsCall
+from torch_moe_ops.core.schemes import SCHEMES
 
 layers = pytest.mark.parametrize(("name", "layer"), LAYERS)
 nvfp4_layers = pytest.mark.parametrize(("name", "layer"), NVFP4_LAYERS)
@@ -54,7 +54,7 @@ def test_reference_in_float64_without_rounding(name: str, layer: int) -> None:
     """Nothing but the float32 of the stored expected values separates the two."""
     want = expected(name, layer)
     w = moe.prepare(moe.load_experts(CHECKPOINTS / name, layer=layer), act_format="none", backend="reference")
-    from torch_moe_ops.reference import experts_reference
+    from torch_moe_ops.oracle.reference import experts_reference
 
     out = experts_reference(make_call(w, want), emulate=False, dtype=torch.float64)
     assert relative_l2(out, want["moe_out_dequant"]) < 3e-7
@@ -111,7 +111,7 @@ def test_inside_a_compiled_model(name: str, layer: int, backend: str) -> None:
 
 def make_call(w: moe.PreparedWeights, want: Expected) -> ExpertsCall:
     """The call that the op would hand to the reference."""
-    from torch_moe_ops.activations import resolve_constants
+    from torch_moe_ops.core.activations import resolve_constants
 
     alpha, beta, limit = resolve_constants(w.activation, w.swiglu_alpha, w.swiglu_beta, w.swiglu_limit)
     values = dict.fromkeys(ExpertsCall._fields)

@@ -12,7 +12,7 @@ from tolerances import W4A4, relative_l2
 from torch import Tensor
 
 import torch_moe_ops as moe
-from torch_moe_ops.activations import ACTIVATIONS
+from torch_moe_ops.core.activations import ACTIVATIONS
 
 pytest.importorskip("torch_moe_ops._C", reason="the C++ extension was not compiled")
 

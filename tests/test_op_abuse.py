@@ -27,10 +27,10 @@ from samples import (
 )
 from torch import Tensor
 
-from torch_moe_ops._schemas import FAMILIES, SCHEMAS, arguments
 from torch_moe_ops.backends import BACKENDS
+from torch_moe_ops.core.schemas import FAMILIES, SCHEMAS, arguments
+from torch_moe_ops.core.schemes import FLOATS
 from torch_moe_ops.ops import plan
-from torch_moe_ops.schemes import FLOATS
 
 devices = pytest.mark.parametrize(
     "device",

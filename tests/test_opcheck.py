@@ -9,7 +9,7 @@ import pytest
 import torch
 from samples import SAMPLES, as_bytes, overload, results_of
 
-from torch_moe_ops._schemas import SCHEMAS
+from torch_moe_ops.core.schemas import SCHEMAS
 
 
 def test_every_overload_has_samples() -> None:

@@ -11,7 +11,7 @@ from problems import Case, make_raw
 
 import torch_moe_ops as moe
 from torch_moe_ops.backends import BACKENDS
-from torch_moe_ops.schemes import SCHEMES
+from torch_moe_ops.core.schemes import SCHEMES
 
 
 def _storages(weights: moe.RawWeights | moe.PreparedWeights) -> dict[int, str]:

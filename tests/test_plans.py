@@ -7,7 +7,7 @@ import torch
 from problems import Case
 from samples import routed_sample
 
-from torch_moe_ops._schemas import arguments
+from torch_moe_ops.core.schemas import arguments
 from torch_moe_ops.ops import plan
 
 CASE = Case(scheme="none", tokens=0, hidden=64, inter=32)

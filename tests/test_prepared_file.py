@@ -18,7 +18,7 @@ from problems import Case, make_raw
 import torch_moe_ops as moe
 from torch_moe_ops.backends import BACKENDS
 from torch_moe_ops.checkpoints import CheckpointError
-from torch_moe_ops.schemes import SCHEMES
+from torch_moe_ops.core.schemes import SCHEMES
 
 CASE = Case(act_format="nvfp4", input_scale="expert", bias=True, per_half=True)
 

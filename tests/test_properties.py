@@ -20,8 +20,8 @@ from problems import Case, make_batch, make_raw
 from torch import Tensor
 
 import torch_moe_ops as moe
-from torch_moe_ops.activations import ACTIVATIONS
-from torch_moe_ops.schemes import SCHEMES
+from torch_moe_ops.core.activations import ACTIVATIONS
+from torch_moe_ops.core.schemes import SCHEMES
 
 CLOSE = 1e-6
 # One code of one intermediate, in a row of the sizes drawn here.

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_moe_ops.quant import e4m3, fp8, int4, int8, mx, nvfp4, swizzle
+from torch_moe_ops.numerics import e4m3, fp8, int4, int8, mx, nvfp4, swizzle
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device to compare the CPU with")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_moe_ops.quant import e2m1, e4m3, e8m0, fp6
+from torch_moe_ops.numerics import e2m1, e4m3, e8m0, fp6
 
 FLOAT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 

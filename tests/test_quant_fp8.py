@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from torch_moe_ops.quant import e4m3, fp8
+from torch_moe_ops.numerics import e4m3, fp8
 
 V = load_file(Path(__file__).parent / "data" / "vectors" / "fp8_block.safetensors")
 

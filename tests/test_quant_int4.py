@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from torch_moe_ops.quant import int4, int4_files
+from torch_moe_ops.numerics import int4, int4_files
 
 V = load_file(Path(__file__).parent / "data" / "vectors" / "int4_g32.safetensors")
 CASES = ("main_bf16", "main_fp32", "ties_bf16")

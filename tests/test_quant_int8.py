@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from torch_moe_ops.quant import int8
+from torch_moe_ops.numerics import int8
 
 V = load_file(Path(__file__).parent / "data" / "vectors" / "fp8_block.safetensors")
 

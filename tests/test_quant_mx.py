@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from torch_moe_ops.quant import e2m1, mx
+from torch_moe_ops.numerics import e2m1, mx
 
 DATA = Path(__file__).parent / "data" / "vectors"
 FP4, FP8 = load_file(DATA / "mxfp4.safetensors"), load_file(DATA / "mxfp8.safetensors")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_moe_ops.quant import e2m1, nvfp4
+from torch_moe_ops.numerics import e2m1, nvfp4
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
 E4M3 = np.array([(c % 8 / 8 + (c >= 8)) * 2.0 ** (max(c // 8, 1) - 7) for c in range(127)])

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from torch_moe_ops.quant import e2m1, nvfp4
+from torch_moe_ops.numerics import e2m1, nvfp4
 
 VECTORS = load_file(Path(__file__).parent / "data" / "vectors" / "nvfp4.safetensors")
 GIVEN = ("static_scale_fp32", "static_scale_large_fp32")  # scale_2 comes from outside

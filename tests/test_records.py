@@ -21,7 +21,7 @@ import torch
 from modules_by_path import ROOT, load
 
 from torch_moe_ops.backends import BACKENDS, tested
-from torch_moe_ops.schemes import SCHEMES
+from torch_moe_ops.core.schemes import SCHEMES
 
 merge = load("scripts/merge_records.py")
 table = load("scripts/support_table.py")
@@ -254,7 +254,9 @@ def test_processes_of_xdist_write_one_record(tmp_path: Path) -> None:
 def test_a_required_backend_that_is_not_here_fails_what_would_be_skipped(planted: Callable[..., Run]) -> None:
     done = planted(MOEQ_REQUIRE="triton,cpu")
     assert done.status == 1 and "2 failed, 2 passed, 1 skipped" in done.text, done.text
-    assert re.search(r"MOEQ_REQUIRE asks for triton \(not here: (torch sees no CUDA device|.*triton)", done.text), done.text
+    assert re.search(r"MOEQ_REQUIRE asks for triton \(not here: (torch sees no CUDA device|.*triton)", done.text), (
+        done.text
+    )
     done = planted("-k", "right", MOEQ_REQUIRE="triton")  # nothing was skipped, but it is not here
     assert done.status == 1 and "1 passed" in done.text
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from torch_moe_ops.routing import (
+from torch_moe_ops.routing.reference import (
     METHOD_NAMES,
     METHOD_TYPES,
     ROUTING_METHODS,

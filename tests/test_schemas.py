@@ -5,7 +5,7 @@ from __future__ import annotations
 from samples import overload
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from torch_moe_ops._schemas import SCHEMAS
+from torch_moe_ops.core.schemas import SCHEMAS
 
 
 class TestSchemas(TestCase):

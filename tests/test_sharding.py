@@ -13,8 +13,8 @@ from torch import Tensor
 
 import torch_moe_ops as moe
 from torch_moe_ops.config import FusedMoEParallelConfig
-from torch_moe_ops.schemes import SCHEMES
-from torch_moe_ops.sharding import shard
+from torch_moe_ops.core.schemes import SCHEMES
+from torch_moe_ops.weights.sharding import shard
 
 # float32 sums in another order.
 ADD_UP = 1e-6

@@ -10,10 +10,10 @@ import pytest
 from problems import Case, make_raw
 
 import torch_moe_ops as moe
-from torch_moe_ops import _ext
 from torch_moe_ops.backends import BACKENDS, slow, triton
 from torch_moe_ops.backends.registry import available
-from torch_moe_ops.prepare import prepare
+from torch_moe_ops.core import extension
+from torch_moe_ops.prepared.prepare import prepare
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def _said(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_ext, "cpu_extension_reason", lambda: "torch_moe_ops._C was not compiled (so)")
+    monkeypatch.setattr(extension, "cpu_extension_reason", lambda: "torch_moe_ops._C was not compiled (so)")
 
 
 def _messages(**arguments: object) -> list[warnings.WarningMessage]:
@@ -80,7 +80,7 @@ def _said_on(capability: tuple[int, int], **fields: object) -> str:
 
 
 def test_a_gpu_whose_kernels_are_not_installed(without_triton: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_ext, "cuda_extension_reason", lambda: "torch_moe_ops._C_cuda was not compiled (so)")
+    monkeypatch.setattr(extension, "cuda_extension_reason", lambda: "torch_moe_ops._C_cuda was not compiled (so)")
     text = _said_on((9, 0))
     assert "on cuda (9, 0) takes" in text
     assert "cuda_sm90: torch_moe_ops._C_cuda was not compiled (so); to mend it: MOEQ_CUDA=1 pip install " in text

@@ -14,7 +14,7 @@ from special_rows import Batch
 from torch import Tensor
 
 import torch_moe_ops as moe
-from torch_moe_ops.activations import ACTIVATIONS, apply_activation
+from torch_moe_ops.core.activations import ACTIVATIONS, apply_activation
 
 pytest.importorskip("torch_moe_ops._C", reason="the C++ extension was not compiled")
 

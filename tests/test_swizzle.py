@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from torch_moe_ops.quant.swizzle import padded_shape, swizzle_scale, unswizzle_scale
+from torch_moe_ops.numerics.swizzle import padded_shape, swizzle_scale, unswizzle_scale
 
 VECTORS = Path(__file__).parent / "data" / "vectors"
 DTYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.bfloat16, torch.float16)

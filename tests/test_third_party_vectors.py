@@ -23,7 +23,7 @@ from torch import Tensor
 
 from torch_moe_ops import dequantize_experts
 from torch_moe_ops.checkpoints import load_experts
-from torch_moe_ops.quant import e2m1, e4m3, fp8, int4, int8, mx, nvfp4, swizzle
+from torch_moe_ops.numerics import e2m1, e4m3, fp8, int4, int8, mx, nvfp4, swizzle
 
 ROWS, K = 136, 160  # not a whole number of 128 x 4 tiles of scales
 FRESH = [pytest.param(s, d, id=f"{s}-{d}") for s in range(3) for d in (torch.bfloat16, torch.float32)]

@@ -19,7 +19,7 @@ from tolerances import F32, relative_l2
 from torch import Tensor
 
 import torch_moe_ops as moe
-from torch_moe_ops.schemes import SCHEMES
+from torch_moe_ops.core.schemes import SCHEMES
 
 transformers = pytest.importorskip("transformers", minversion="5.23", reason="needs transformers >= 5.23")
 

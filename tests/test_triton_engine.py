@@ -17,10 +17,10 @@ from triton_cases import DEVICE, empty_output, make_call, packed_input, relative
 import torch_moe_ops as moe
 from torch_moe_ops.backends import BACKENDS
 from torch_moe_ops.backends import triton as backend
-from torch_moe_ops.kernels.triton import launch, schedule
-from torch_moe_ops.kernels.triton.configs import Config, Tile
-from torch_moe_ops.kernels.triton.plan import make_plan
-from torch_moe_ops.ops.call import ExpertsCall
+from torch_moe_ops.backends.triton_engine import launch, schedule
+from torch_moe_ops.backends.triton_engine.configs import Config, Tile
+from torch_moe_ops.backends.triton_engine.plan import make_plan
+from torch_moe_ops.core.call import ExpertsCall
 
 pytestmark = pytest.mark.skipif(
     DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU or TRITON_INTERPRET=1"

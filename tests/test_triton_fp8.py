@@ -15,9 +15,9 @@ from triton_cases import DEVICE, empty_output, error_over_bound, make_call, pack
 
 import torch_moe_ops as moe
 from torch_moe_ops.backends import BACKENDS
-from torch_moe_ops.kernels.triton import launch
-from torch_moe_ops.kernels.triton.configs import Config, Tile
-from torch_moe_ops.ops.call import ExpertsCall
+from torch_moe_ops.backends.triton_engine import launch
+from torch_moe_ops.backends.triton_engine.configs import Config, Tile
+from torch_moe_ops.core.call import ExpertsCall
 
 runs = pytest.mark.skipif(
     DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU or TRITON_INTERPRET=1"

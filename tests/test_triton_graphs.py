@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 from triton_cases import empty_output, make_call
 
 from torch_moe_ops.backends import triton as backend
-from torch_moe_ops.ops.call import ExpertsCall
+from torch_moe_ops.core.call import ExpertsCall
 
 pytestmark = pytest.mark.gpu
 TOKENS = 24

@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 from triton_cases import DEVICE
 
-from torch_moe_ops.kernels.triton.elements import amax_along, decode_e8m0, decode_minifloat
-from torch_moe_ops.kernels.triton.quantize import quantize_given
-from torch_moe_ops.kernels.triton.quantize_mx import quantize_mx
-from torch_moe_ops.kernels.triton.quantize_nvfp4 import dynamic_gscale, quantize_nvfp4
-from torch_moe_ops.kernels.triton.quantize_scaled import divide_and_round, dynamic_scale
-from torch_moe_ops.quant import e8m0, fp6, fp8, int8, mx, nvfp4
-from torch_moe_ops.schemes import SCHEMES
+from torch_moe_ops.backends.triton_engine.elements import amax_along, decode_e8m0, decode_minifloat
+from torch_moe_ops.backends.triton_engine.quantize import quantize_given
+from torch_moe_ops.backends.triton_engine.quantize_mx import quantize_mx
+from torch_moe_ops.backends.triton_engine.quantize_nvfp4 import dynamic_gscale, quantize_nvfp4
+from torch_moe_ops.backends.triton_engine.quantize_scaled import divide_and_round, dynamic_scale
+from torch_moe_ops.core.schemes import SCHEMES
+from torch_moe_ops.numerics import e8m0, fp6, fp8, int8, mx, nvfp4
 
 pytestmark = pytest.mark.skipif(
     DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU or TRITON_INTERPRET=1"

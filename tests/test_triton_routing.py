@@ -15,7 +15,7 @@ from routing_oracle import WITH_BIAS, draw, draw_bias, groups_of, route_row
 pytest.importorskip("triton")
 
 import torch_moe_ops as moe
-from torch_moe_ops.kernels.triton.routing_launch import route_triton
+from torch_moe_ops.backends.triton_engine.routing_launch import route_triton
 from torch_moe_ops.ops import route as route_op
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -14,10 +14,10 @@ pytest.importorskip("triton")
 from triton_cases import DEVICE, empty_output, make_call, packed_input, relative_error
 
 from torch_moe_ops.backends import triton as backend
-from torch_moe_ops.kernels.triton import launch
-from torch_moe_ops.kernels.triton.configs import Config, Tile
-from torch_moe_ops.ops.call import ExpertsCall
-from torch_moe_ops.schemes import SCHEMES
+from torch_moe_ops.backends.triton_engine import launch
+from torch_moe_ops.backends.triton_engine.configs import Config, Tile
+from torch_moe_ops.core.call import ExpertsCall
+from torch_moe_ops.core.schemes import SCHEMES
 
 pytestmark = pytest.mark.skipif(
     DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU or TRITON_INTERPRET=1"

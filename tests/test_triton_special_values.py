@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from triton_cases import DEVICE, empty_output, make_call
 
 from torch_moe_ops.backends import triton as backend
-from torch_moe_ops.reference import experts_reference
+from torch_moe_ops.oracle.reference import experts_reference
 
 pytestmark = [
     pytest.mark.skipif(

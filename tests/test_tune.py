@@ -10,15 +10,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from torch_moe_ops import tuned
 from torch_moe_ops.__main__ import main
 from torch_moe_ops.backends import BACKENDS
 from torch_moe_ops.backends.triton import FORMATS
+from torch_moe_ops.backends.triton_engine.configs import Config, Tile, rules
 from torch_moe_ops.checkpoints import CheckpointError
-from torch_moe_ops.kernels.triton.configs import Config, Tile, rules
-from torch_moe_ops.tune import candidates, layers
-from torch_moe_ops.tune.command import layers_of, tokens_of
-from torch_moe_ops.tune.search import plan, search
+from torch_moe_ops.commands.tune import candidates, layers
+from torch_moe_ops.commands.tune.command import layers_of, tokens_of
+from torch_moe_ops.commands.tune.search import plan, search
+from torch_moe_ops.tuning import tuned
 
 CHECKPOINTS = Path(__file__).parent / "data" / "checkpoints"
 RULES = rules("nvfp4", 64, 8, 128, 2048, 768)
@@ -81,7 +81,7 @@ def test_an_empty_folder_name_leaves_nowhere_to_write(
 def _options(*arguments: str) -> list[layers.Layer]:
     import argparse
 
-    from torch_moe_ops.tune import command
+    from torch_moe_ops.commands.tune import command
 
     parser = argparse.ArgumentParser()
     command.add_parser(parser.add_subparsers())
@@ -263,7 +263,7 @@ def _table_of_this_device() -> list[tuple[tuned.Key, tuned.Entry]]:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_every_configuration_of_the_library_s_table_runs_here() -> None:
     """With the sizes that it is meant for; only one expert has memory."""
-    from torch_moe_ops.kernels.triton import configs, launch
+    from torch_moe_ops.backends.triton_engine import configs, launch
 
     for key, entry in _table_of_this_device():
         layer = layers.of_shape(":".join(map(str, key[2:])), key.scheme, key.act_format)

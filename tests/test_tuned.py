@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import torch_moe_ops as moe
-from torch_moe_ops import tuned
 from torch_moe_ops.backends import Problem
-from torch_moe_ops.kernels.triton import configs
+from torch_moe_ops.backends.triton_engine import configs
+from torch_moe_ops.tuning import tuned
 
 DEVICE = "NVIDIA H200 (SXM)"
 KEY = tuned.Key("nvfp4", "none", 128, 8, 2048, 768)

@@ -21,8 +21,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton_cases import empty_output, make_call, packed_input
 
-from torch_moe_ops.kernels.triton import launch, plan
-from torch_moe_ops.schemes import SCHEMES
+from torch_moe_ops.backends.triton_engine import launch, plan
+from torch_moe_ops.core.schemes import SCHEMES
 
 _POINTERS = {
     torch.bfloat16: "*bf16",

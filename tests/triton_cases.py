@@ -10,11 +10,11 @@ from tolerances import fp8_sums_bound
 from torch import Tensor
 from triton_weights import make_weight
 
-from torch_moe_ops.activations import resolve_constants
-from torch_moe_ops.ops.call import ExpertsCall
-from torch_moe_ops.quant import fp8, int8, mx, nvfp4
-from torch_moe_ops.reference import experts_reference
-from torch_moe_ops.schemes import SCHEMES
+from torch_moe_ops.core.activations import resolve_constants
+from torch_moe_ops.core.call import ExpertsCall
+from torch_moe_ops.core.schemes import SCHEMES
+from torch_moe_ops.numerics import fp8, int8, mx, nvfp4
+from torch_moe_ops.oracle.reference import experts_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

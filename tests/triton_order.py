@@ -21,7 +21,7 @@ from triton_aot import record
 from triton_routing_aot import CASES as ROUTING_CASES
 from triton_routing_aot import compile_case
 
-from torch_moe_ops.schemes import SCHEMES
+from torch_moe_ops.core.schemes import SCHEMES
 
 CAPABILITY = 90
 _ONE: dict[str, Any] = {"tokens": 1, "hidden": 256, "inter": 128}

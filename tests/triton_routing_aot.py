@@ -14,8 +14,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from torch_moe_ops.kernels.triton import routing_launch
-from torch_moe_ops.kernels.triton.routing import route_kernel
+from torch_moe_ops.backends.triton_engine import routing_launch
+from torch_moe_ops.backends.triton_engine.routing import route_kernel
 
 _POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
 _OPTIONS = ("num_warps", "launch_pdl", "enable_reflect_ftz", "enable_fp_fusion")

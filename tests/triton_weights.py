@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_moe_ops.schemes import SCHEMES, ceil_div
+from torch_moe_ops.core.schemes import SCHEMES, ceil_div
 
 Tensors = tuple[Tensor, Tensor | None, Tensor | None]  # codes, scale, zero point
 _RMS = {"e2m1": 3.3, "e4m3": 1.0, "e3m2": 11.0, "e2m3": 3.4}  # of random codes

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 
 from torch_moe_ops.checkpoints import CheckpointError
-from torch_moe_ops.inspect import Inspection
+from torch_moe_ops.commands.inspect import Inspection
 
 
 def _parser() -> argparse.ArgumentParser:
-    from torch_moe_ops.tune import command
+    from torch_moe_ops.commands.tune import command
 
     parser = argparse.ArgumentParser(prog="python -m torch_moe_ops")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -29,7 +29,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _doctor(options: argparse.Namespace) -> int:
     """Exit status 0: that something is absent is no failure."""
-    from torch_moe_ops.doctor import report
+    from torch_moe_ops.commands.doctor import report
 
     for line in report():
         print(line, flush=True)

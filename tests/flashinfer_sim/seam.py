@@ -70,7 +70,7 @@ def install_cutlass(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
     """The same for the CUTLASS module of a device. Returns the list in which the bound arguments are kept."""
     from flashinfer.fused_moe import core
 
-    from torch_moe_ops.flashinfer import workspace
+    from torch_moe_ops.backends.flashinfer import workspace
 
     calls: list[dict[str, Any]] = []
     for name in ("90", "100", "103", "120", "89"):

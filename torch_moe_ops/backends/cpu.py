@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_moe_ops import _ext
-from torch_moe_ops.backends import _cpu_pack
+from torch_moe_ops.backends.cpu_panels import pack as cpu_pack
 from torch_moe_ops.backends.registry import Backend, Layout, Problem, available, formats, one_of, register, written_for
-from torch_moe_ops.ops.call import ExpertsCall
-from torch_moe_ops.quant import mx
-from torch_moe_ops.schemes import SCHEMES, ZERO_POINT_DTYPES
+from torch_moe_ops.core import extension
+from torch_moe_ops.core.call import ExpertsCall
+from torch_moe_ops.core.schemes import SCHEMES, ZERO_POINT_DTYPES
+from torch_moe_ops.numerics import mx
 
-FORMATS = written_for(_cpu_pack.KERNEL_SCHEMES, _cpu_pack.KERNEL_ACT_FORMATS)
+FORMATS = written_for(cpu_pack.KERNEL_SCHEMES, cpu_pack.KERNEL_ACT_FORMATS)
 
 
 def run(call: ExpertsCall, out: Tensor) -> None:
@@ -41,7 +41,7 @@ def run(call: ExpertsCall, out: Tensor) -> None:
         call.w2_bias,
         call.a1_gscale,
         call.a2_gscale,
-        _cpu_pack.kernel_scheme(scheme),
+        cpu_pack.kernel_scheme(scheme),
         call.act_format,
         call.activation,
         call.swiglu_alpha,
@@ -72,14 +72,14 @@ def _same_dtype(a: Tensor | None, b: Tensor | None) -> tuple[Tensor | None, Tens
 
 
 def _of_rows(scale: Tensor | None) -> Tensor | None:
-    return None if scale is None or _cpu_pack.is_per_tensor(scale) else scale
+    return None if scale is None or cpu_pack.is_per_tensor(scale) else scale
 
 
 def _alphas(call: ExpertsCall, alphas: Tensor | None, scale: Tensor | None, gscale: Tensor | None) -> Tensor | None:
     """What multiplies whole accumulators: the op's alphas; per-tensor scales and fl(1 / gscale) where it has none."""
     if alphas is not None:
         return alphas
-    per_tensor = scale if scale is not None and _cpu_pack.is_per_tensor(scale) else None
+    per_tensor = scale if scale is not None and cpu_pack.is_per_tensor(scale) else None
     if per_tensor is not None and per_tensor.shape[1] == 1:
         per_tensor = per_tensor[:, 0]
     packed_input = call.hidden_states_scale is not None and gscale is call.a1_gscale
@@ -105,21 +105,21 @@ def _both(call: ExpertsCall) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _notes(problem: Problem) -> str:
-    return f"{torch.ops.moeq_C.cpu_isa()} kernels" if _ext.has_cpu_extension() else ""
+    return f"{torch.ops.moeq_C.cpu_isa()} kernels" if extension.has_cpu_extension() else ""
 
 
 register(
     Backend(
         name="cpu",
-        layout=Layout("cpu_panels_v1", _cpu_pack.specs, _cpu_pack.intermediate_size, _cpu_pack.STORED),
+        layout=Layout("cpu_panels_v1", cpu_pack.specs, cpu_pack.intermediate_size, cpu_pack.STORED),
         requires=(
             one_of("device", "cpu"),
-            available(lambda: _ext.cpu_extension_reason() or None, _ext.BUILD_CPU),
+            available(lambda: extension.cpu_extension_reason() or None, extension.BUILD_CPU),
             formats(FORMATS),
             one_of("weight_policy", "exact"),
         ),
-        prepare=_cpu_pack.prepare,
-        restore=_cpu_pack.restore,
+        prepare=cpu_pack.prepare,
+        restore=cpu_pack.restore,
         run=run,
         notes=_notes,
     )

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_moe_ops import tuned
-from torch_moe_ops.backends._sm90_choice import choice_of, decode_max_tokens, switches_of
-from torch_moe_ops.backends._sm90_common import (
+from torch_moe_ops.backends.registry import Backend, Layout, Problem, Requirement, formats, one_of, register
+from torch_moe_ops.backends.sm90.choice import choice_of, decode_max_tokens, switches_of
+from torch_moe_ops.backends.sm90.common import (
     NEEDS,
     NO_ROUTER,
     Router,
@@ -23,12 +23,12 @@ from torch_moe_ops.backends._sm90_common import (
     router_of,
     tensor_arguments,
 )
-from torch_moe_ops.backends._sm90_formats import prepare, restore, scales_reason, specs
-from torch_moe_ops.backends._sm90_layout import TILE
-from torch_moe_ops.backends.registry import Backend, Layout, Problem, Requirement, formats, one_of, register
-from torch_moe_ops.ops.call import ExpertsCall
-from torch_moe_ops.quant import nvfp4
-from torch_moe_ops.tuned_kernels import key_of
+from torch_moe_ops.backends.sm90.formats import prepare, restore, scales_reason, specs
+from torch_moe_ops.backends.sm90.layout import TILE
+from torch_moe_ops.core.call import ExpertsCall
+from torch_moe_ops.numerics import nvfp4
+from torch_moe_ops.tuning import tuned
+from torch_moe_ops.tuning.tuned_kernels import key_of
 
 FORMATS: dict[str, tuple[str, ...]] = {"nvfp4": ("nvfp4", "none"), "mxfp4": ("none",)}
 # Their weights are rounded to bfloat16, which is more than docs/numerics.md allows a backend that nobody asked for.

@@ -11,14 +11,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from torch_moe_ops.backends import _sm90_w4a8_layout as tiled
 from torch_moe_ops.backends import cuda_sm90_w4a8, linear
-from torch_moe_ops.backends._sm90_common import NEEDS
 from torch_moe_ops.backends.cuda_sm90_w4a8 import matrices, sizes_of, sizes_reason
 from torch_moe_ops.backends.registry import Backend, Layout, Requirement, Sizes, Spec, formats, register
-from torch_moe_ops.ops.call import ExpertsCall
-from torch_moe_ops.raw_weights import RawWeights
-from torch_moe_ops.schemes import Scheme
+from torch_moe_ops.backends.sm90 import w4a8_layout as tiled
+from torch_moe_ops.backends.sm90.common import NEEDS
+from torch_moe_ops.core.call import ExpertsCall
+from torch_moe_ops.core.schemes import Scheme
+from torch_moe_ops.weights.raw_weights import RawWeights
 
 WEIGHTS = {"fp8": "rows", "fp8_block": "blocks"}  # scheme -> what the op calls its weights
 

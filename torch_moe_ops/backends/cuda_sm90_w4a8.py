@@ -13,8 +13,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from torch_moe_ops.backends import _sm90_w4a8_layout as tiled
-from torch_moe_ops.backends._sm90_common import NEEDS, check_device, plain_arguments, tensor_arguments
 from torch_moe_ops.backends.registry import (
     Backend,
     Layout,
@@ -26,9 +24,11 @@ from torch_moe_ops.backends.registry import (
     one_of,
     register,
 )
-from torch_moe_ops.ops.call import ExpertsCall
-from torch_moe_ops.raw_weights import RawWeights
-from torch_moe_ops.schemes import Scheme
+from torch_moe_ops.backends.sm90 import w4a8_layout as tiled
+from torch_moe_ops.backends.sm90.common import NEEDS, check_device, plain_arguments, tensor_arguments
+from torch_moe_ops.core.call import ExpertsCall
+from torch_moe_ops.core.schemes import Scheme
+from torch_moe_ops.weights.raw_weights import RawWeights
 
 MAX_SIZE = 65536  # hidden and intermediate: a thread block quantizes a row
 PACKED, FOLDED = "cuda_sm90_packed", "cuda_sm90_folded"

@@ -13,12 +13,12 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from torch_moe_ops.backends.flashinfer import limits, package, trtllm_call, trtllm_operands
+from torch_moe_ops.backends.flashinfer.activations import NAMES
+from torch_moe_ops.backends.flashinfer.routing import FP8_BLOCK_LAUNCHER, MAX_EXPERTS, MAX_TOP_K
+from torch_moe_ops.backends.flashinfer.trtllm_layout import LAYER, RULES
 from torch_moe_ops.backends.registry import Backend, Problem, Requirement, formats, register
-from torch_moe_ops.flashinfer import limits, package, trtllm_call, trtllm_operands
-from torch_moe_ops.flashinfer.activations import NAMES
-from torch_moe_ops.flashinfer.routing import FP8_BLOCK_LAUNCHER, MAX_EXPERTS, MAX_TOP_K
-from torch_moe_ops.flashinfer.trtllm_layout import LAYER, RULES
-from torch_moe_ops.ops.call import ExpertsCall
+from torch_moe_ops.core.call import ExpertsCall
 
 CAPABILITIES = ((10, 0), (10, 3))
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from torch_moe_ops.backends.registry import Layout, Sizes, Spec
-from torch_moe_ops.raw_weights import RawWeights
-from torch_moe_ops.schemes import Scheme
+from torch_moe_ops.core.schemes import Scheme
+from torch_moe_ops.weights.raw_weights import RawWeights
 
 ARGUMENTS = ("w13", "w13_scale", "w13_zero_point", "w2", "w2_scale", "w2_zero_point")
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from torch_moe_ops.activations import ACTIVATIONS
 from torch_moe_ops.backends import linear
 from torch_moe_ops.backends.registry import Backend, formats, one_of, register, written_for
-from torch_moe_ops.ops.call import ExpertsCall
-from torch_moe_ops.reference import experts_reference
-from torch_moe_ops.reference_operands import ACT_FORMATS, WEIGHTS
+from torch_moe_ops.core.activations import ACTIVATIONS
+from torch_moe_ops.core.call import ExpertsCall
+from torch_moe_ops.oracle.operands import ACT_FORMATS, WEIGHTS
+from torch_moe_ops.oracle.reference import experts_reference
 
 
 def run(call: ExpertsCall, out: Tensor) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_moe_ops.ops.call import ExpertsCall
-from torch_moe_ops.raw_weights import RawWeights
-from torch_moe_ops.schemes import FLOATS, SCHEMES, Scheme
+from torch_moe_ops.core.call import ExpertsCall
+from torch_moe_ops.core.schemes import FLOATS, SCHEMES, Scheme
+from torch_moe_ops.weights.raw_weights import RawWeights
 
 
 @dataclass(frozen=True)

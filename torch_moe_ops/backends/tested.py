@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-FILE = Path(__file__).parent.parent / "tested.json"
+FILE = Path(__file__).parent / "tested.json"
 
 
 @cache

@@ -11,11 +11,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from torch_moe_ops import tuned
 from torch_moe_ops.backends import linear
 from torch_moe_ops.backends.registry import Backend, Problem, Requirement, available, formats, register, written_for
-from torch_moe_ops.kernels.triton.formats import ACT_FORMATS, SCHEMES  # plain values: Triton is not imported
-from torch_moe_ops.ops.call import ExpertsCall
+from torch_moe_ops.backends.triton_engine.formats import ACT_FORMATS, SCHEMES  # plain values: Triton is not imported
+from torch_moe_ops.core.call import ExpertsCall
+from torch_moe_ops.tuning import tuned
 
 # scheme -> activation formats that the kernels have
 FORMATS: dict[str, tuple[str, ...]] = written_for(SCHEMES, ACT_FORMATS)
@@ -70,7 +70,7 @@ def _policy_reason(problem: Problem) -> str | None:
 
 def run(call: ExpertsCall, out: Tensor) -> None:
     """Fill `out` [num_tokens, hidden_size] (bfloat16, float16 or float32, contiguous) from a checked call."""
-    from torch_moe_ops.kernels.triton.launch import run_experts
+    from torch_moe_ops.backends.triton_engine.launch import run_experts
 
     if out.device.type == "cuda":
         with torch.cuda.device(out.device):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from torch_moe_ops.checkpoints.errors import CheckpointError, short
 from torch_moe_ops.checkpoints.fields import Format
 from torch_moe_ops.checkpoints.fp8 import FP8, FP8_INV, FP8_TILES, FP8_TILES_INV
 from torch_moe_ops.checkpoints.gptq_awq import AWQ, GPTQ
@@ -12,6 +11,7 @@ from torch_moe_ops.checkpoints.model_config import ModelConfig
 from torch_moe_ops.checkpoints.mx import CT_MXFP4, E8M0_FP4, GPT_OSS_MXFP4, MXFP8
 from torch_moe_ops.checkpoints.nvfp4 import CT_NVFP4, MODELOPT_NVFP4
 from torch_moe_ops.checkpoints.unquantized import UNQUANTIZED
+from torch_moe_ops.files.errors import CheckpointError, short
 
 # The first that matches is taken: of two with one signature, the one with a condition comes first.
 FORMATS: tuple[Format, ...] = (

@@ -9,12 +9,12 @@ from functools import cached_property
 from threading import Lock
 from typing import Any
 
-from torch_moe_ops.checkpoints.errors import CheckpointError, short
-from torch_moe_ops.checkpoints.files import parse_object, read_all, unreadable
-from torch_moe_ops.checkpoints.header import Header, TensorEntry, check_name, digest_of, read_header
-from torch_moe_ops.checkpoints.limits import MAX_CONFIG_BYTES, MAX_INDEX_BYTES, MAX_SHARDS
 from torch_moe_ops.checkpoints.model_config import ModelConfig, parse_config
 from torch_moe_ops.checkpoints.naming import ExpertLayer, NameConflict, find_layers
+from torch_moe_ops.files.errors import CheckpointError, short
+from torch_moe_ops.files.header import Header, TensorEntry, check_name, digest_of, read_header
+from torch_moe_ops.files.limits import MAX_CONFIG_BYTES, MAX_INDEX_BYTES, MAX_SHARDS
+from torch_moe_ops.files.reading import parse_object, read_all, unreadable
 
 SINGLE_FILE = "model.safetensors"
 SHARD_INDEX = "model.safetensors.index.json"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from torch_moe_ops.checkpoints.detect import detect
-from torch_moe_ops.checkpoints.errors import CheckpointError, short
 from torch_moe_ops.checkpoints.fields import INPUT_PARTS, Fields
-from torch_moe_ops.checkpoints.limits import MAX_EXPERTS
 from torch_moe_ops.checkpoints.linear import Linear
 from torch_moe_ops.checkpoints.naming import ExpertLayer
-from torch_moe_ops.checkpoints.reader import TensorReader
+from torch_moe_ops.files.errors import CheckpointError, short
+from torch_moe_ops.files.limits import MAX_EXPERTS
+from torch_moe_ops.files.tensor_reader import TensorReader
 
 _UNSUPPORTED = {
     "pre_quant_scale": "it scales activations per input channel, which no op of the library does",

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_moe_ops.checkpoints.errors import CheckpointError, short
-from torch_moe_ops.checkpoints.header import TensorEntry
-from torch_moe_ops.checkpoints.reader import TensorReader
+from torch_moe_ops.files.errors import CheckpointError, short
+from torch_moe_ops.files.header import TensorEntry
+from torch_moe_ops.files.tensor_reader import TensorReader
 
 _WEIGHT_PARTS = ("weight", "weight_packed", "blocks", "qweight")
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops.checkpoints.buffers import LayerBuffers, fill
-from torch_moe_ops.checkpoints.errors import CheckpointError
 from torch_moe_ops.checkpoints.index import CheckpointIndex, open_checkpoint
 from torch_moe_ops.checkpoints.layer import LayerSource
 from torch_moe_ops.checkpoints.model_config import activation_fields
 from torch_moe_ops.checkpoints.naming import ExpertLayer, select_layer
 from torch_moe_ops.checkpoints.progress import track
-from torch_moe_ops.checkpoints.reader import TensorReader
-from torch_moe_ops.raw_weights import RawWeights
+from torch_moe_ops.files.errors import CheckpointError
+from torch_moe_ops.files.tensor_reader import TensorReader
+from torch_moe_ops.weights.raw_weights import RawWeights
 
 
 @overload

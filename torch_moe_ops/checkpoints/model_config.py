@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_moe_ops.checkpoints.errors import CheckpointError, short
+from torch_moe_ops.files.errors import CheckpointError, short
 
 _NESTED = ("text_config", "llm_config", "language_config")
 _NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from torch_moe_ops.checkpoints.errors import CheckpointError
+from torch_moe_ops.files.errors import CheckpointError
 
 _PER_EXPERT = re.compile(r"([0-9]+)\.(gate_up_proj|gate_proj|up_proj|down_proj|w1|w2|w3)\.(.+)")
 _FUSED = re.compile(r"(gate_up_proj|gate_proj|up_proj|down_proj)(?:[._](.+))?")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch_moe_ops._check import show
+from torch_moe_ops.core.check import show
 
 
 def require(condition: bool, owner: str, field: str, requirement: str, got: Any) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_moe_ops.config._require import require, require_int, require_type
 from torch_moe_ops.config.formats import QuantDType, canonical_dtype, fixed_block
-from torch_moe_ops.same_bits import same_bits
+from torch_moe_ops.core.same_bits import same_bits
 
 
 class _RowCol(NamedTuple):

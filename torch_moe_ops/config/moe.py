@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torch_moe_ops.activations import ACTIVATIONS
 from torch_moe_ops.config._require import require, require_bool, require_int, require_type
 from torch_moe_ops.config.formats import FLOATS
 from torch_moe_ops.config.parallel import FusedMoEParallelConfig
 from torch_moe_ops.config.sizes import OWNER, check_against_sizes
-from torch_moe_ops.routing import RoutingMethodType
-from torch_moe_ops.routing_methods import MAX_EXPERTS, MAX_TOP_K
+from torch_moe_ops.core.activations import ACTIVATIONS
+from torch_moe_ops.core.routing_methods import MAX_EXPERTS, MAX_TOP_K
+from torch_moe_ops.routing.reference import RoutingMethodType
 
 if TYPE_CHECKING:
     from torch_moe_ops.config.quant_config import FusedMoEQuantConfig

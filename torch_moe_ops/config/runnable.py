@@ -14,7 +14,7 @@ from torch_moe_ops.config.descriptors import FusedMoEQuantDesc, GroupShape
 from torch_moe_ops.config.formats import FORMATS, FP8, INT8
 from torch_moe_ops.config.queries import scheme_name
 from torch_moe_ops.config.shapes import OWNER
-from torch_moe_ops.schemes import SCHEMES, Scheme
+from torch_moe_ops.core.schemes import SCHEMES, Scheme
 
 if TYPE_CHECKING:
     from torch_moe_ops.config.quant_config import FusedMoEQuantConfig

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from torch_moe_ops.activations import ACTIVATIONS
 from torch_moe_ops.config._require import require
 from torch_moe_ops.config.descriptors import FusedMoEQuantDesc, GroupShape
 from torch_moe_ops.config.formats import fixed_block
 from torch_moe_ops.config.weight_scales import fitting_layouts, fitting_shapes
+from torch_moe_ops.core.activations import ACTIVATIONS
 
 if TYPE_CHECKING:
     from torch_moe_ops.config.moe import FusedMoEConfig

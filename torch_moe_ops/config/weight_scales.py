@@ -10,8 +10,8 @@ from torch_moe_ops.config._require import require, require_type
 from torch_moe_ops.config.descriptors import FusedMoEQuantDesc, GroupShape, is_precision_config
 from torch_moe_ops.config.formats import FORMATS, FP8, fixed_block
 from torch_moe_ops.config.shapes import OWNER
-from torch_moe_ops.quant.swizzle import padded_shape
-from torch_moe_ops.schemes import ceil_div
+from torch_moe_ops.core.schemes import ceil_div
+from torch_moe_ops.numerics.swizzle import padded_shape
 
 if TYPE_CHECKING:
     from torch_moe_ops.config.quant_config import FusedMoEQuantConfig

@@ -18,8 +18,8 @@ import torch
 from torch import _C, Tensor
 from torch.autograd import forward_ad
 
-from torch_moe_ops._check import fail
-from torch_moe_ops._schemas import LIB
+from torch_moe_ops.core.check import fail
+from torch_moe_ops.core.schemas import LIB
 
 _HELPERS = torch.library.Library("moeq_autograd", "DEF")
 _HELPERS.define("refuse(Tensor grad, SymInt[] size, ScalarType dtype, str op) -> Tensor")

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_moe_ops._check import fail
-from torch_moe_ops._schemas import LIB, arguments
+from torch_moe_ops.core.check import fail
+from torch_moe_ops.core.schemas import LIB, arguments
 from torch_moe_ops.ops.autograd import attach_autograd
 
 _NOTHING = nullcontext()

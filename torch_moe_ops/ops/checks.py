@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_moe_ops._check import check, check_given, describe, fail
-from torch_moe_ops.ops.call import ExpertsCall
+from torch_moe_ops.core.call import ExpertsCall
+from torch_moe_ops.core.check import check, check_given, describe, fail
+from torch_moe_ops.core.schemes import FLOATS
 from torch_moe_ops.ops.plan import Plan, Table, check_dtype, check_tensor, keep, make_table, or_bytes
-from torch_moe_ops.schemes import FLOATS
 
 
 def check_experts(op: str, call: ExpertsCall, plan: Plan, devices: bool, tracing: bool = False) -> Table:

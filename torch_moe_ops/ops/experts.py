@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_moe_ops._check import check, describe, fail
-from torch_moe_ops._schemas import FAMILIES, arguments
+from torch_moe_ops.core.call import FIELDS, ExpertsCall
+from torch_moe_ops.core.check import check, describe, fail
+from torch_moe_ops.core.schemas import FAMILIES, arguments
 from torch_moe_ops.ops.alignment import ALIGNMENT, aligned, is_aligned
 from torch_moe_ops.ops.bind import attach, like_a_kernel
-from torch_moe_ops.ops.call import FIELDS, ExpertsCall
 from torch_moe_ops.ops.checks import check_experts, check_out, check_topk, check_weighted_input
 from torch_moe_ops.ops.plan import Plan, Table, plan_of
 from torch_moe_ops.ops.route import run_route
-from torch_moe_ops.routing import check_route, route_reference
+from torch_moe_ops.routing.reference import check_route, route_reference
 
 
 class _Binder:

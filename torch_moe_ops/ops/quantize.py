@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_moe_ops import _ext
-from torch_moe_ops._check import check, check_given, describe, fail
-from torch_moe_ops._device_code import check_device
+from torch_moe_ops.core import extension
+from torch_moe_ops.core.check import check, check_given, describe, fail
+from torch_moe_ops.core.device_code import check_device
+from torch_moe_ops.core.schemes import ACT_FORMATS, FLOATS, ceil_div
+from torch_moe_ops.numerics import fp8, int8, mx, nvfp4
+from torch_moe_ops.numerics.e8m0 import RULES
 from torch_moe_ops.ops.alignment import aligned
 from torch_moe_ops.ops.bind import attach, like_a_kernel
-from torch_moe_ops.quant import fp8, int8, mx, nvfp4
-from torch_moe_ops.quant.e8m0 import RULES
-from torch_moe_ops.schemes import ACT_FORMATS, FLOATS, ceil_div
 
 Pair = tuple[Tensor, Tensor]
 
@@ -74,7 +74,7 @@ def _check_nvfp4(x: Tensor, gscale: Tensor) -> None:
 
 
 def _run_nvfp4(x: Tensor, gscale: Tensor) -> Pair:
-    if not (x.is_cuda and _ext.has_cuda_extension()):
+    if not (x.is_cuda and extension.has_cuda_extension()):
         return nvfp4.quantize_activation(x, gscale)
     check_device("quantize_nvfp4", "x", x.device)
     rows, k = x.shape[:-1], x.shape[-1]
@@ -145,7 +145,7 @@ _attach("quantize_int8", _check_int8, _run_int8, lambda x, gscale=None: _empty(x
 def _dynamic_gscale_nvfp4(x: Tensor) -> Tensor:
     _check_rows("dynamic_gscale_nvfp4", x, "nvfp4")
     with like_a_kernel(x.device.type):
-        if x.is_cuda and _ext.has_cuda_extension():
+        if x.is_cuda and extension.has_cuda_extension():
             check_device("dynamic_gscale_nvfp4", "x", x.device)
             rows = aligned(x.reshape(-1, x.shape[-1]).contiguous())
             return torch.ops.moeq_C.dynamic_gscale_nvfp4_cuda(rows).view(x.shape[:-1])

@@ -1,6 +1,6 @@
 """The op `moeq::route`: router logits to expert ids and weights.
 
-On CUDA a Triton kernel computes it, elsewhere torch's own operations do. Both follow `torch_moe_ops.routing`.
+On CUDA a Triton kernel computes it, elsewhere torch's own operations do. Both follow `torch_moe_ops.routing.reference`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_moe_ops._check import fail
+from torch_moe_ops.core.check import fail
 from torch_moe_ops.ops.bind import attach, like_a_kernel
-from torch_moe_ops.routing import check_route, route_reference
+from torch_moe_ops.routing.reference import check_route, route_reference
 
 
 def run_route(router_logits: Tensor, routing_bias: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
@@ -22,7 +22,7 @@ def run_route(router_logits: Tensor, routing_bias: Tensor | None, *options: Any)
     device = router_logits.device
     if not _has_kernel(device):
         return route_reference(router_logits, routing_bias, *options)
-    from torch_moe_ops.kernels.triton.routing_launch import route_triton
+    from torch_moe_ops.backends.triton_engine.routing_launch import route_triton
 
     if device.type != "cuda":
         return route_triton(router_logits, routing_bias, *options)

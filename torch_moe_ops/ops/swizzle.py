@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from torch_moe_ops._check import check, check_given, describe, fail
+from torch_moe_ops.core.check import check, check_given, describe, fail
+from torch_moe_ops.numerics import swizzle
 from torch_moe_ops.ops.bind import attach, like_a_kernel
-from torch_moe_ops.quant import swizzle
 
 _ROWS, _COLS = 128, 4  # of one tile
 

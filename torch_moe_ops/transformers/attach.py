@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_moe_ops.activations import apply_activation
 from torch_moe_ops.checkpoints import load_experts
 from torch_moe_ops.checkpoints.progress import track
-from torch_moe_ops.prepare import prepare
-from torch_moe_ops.prepared_weights import PreparedWeights
-from torch_moe_ops.raw_weights import RawWeights
+from torch_moe_ops.core.activations import apply_activation
+from torch_moe_ops.prepared.prepare import prepare
+from torch_moe_ops.prepared.prepared_weights import PreparedWeights
 from torch_moe_ops.transformers.experts import IMPLEMENTATION, ExpertWeights
+from torch_moe_ops.weights.raw_weights import RawWeights
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")

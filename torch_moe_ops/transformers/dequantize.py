@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import ConversionOps, build_glob_alternation
 
-from torch_moe_ops.checkpoints.errors import CheckpointError
 from torch_moe_ops.checkpoints.index import CheckpointIndex
-from torch_moe_ops.quant import nvfp4
+from torch_moe_ops.files.errors import CheckpointError
+from torch_moe_ops.numerics import nvfp4
 
 # What ModelOpt stores beside a linear's weight. The input scale is read and dropped: activations of these
 # linears stay unquantized.

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from torch_moe_ops.fused import fused_moe_routed
-from torch_moe_ops.prepare import prepare
-from torch_moe_ops.prepared_weights import PreparedWeights
-from torch_moe_ops.restoring import restored_views
+from torch_moe_ops.prepared.fused import fused_moe_routed
+from torch_moe_ops.prepared.prepare import prepare
+from torch_moe_ops.prepared.prepared_weights import PreparedWeights
+from torch_moe_ops.prepared.restoring import restored_views
 
 IMPLEMENTATION = "moeq"
 

@@ -1,4 +1,4 @@
-// Activations between the two GEMMs, in float32 (formulas: torch_moe_ops/activations.py).
+// Activations between the two GEMMs, in float32 (formulas: torch_moe_ops/core/activations.py).
 #pragma once
 #include "problem.h"
 #include "sigmoids.cuh"

@@ -12,7 +12,7 @@
 // Let v[i] be such a register as bfloat16 bits (sign 15, code's other three bits 8..6; the same 16 higher), and
 // m = 0x81C081C0. The word w spreads them so that few operations take them apart:
 //   v[0] = (w << 6) & m, v[1] = (w << 2) & m, v[2] = rotate_right(w, 4) & m, v[3] = (w ^ (w >> 8)) & m.
-// `_encode` of torch_moe_ops/backends/_sm90_layout.py is the inverse.
+// `_encode` of torch_moe_ops/backends/sm90/layout.py is the inverse.
 //
 // That is NVFP4 and MXFP4. INT4: the codes of register i (0 to 15 as stored) are bits 4 * i .. 4 * i + 3 (low half) and
 // 16 + 4 * i .. (high half).

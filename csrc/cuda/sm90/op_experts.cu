@@ -73,7 +73,7 @@ constexpr Kernels<Problem> prefill_of(const char* name) {
   return {name, prefill_workspace_of<shape>, prefill_run_of<shape>, nullptr};
 }
 
-// By the numbers that Python gives them (KERNELS of torch_moe_ops/tuned_kernels.py).
+// By the numbers that Python gives them (KERNELS of torch_moe_ops/tuning/tuned_kernels.py).
 constexpr Kernels<Problem> kKernels[] = {
     {"decode", decode_workspace, decode_run, decode_takes_logits},
     prefill_of<Shape::kSlim>("slim"),

@@ -1,5 +1,5 @@
 // Router logits to expert ids and weights, a token by one warp, in registers alone. The rules, and those on NaN, infinity
-// and ties, are torch_moe_ops/routing.py's; compiled without contraction (--fmad=false), scores have its bits.
+// and ties, are torch_moe_ops/routing/reference.py's; compiled without contraction (--fmad=false), scores have its bits.
 //
 // Lane l holds the logits of experts l, l + 32, l + 64, ... The top-k is top_k rounds of "largest key, lowest index that
 // has it": two reductions each, which a warp does in one instruction. Sorting would work on all experts for the sake of

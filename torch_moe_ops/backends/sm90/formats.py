@@ -1,0 +1,106 @@
+"""The schemes that the layout "cuda_sm90" holds: shapes of their tensors, prepare, restore, and what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from torch_moe_ops.backends.registry import Problem, Sizes, Spec
+from torch_moe_ops.backends.sm90 import layout, scales
+from torch_moe_ops.core.schemes import Scheme
+from torch_moe_ops.weights.integer_storage import int4_scales_of
+from torch_moe_ops.weights.raw_weights import RawWeights
+
+_CODES = {"nvfp4": layout.E2M1, "mxfp4": layout.E2M1, "mxint4": layout.INT4, "int4": layout.INT4}
+
+
+def specs(scheme: Scheme, sizes: Sizes) -> dict[str, Spec]:
+    """Shapes and dtypes of w13, w2 and their scales, tile by tile."""
+    table: dict[str, Spec] = {}
+    for name, rows, k, gated in _matrices(sizes):
+        outer = layout.tiled_shape(sizes.num_experts, rows, k, gated)
+        table[name] = (((*outer, layout.CODE_BYTES),), (torch.uint8,))
+        if scheme.name in ("nvfp4", "mxfp4"):
+            count = 4 * layout.TILE if scheme.name == "nvfp4" else 2 * layout.TILE
+            table[f"{name}_scale"] = (((*outer, count),), (torch.uint8,))
+            continue
+        shapes = scales.int4_shapes(sizes.num_experts, rows, k, gated, 2)
+        dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
+        if scheme.name == "int4":
+            shapes += scales.int4_shapes(sizes.num_experts, rows, k, gated, 1)
+            dtypes += (torch.int32,)
+        table[f"{name}_scale"] = (shapes, dtypes)
+    return table
+
+
+def prepare(raw: RawWeights) -> dict[str, Tensor]:
+    """Tiles in the order of the tensor cores' operands, expert by expert, on raw's device.
+
+    Raises ValueError for scales that the layout cannot hold (_sm90_scales.py), naming them.
+    """
+    if raw.scheme == "int4" and (reason := _int4_reason(int4_scales_of(raw))) is not None:
+        raise ValueError(f"backend 'cuda_sm90_int4': {reason}")
+    kind = _CODES[raw.scheme]
+    tensors = {}
+    for name, gated in (("w13", raw.is_gated), ("w2", False)):
+        tensors[name] = layout.pack_codes(getattr(raw, name), gated, kind)
+        tensors[f"{name}_scale"] = _pack_scales(raw, name, gated)
+    return tensors
+
+
+def _pack_scales(raw: RawWeights, name: str, gated: bool) -> Tensor:
+    scale, argument = getattr(raw, f"{name}_scale"), f"{name}_scale"
+    if raw.scheme == "nvfp4":
+        return scales.pack_nvfp4(scale, gated, argument)
+    if raw.scheme == "mxfp4":
+        return scales.pack_mxfp4(scale, gated, argument)
+    k = raw.hidden_size if name == "w13" else raw.intermediate_size
+    blocks = 2 if raw.scheme == "mxint4" or " per 32" in int4_scales_of(raw) else 1
+    return scales.pack_int4(scale, getattr(raw, f"{name}_zero_point"), k, gated, argument, blocks, _is_wide(raw))
+
+
+def _is_wide(raw: RawWeights) -> bool:
+    """Whether int4 scales need the form that holds zero points and float16; one form serves both weights."""
+    points = raw.w13_zero_point is not None or raw.w2_zero_point is not None
+    return points or any(s is not None and s.dtype == torch.float16 for s in (raw.w13_scale, raw.w2_scale))
+
+
+def restore(scheme: Scheme, tensors: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
+    """Inverse of prepare, bit for bit."""
+    restored = {}
+    for name, rows, k, gated in _matrices(sizes):
+        restored[name] = layout.unpack_codes(tensors[name], rows, k, gated, _CODES[scheme.name])
+        packed = tensors[f"{name}_scale"]
+        if scheme.name == "nvfp4":
+            scale, zero_points = scales.unpack_nvfp4(packed, rows, k, gated), None
+        elif scheme.name == "mxfp4":
+            scale, zero_points = scales.unpack_mxfp4(packed, rows, k, gated), None
+        else:
+            scale, zero_points = scales.unpack_int4(packed, rows, k, gated)
+        restored[f"{name}_scale"] = scale
+        if zero_points is not None:
+            restored[f"{name}_zero_point"] = zero_points
+    return restored
+
+
+def scales_reason(problem: Problem) -> str | None:
+    """Why the layout cannot hold the scales of int4 weights."""
+    if problem.scheme != "int4" or problem.weight_scales is None:
+        return None
+    return _int4_reason(problem.weight_scales)
+
+
+def _int4_reason(kinds: str) -> str | None:
+    each = set(kinds.split(", "))
+    if each == {"bfloat16 per 32"} or not any("float32" in kind or " per 32" in kind for kind in each):
+        return None
+    need = "be bfloat16 per 32 of K without zero points, or bfloat16 or float16 per 64, 128 or row"
+    return f"scales of int4 weights must {need}, got {kinds}"
+
+
+def _matrices(sizes: Sizes) -> tuple[tuple[str, int, int, bool], ...]:
+    """Name, rows in all, K, and whether half of the rows are gate rows."""
+    hidden, inter, gated = sizes.hidden_size, sizes.intermediate_size, sizes.is_gated
+    return ("w13", (2 if gated else 1) * inter, hidden, gated), ("w2", hidden, inter, False)

@@ -1,0 +1,178 @@
+"""Scales of the layout "cuda_sm90": what is stored of each, expert by expert, and the exact inverse.
+
+All are tiled as the codes are (`to_tiles`), the row eight below beside each: [E, row tiles, K tiles, in a tile], where
+tiles of groups larger than a tile are repeated: [E, row tiles, groups, repeats, in a tile].
+
+- nvfp4, uint8, four blocks of a row in a tile: (r + 23) << 3 | m for the e4m3 scale 2^r * (1 + m / 8), 0 for zero.
+- mxfp4, uint8, two: the exponent byte as it is.
+- int4 and mxint4 with bfloat16 scales and no zero points, bfloat16, two or one: the scale times 2^112, or 2^108 in the
+  row eight below, as the decoder's codes of that row are 16 times as large.
+- int4 with zero points or float16 scales, int32, one: such a product as the sum of two bfloat16, the nearest one in
+  the low half, the rest in the high half. That needs the upper ten bits; below: bit 5, a float16 scale; bit 4, there
+  are zero points; bits 0 to 3, the zero point.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from torch_moe_ops.backends.sm90.layout import TILE, from_tiles, look_up, tiled_shape, to_tiles
+from torch_moe_ops.numerics.int4 import SYMMETRIC_ZERO
+
+LARGEST_E4M3 = 126  # code of 448
+LARGEST_EXPONENT = 160  # of e8m0: 2^33
+LARGEST_INT4 = 65280  # the largest bfloat16 below 2^16
+_FLOAT16, _ZERO_POINTS = 32, 16  # bits of an int4 scale
+_REST = -1 << 22  # the upper ten bits
+
+
+def pack_nvfp4(scales: Tensor, gated: bool, name: str) -> Tensor:
+    """float8_e4m3fn [E, N, K / 16] -> uint8 [E, row tiles, K tiles, 256].
+
+    Raises ValueError in the name of the argument where a scale is negative, -0 or NaN: no byte stands for it.
+    """
+    codes = scales.contiguous().view(torch.uint8)
+    need = f"positive finite scales or zero (e4m3 codes up to {LARGEST_E4M3:#x})"
+    return _pack_bytes(codes, gated, 4, _bytes_of_e4m3().to(codes.device), f"{name} must hold {need}", LARGEST_E4M3)
+
+
+def unpack_nvfp4(packed: Tensor, rows: int, k: int, gated: bool) -> Tensor:
+    """Inverse of pack_nvfp4 for a weight of `rows` rows in all and K = k."""
+    out = packed.new_empty((packed.shape[0], rows, k // 16))
+    table = _e4m3_of_bytes().to(packed.device)
+    for e in range(packed.shape[0]):
+        from_tiles(_in_rows(look_up(table, packed[e]), 4), gated, out[e])
+    return out.view(torch.float8_e4m3fn)
+
+
+def pack_mxfp4(scales: Tensor, gated: bool, name: str) -> Tensor:
+    """uint8 [E, N, K / 32] -> uint8 [E, row tiles, K tiles, 128].
+
+    Raises ValueError where an exponent is NaN or above 2^33: bfloat16 operands could not hold it.
+    """
+    text = f"{name} must hold exponents of at most 2^33 (byte {LARGEST_EXPONENT:#x})"
+    return _pack_bytes(scales.contiguous(), gated, 2, None, text, LARGEST_EXPONENT)
+
+
+def unpack_mxfp4(packed: Tensor, rows: int, k: int, gated: bool) -> Tensor:
+    """Inverse of pack_mxfp4 for a weight of `rows` rows in all and K = k."""
+    out = packed.new_empty((packed.shape[0], rows, k // 32))
+    for e in range(packed.shape[0]):
+        from_tiles(_in_rows(packed[e], 2), gated, out[e])
+    return out
+
+
+def _pack_bytes(codes: Tensor, gated: bool, blocks: int, table: Tensor | None, text: str, most: int) -> Tensor:
+    experts, rows, columns = codes.shape
+    out = codes.new_empty((*tiled_shape(experts, rows, TILE // blocks * columns, gated), TILE * blocks))
+    for e in range(experts):
+        if int(codes[e].max()) > most:
+            wrong = int(codes[e][codes[e] > most][0])
+            raise ValueError(f"backend 'cuda_sm90': {text}, got code {wrong:#x} in expert {e}")
+        of_expert = codes[e] if table is None else look_up(table, codes[e])
+        out[e].copy_(_in_tiles(to_tiles(of_expert, gated, blocks)))
+    return out
+
+
+def pack_int4(
+    scales: Tensor, zero_points: Tensor | None, k: int, gated: bool, name: str, blocks: int, wide: bool
+) -> Tensor:
+    """Scales [E, N, groups] of K = k -> [E, row tiles, groups, repeats, 64 * blocks].
+
+    blocks: stored scales in a row of a tile, 2 for groups of 32, else 1. wide: int32 instead of bfloat16, which zero
+    points (uint8, shaped like scales) and float16 scales need; then blocks is 1. Both are the same for w13 and w2.
+    Raises ValueError where a scale is infinite, NaN or above 65280 in magnitude.
+    """
+    experts, rows, columns = scales.shape
+    _, row_tiles, k_tiles = tiled_shape(experts, rows, k, gated)
+    groups = k_tiles if columns > k_tiles else columns
+    dtype = torch.int32 if wide else torch.bfloat16
+    out = scales.new_empty((experts, row_tiles, groups, k_tiles // groups, TILE * blocks), dtype=dtype)
+    for e in range(experts):
+        wrong = scales[e][~(scales[e].abs() <= LARGEST_INT4)]
+        if wrong.numel():
+            text = f"{name} must hold finite scales of at most {LARGEST_INT4}"
+            raise ValueError(f"backend 'cuda_sm90_int4': {text}, got {float(wrong[0])} in expert {e}")
+        scaled = to_tiles(scales[e].float().contiguous(), gated, blocks) * _units(scales.device)
+        stored = scaled.to(torch.bfloat16)
+        if wide:
+            zero = None if zero_points is None else to_tiles(zero_points[e].contiguous(), gated, 1, SYMMETRIC_ZERO)
+            stored = _wide(scaled, stored, zero, scales.dtype == torch.float16)
+        out[e].copy_(_in_tiles(stored).unsqueeze(2))
+    return out
+
+
+def unpack_int4(packed: Tensor, rows: int, k: int, gated: bool) -> tuple[Tensor, Tensor | None]:
+    """Inverse of pack_int4: scales, and zero points where there are any."""
+    experts, _, groups, _, count = packed.shape
+    blocks = count // TILE
+    columns = k // (TILE // 2) if blocks == 2 else groups
+    wide = packed.dtype == torch.int32
+    flags = int(packed.flatten()[0]) >> 16 if wide else 0
+    out = packed.new_empty((experts, rows, columns), dtype=torch.float16 if flags & _FLOAT16 else torch.bfloat16)
+    zero = packed.new_empty(out.shape, dtype=torch.uint8) if flags & _ZERO_POINTS else None
+    for e in range(experts):
+        of_expert = _in_rows(packed[e, :, :, 0], blocks)
+        scaled = _narrow(of_expert) if wide else of_expert.float()
+        from_tiles((scaled / _units(packed.device)).to(out.dtype), gated, out[e])
+        if zero is not None:
+            from_tiles(((of_expert >> 16) & 15).to(torch.uint8), gated, zero[e])
+    return out, zero
+
+
+def int4_shapes(experts: int, rows: int, k: int, gated: bool, blocks: int) -> tuple[tuple[int, ...], ...]:
+    """What pack_int4 may return: one group in each tile (or two), in two tiles, and one in all."""
+    *outer, k_tiles = tiled_shape(experts, rows, k, gated)
+    groups = {k_tiles} if blocks == 2 else {k_tiles, max(k_tiles // 2, 1), 1}
+    return tuple((*outer, g, k_tiles // g, TILE * blocks) for g in sorted(groups, reverse=True) if k_tiles % g == 0)
+
+
+def _wide(scaled: Tensor, nearest: Tensor, zero: Tensor | None, is_float16: bool) -> Tensor:
+    rest = (scaled - nearest.float()).to(torch.bfloat16).view(torch.int16).int()
+    flags = (_FLOAT16 if is_float16 else 0) | (0 if zero is None else _ZERO_POINTS)
+    points = SYMMETRIC_ZERO if zero is None else zero.int()
+    return (nearest.view(torch.int16).int() & 0xFFFF) | (rest | points | flags) << 16
+
+
+def _narrow(stored: Tensor) -> Tensor:
+    """Inverse of _wide, float32; a scale of -0 keeps its sign."""
+    nearest, rest = ((bits << 16).view(torch.float32) for bits in (stored, (stored & _REST) >> 16))
+    return torch.where(rest == 0, nearest, nearest + rest)
+
+
+def _in_tiles(tiled: Tensor) -> Tensor:
+    """What to_tiles makes of scales -> [row tiles, K tiles, in a tile]."""
+    return tiled.permute(0, 4, 1, 3, 5, 2).flatten(2)
+
+
+def _in_rows(stored: Tensor, blocks: int) -> Tensor:
+    """Inverse of _in_tiles."""
+    return stored.unflatten(2, (4, 8, blocks, 2)).permute(0, 2, 5, 3, 1, 4)
+
+
+def _units(device: torch.device) -> Tensor:
+    """What the scales of rows g and g + 8 are multiplied by, in the order of to_tiles."""
+    return torch.tensor([2.0**112, 2.0**108], device=device).view(2, 1, 1, 1)
+
+
+@cache
+def _bytes_of_e4m3() -> Tensor:
+    """Byte of the layout for e4m3 codes 0 .. 126."""
+    code = torch.arange(LARGEST_E4M3 + 1)
+    # A normal code is (r + 7) << 3 | m. A subnormal one is c * 2^-9: its leading bit, at p, makes r = p - 9.
+    leading = (code >= 2).long() + (code >= 4).long()
+    subnormal = ((leading - 9 + 23) << 3) | ((code << (3 - leading)) & 7)
+    table = torch.where(code >= 8, code + ((23 - 7) << 3), subnormal)
+    table[0] = 0
+    return table.to(torch.uint8)
+
+
+@cache
+def _e4m3_of_bytes() -> Tensor:
+    """Inverse of _bytes_of_e4m3; bytes that it never makes go to zero."""
+    table = torch.zeros(256, dtype=torch.uint8)
+    table[_bytes_of_e4m3().long()] = torch.arange(LARGEST_E4M3 + 1, dtype=torch.uint8)
+    return table

@@ -1,0 +1,1 @@
+"""What `python -m torch_moe_ops` offers: inspect, doctor, tune."""

@@ -1,0 +1,125 @@
+"""Every schema of `torch.ops.moeq`, defined once, on every machine.
+
+Argument order, never varied: hidden states | routing | w13, its scales, its bias | w2 likewise |
+activation scales | plain values. New arguments are appended with a default, so that an exported
+graph stays valid. Kernels attach to these names from Python (`ops/`) and from C++ (`csrc/`).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from torch_moe_ops.core.schemes import SCHEMES, Scheme
+
+LIB = torch.library.Library("moeq", "DEF")
+
+_ROUTED = "Tensor hidden_states, Tensor? hidden_states_scale, Tensor topk_ids, Tensor topk_weights"
+_ROUTER = "Tensor hidden_states, Tensor? hidden_states_scale, Tensor router_logits, Tensor? routing_bias"
+
+_INPUT_SCALES = "Tensor? a1_gscale, Tensor? a2_gscale"
+
+
+def _scaled(*, alphas: bool = False, zero_points: bool = False) -> str:
+    """w13 and w2, each with its scales and its bias."""
+    parts = []
+    for name, gemm in (("w13", "1"), ("w2", "2")):
+        parts += [f"Tensor {name}", f"Tensor {name}_scale"]
+        parts += [f"Tensor? {name}_zero_point"] if zero_points else []
+        parts += [f"Tensor g{gemm}_alphas"] if alphas else []
+        parts += [f"Tensor? {name}_bias"]
+    return ", ".join(parts)
+
+
+# The weight arguments of each op family, in the schema's order.
+_WEIGHTS = {
+    "nvfp4": f"{_scaled(alphas=True)}, {_INPUT_SCALES}",
+    "mxfp4": f"{_scaled()}, {_INPUT_SCALES}",
+    "mxfp8": _scaled(),
+    "mxfp6": _scaled(),
+    "mxint4": _scaled(),
+    "int4": _scaled(zero_points=True),
+    "fp8": f"{_scaled()}, {_INPUT_SCALES}",
+    "fp8_block": _scaled(),
+    "int8": f"{_scaled(zero_points=True)}, {_INPUT_SCALES}",
+    "": "Tensor w13, Tensor? w13_bias, Tensor w2, Tensor? w2_bias",
+}
+
+_ACTIVATION = (
+    'str activation="silu", float? swiglu_alpha=None, float? swiglu_beta=None, float? swiglu_limit=None, '
+    "int num_experts=0, int local_expert_offset=0"
+)
+_TAIL = 'str weight_policy="exact", ScalarType? out_dtype=None'
+_METHOD = "int n_group=0, int topk_group=0, float routed_scaling_factor=1.0, bool? renormalize=None"
+
+
+FAMILIES: dict[str, tuple[Scheme, ...]] = {}  # op family -> its schemes; mxfp6 has one per element
+for _scheme in SCHEMES.values():
+    FAMILIES[_scheme.family] = (*FAMILIES.get(_scheme.family, ()), _scheme)
+
+
+def _format_arguments(family: str) -> str:
+    """act_format, and the element of the weights where a family has several."""
+    schemes = FAMILIES[family]
+    element = f', str element="{schemes[0].element}"' if len(schemes) > 1 else ""
+    return f'str act_format="{schemes[0].act_formats[0]}", {_ACTIVATION}{element}'
+
+
+def _routed_arguments(family: str) -> str:
+    return (
+        f"{_ROUTED}, {_WEIGHTS[family]}, str backend, {_format_arguments(family)}, "
+        f"bool router_weight_on_input=False, {_TAIL}"
+    )
+
+
+def _monolithic_arguments(family: str) -> str:
+    return (
+        f"{_ROUTER}, {_WEIGHTS[family]}, str backend, str routing_method, int top_k, "
+        f"{_format_arguments(family)}, {_METHOD}, {_TAIL}"
+    )
+
+
+def _build() -> dict[str, str]:
+    table = {
+        "route": (
+            "(Tensor router_logits, Tensor? routing_bias, str routing_method, int top_k, "
+            f"{_METHOD}) -> (Tensor topk_ids, Tensor topk_weights)"
+        ),
+        "quantize_nvfp4": "(Tensor x, Tensor gscale) -> (Tensor codes, Tensor scale)",
+        "quantize_mxfp4": '(Tensor x, str rule="rceil") -> (Tensor codes, Tensor scale)',
+        "quantize_mxfp8": '(Tensor x, str rule="rceil") -> (Tensor codes, Tensor scale)',
+        "quantize_fp8": "(Tensor x, Tensor? gscale=None, int group=0) -> (Tensor codes, Tensor scale)",
+        "quantize_int8": "(Tensor x, Tensor? gscale=None) -> (Tensor codes, Tensor scale)",
+        "dynamic_gscale_nvfp4": "(Tensor x) -> Tensor",
+        "swizzle_scale": "(Tensor scale) -> Tensor",
+        "unswizzle_scale": "(Tensor swizzled, int rows, int cols) -> Tensor",
+    }
+    for family in FAMILIES:
+        prefix = f"{family}_" if family else ""
+        table[f"{prefix}moe"] = f"({_monolithic_arguments(family)}) -> Tensor"
+        table[f"{prefix}moe_routed"] = f"({_routed_arguments(family)}) -> Tensor"
+        table[f"{prefix}moe_routed.out"] = f"({_routed_arguments(family)}, *, Tensor(a!) out) -> ()"
+    return table
+
+
+SCHEMAS: dict[str, str] = _build()
+
+
+def _define_all() -> None:
+    # `.out` overloads carry no Tag.out: with it, Inductor of torch 2.13 puts the overload in place of the
+    # functional op and passes the tensors first, which shifts every argument behind an absent one.
+    for name, schema in SCHEMAS.items():
+        LIB.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+_define_all()
+
+
+@cache
+def arguments(name: str) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+    """Names of an op's positional arguments, and a default for each (None where it has none)."""
+    schema = torch._C.parse_schema(f"moeq::{name}{SCHEMAS[name]}")
+    positional = [a for a in schema.arguments if not a.kwarg_only]
+    return tuple(a.name for a in positional), tuple(a.default_value for a in positional)

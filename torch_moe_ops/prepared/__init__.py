@@ -1,0 +1,1 @@
+"""Layers prepared for a backend: made, called, explained, saved, restored and updated."""

@@ -1,0 +1,153 @@
+"""The functions that users call: unpack prepared weights, call the op."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from torch_moe_ops.core.schemas import FAMILIES
+from torch_moe_ops.core.schemes import SCHEMES
+from torch_moe_ops.prepared.prepared_weights import PreparedWeights
+from torch_moe_ops.routing.reference import Routing
+from torch_moe_ops.weights.raw_weights import RawWeights
+
+_ROUTED = {name: getattr(torch.ops.moeq, f"{s.op_prefix}moe_routed") for name, s in SCHEMES.items()}
+_MONOLITHIC = {name: getattr(torch.ops.moeq, f"{s.op_prefix}moe") for name, s in SCHEMES.items()}
+_ROUNDED = (torch.bfloat16, torch.float16, torch.float64)  # dtypes of weights that become float32
+_is_compiling = torch.compiler.is_compiling
+# A family of several schemes (mxfp6) is told by an argument which one is meant.
+_ELEMENT = {n: (s.element,) if len(FAMILIES[s.family]) > 1 else () for n, s in SCHEMES.items()}
+
+
+def fused_moe(
+    hidden_states: Tensor,
+    router_logits: Tensor,
+    w: PreparedWeights,
+    *,
+    routing: Routing,
+    hidden_states_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Router and experts: `torch.ops.moeq.<scheme>_moe`.
+
+    Args:
+        hidden_states: [num_tokens, hidden_size] bfloat16, float16 or float32; or packed as
+            `w.act_format` stores them, with hidden_states_scale in the linear layout.
+        router_logits: [num_tokens, num_experts], any float dtype.
+        w: made by `prepare`.
+        routing: method, top_k and options.
+        out_dtype: None: the dtype of unquantized hidden states, bfloat16 for packed ones.
+
+    Returns: [num_tokens, hidden_size], a new tensor. Inference only. Traces under torch.compile.
+    Raises: RuntimeError naming op, argument, requirement and value; TypeError for `w` or `routing` of another type.
+    """
+    if not isinstance(w, PreparedWeights):
+        _fail_weights("fused_moe", w)
+    if not isinstance(routing, Routing):
+        _fail_routing("fused_moe", routing)
+    if w.router_weight_on_input and routing.method != "llama4":
+        raise ValueError(
+            "fused_moe: routing.method must be 'llama4' where router_weight_on_input was prepared "
+            f"(use route and fused_moe_routed otherwise), got {routing.method!r}"
+        )
+    tracing = _is_compiling()
+    return _MONOLITHIC[w.scheme](
+        hidden_states,
+        hidden_states_scale,
+        router_logits,
+        routing.bias,
+        *w.op_weights(),
+        w.backend,
+        routing.method,
+        routing.top_k,
+        w.act_format,
+        w.activation,
+        *(w.constants() if tracing else (w.swiglu_alpha, w.swiglu_beta, w.swiglu_limit)),
+        w.num_experts,
+        w.local_expert_offset,
+        *_ELEMENT[w.scheme],
+        routing.n_group,
+        routing.topk_group,
+        routing.constant_factor() if tracing else routing.routed_scaling_factor,
+        routing.renormalize,
+        w.weight_policy,
+        out_dtype,
+    )
+
+
+def fused_moe_routed(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    w: PreparedWeights,
+    *,
+    hidden_states_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Experts only, with routing that the caller supplies: `torch.ops.moeq.<scheme>_moe_routed`.
+
+    Args:
+        hidden_states, hidden_states_scale, w, out_dtype: as in `fused_moe`.
+        topk_ids: [num_tokens, top_k] int32 (int64 is converted), global expert ids; an id outside
+            [w.local_expert_offset, + w.num_local_experts) contributes nothing.
+        topk_weights: [num_tokens, top_k] float32 (other float dtypes are converted), final multipliers.
+        out: a contiguous buffer for the result that shares memory with no argument.
+
+    Returns: [num_tokens, hidden_size]; `out` where it was given.
+    """
+    if not isinstance(w, PreparedWeights):
+        _fail_weights("fused_moe_routed", w)
+    args = (
+        hidden_states,
+        hidden_states_scale,
+        _int32(topk_ids) if topk_ids is not None and topk_ids.dtype == torch.int64 else topk_ids,
+        topk_weights.float() if topk_weights is not None and topk_weights.dtype in _ROUNDED else topk_weights,
+        *w.op_weights(),
+        w.backend,
+        w.act_format,
+        w.activation,
+        *(w.constants() if _is_compiling() else (w.swiglu_alpha, w.swiglu_beta, w.swiglu_limit)),
+        w.num_experts,
+        w.local_expert_offset,
+        *_ELEMENT[w.scheme],
+        w.router_weight_on_input,
+        w.weight_policy,
+        out_dtype,
+    )
+    if out is None:
+        return _ROUTED[w.scheme](*args)
+    _ROUTED[w.scheme].out(*args, out=out)
+    return out
+
+
+def _int32(topk_ids: Tensor) -> Tensor:
+    # Clamp first: an id beyond 2^31 must stay foreign, not wrap around to some expert.
+    return topk_ids.clamp(-1, 2**31 - 1).to(torch.int32)
+
+
+def _fail_weights(function: str, w: Any) -> NoReturn:
+    hint = " (prepare makes them of RawWeights)" if isinstance(w, RawWeights) else ""
+    raise TypeError(f"{function}: w must be PreparedWeights{hint}, got {type(w).__name__}")
+
+
+def _fail_routing(function: str, routing: Any) -> NoReturn:
+    raise TypeError(f"{function}: routing must be a Routing (a method, a top_k and options), got {routing!r}")
+
+
+def route(router_logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """topk_ids int32 and topk_weights float32, both [num_tokens, top_k]: `torch.ops.moeq.route`."""
+    if not isinstance(routing, Routing):
+        _fail_routing("route", routing)
+    return torch.ops.moeq.route(
+        router_logits,
+        routing.bias,
+        routing.method,
+        routing.top_k,
+        routing.n_group,
+        routing.topk_group,
+        routing.constant_factor() if _is_compiling() else routing.routed_scaling_factor,
+        routing.renormalize,
+    )

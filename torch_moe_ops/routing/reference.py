@@ -1,0 +1,247 @@
+"""Routing: router logits -> topk_ids, topk_weights.
+
+One pipeline serves every method: scores -> choice scores (bias, groups) -> top-k -> weights
+(renormalise, scale). What differs between methods is data, `METHODS`. Everything is computed in
+float32, whatever the logits' dtype: scores in bf16 change the selection.
+
+NaN and infinity: a NaN logit is the last choice of its row and has weight 0, and never disturbs the
+others; a row of NaN gives ids 0..top_k-1 with weights 0. Softmax shares its mass equally among the
+logits that equal the maximum, so that one +inf takes everything, two share it, and a row of -inf is
+uniform. `topk`, whose weights are the logits, passes infinities on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torch_moe_ops.core.check import check_given, fail, show
+from torch_moe_ops.core.routing_methods import (
+    MAX_EXPERTS,
+    METHOD_NAMES,
+    METHOD_TYPES,
+    METHODS,
+    ROUTING_METHODS,
+    Problem,
+    RoutingMethodType,
+    bias_problem,
+    get_routing_method_type,
+    logits_problem,
+    option_problem,
+    size_problem,
+    weight_option_problem,
+)
+from torch_moe_ops.core.traced_floats import text_of
+
+__all__ = [
+    "METHODS",
+    "METHOD_NAMES",
+    "METHOD_TYPES",
+    "ROUTING_METHODS",
+    "Routing",
+    "RoutingMethodType",
+    "check_route",
+    "get_routing_method_type",
+    "route_reference",
+]
+
+# Keeps a sum of sigmoids from being 0 (DeepSeek's reference, MiniMax, FlashInfer). A softmax's kept
+# mass is at least 1 / num_experts, where adding it changes no bit.
+_EPSILON = 1e-20
+
+
+@dataclass(frozen=True, eq=False)  # eq: a tensor has no truth value to compare biases by
+class Routing:
+    """How a router's logits become expert ids and weights.
+
+    Args:
+        method: one of ROUTING_METHODS.
+        top_k: experts per token, 1..32 (llama4: 1).
+        n_group, topk_group: only experts of the best topk_group of n_group equal groups are chosen
+            (default, renormalize, renormalize_naive, deepseek_v3); 0 or 1: no groups. A group's score is
+            the sum of its two best choice scores where there is a bias, its best one otherwise.
+        routed_scaling_factor: multiplies the weights (default, deepseek_v3, minimax2, deepseek_v4).
+        bias: [num_experts] float32, added to the scores for the choice only (deepseek_v3, minimax2, deepseek_v4).
+        renormalize: whether weights are divided by their sum; None: as the method says. Free for default,
+            renormalize_naive, deepseek_v3, sigmoid, sigmoid_renorm, minimax2, deepseek_v4.
+
+    Raises ValueError naming the field, also for an option that the method cannot use; TypeError for a
+    value of the wrong Python type. Compared and hashed by identity.
+    """
+
+    method: str
+    top_k: int
+    n_group: int = 0
+    topk_group: int = 0
+    routed_scaling_factor: float = 1.0
+    bias: Tensor | None = None
+    renormalize: bool | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("top_k", "n_group", "topk_group"):
+            value = getattr(self, field)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"Routing: {field} must be an int, got {value!r}")
+        if not isinstance(self.routed_scaling_factor, (int, float)):
+            raise TypeError(f"Routing: routed_scaling_factor must be a float, got {self.routed_scaling_factor!r}")
+        if self.renormalize is not None and not isinstance(self.renormalize, bool):
+            raise TypeError(f"Routing: renormalize must be None or a bool, got {self.renormalize!r}")
+        if self.bias is not None and not isinstance(self.bias, Tensor):
+            raise TypeError(f"Routing: bias must be a tensor or None, got {self.bias!r}")
+        if self.bias is not None:
+            self._require(bias_problem(self.bias, None))
+        self._require(option_problem(self.method, self.top_k, self.n_group, self.topk_group, self.bias))
+        self._require(weight_option_problem(self.method, self.routed_scaling_factor, self.renormalize))
+        if self.bias is not None:
+            self._require(size_problem(self.bias.shape[0], self.top_k, self.n_group, self.topk_group, True))
+        object.__setattr__(self, "_factor_text", text_of(self.routed_scaling_factor))
+
+    def constant_factor(self) -> float:
+        """routed_scaling_factor for a function that is traced (_traced_floats.py)."""
+        return float(self._factor_text)  # type: ignore[attr-defined]
+
+    @staticmethod
+    def _require(problem: Problem | None) -> None:
+        if problem is not None:
+            field, requirement, got = problem
+            field = {"routing_bias": "bias", "routing_method": "method"}.get(field, field)
+            raise ValueError(f"Routing: {field} must {requirement}, got {show(got)}")
+
+
+def check_route(
+    op: str,
+    router_logits: Tensor,
+    routing_bias: Tensor | None,
+    routing_method: str,
+    top_k: int,
+    n_group: int = 0,
+    topk_group: int = 0,
+    routed_scaling_factor: float = 1.0,
+    renormalize: bool | None = None,
+) -> None:
+    """Raise RuntimeError in the form of `op` unless these are legal arguments of `moeq::route`.
+
+    Reads shapes and dtypes only, so that an op and its fake share it.
+    """
+    check_given(op, "router_logits", router_logits)
+    problem = logits_problem(router_logits)
+    if problem is None and routing_bias is not None:
+        problem = bias_problem(routing_bias, router_logits)
+    if problem is None:
+        problem = option_problem(routing_method, top_k, n_group, topk_group, routing_bias)
+    if problem is None:
+        problem = weight_option_problem(routing_method, routed_scaling_factor, renormalize)
+    if problem is None:
+        problem = size_problem(router_logits.shape[1], top_k, n_group, topk_group, routing_bias is not None)
+    if problem is not None:
+        fail(op, *problem)
+
+
+def route_reference(
+    router_logits: Tensor,
+    routing_bias: Tensor | None,
+    routing_method: str,
+    top_k: int,
+    n_group: int = 0,
+    topk_group: int = 0,
+    routed_scaling_factor: float = 1.0,
+    renormalize: bool | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """Choose top_k experts per token and weight them.
+
+    Args: as `moeq::route`, already checked by check_route.
+        router_logits: [num_tokens, num_experts] bfloat16, float16 or float32, any strides.
+        routing_bias: [num_experts] float32 or None.
+        dtype: arithmetic and weights; float32, or float64 for an oracle.
+
+    Returns:
+        topk_ids: [num_tokens, top_k] int32, distinct, by descending choice score, ties by ascending id.
+        topk_weights: [num_tokens, top_k] of `dtype`, final (scaled), never NaN.
+    """
+    method = METHODS[routing_method]
+    # Contiguous, because vectorised and strided loops may round differently.
+    logits = router_logits.to(dtype).contiguous()
+    scores = _SCORES[method.score](logits)
+    choice = scores if routing_bias is None else scores + routing_bias.to(dtype)
+    excluded = _outside_best_groups(choice, n_group, topk_group, routing_bias is not None) if n_group > 1 else None
+    topk_ids = _top_k(choice, top_k, excluded)
+
+    weights = _SCORES[method.weight](logits.gather(1, topk_ids)) if method.weight else scores.gather(1, topk_ids)
+    weights = torch.where(weights.isnan(), 0.0, weights)
+    if method.renormalizes if renormalize is None else renormalize:
+        weights = _renormalize(weights)
+    if routed_scaling_factor != 1.0:
+        weights = weights * routed_scaling_factor
+    return topk_ids.to(torch.int32), weights
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    """Softmax over the last dimension that leaves NaN where it is and knows infinity (see the module's docstring)."""
+    is_nan = logits.isnan()
+    top = torch.where(is_nan, -math.inf, logits).amax(-1, keepdim=True)
+    mass = torch.where(logits == top, 1.0, torch.exp(logits - top))  # inf - inf would be NaN
+    total = torch.where(is_nan, 0.0, mass).sum(-1, keepdim=True)
+    return mass / total  # 0 only where all are NaN
+
+
+def _sqrtsoftplus(logits: Tensor) -> Tensor:
+    # logaddexp(z, 0) = log(1 + e^z) without overflow and without softplus's switch to z at z > 20.
+    return torch.logaddexp(logits, torch.zeros_like(logits)).sqrt()
+
+
+_SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda logits: logits,
+    "softmax": _softmax,
+    "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": _sqrtsoftplus,
+}
+
+
+def _renormalize(weights: Tensor) -> Tensor:
+    """Weights (not negative) over their sum; infinite ones share everything, as in softmax."""
+    top = weights.amax(-1, keepdim=True)
+    weights = torch.where(top.isinf(), weights.isinf().to(weights.dtype), weights)
+    return weights / (weights.sum(-1, keepdim=True) + _EPSILON)
+
+
+def _outside_best_groups(choice: Tensor, n_group: int, topk_group: int, has_bias: bool) -> Tensor:
+    """[num_tokens, num_experts] bool: True for the experts outside the topk_group best groups."""
+    num_tokens, num_experts = choice.shape
+    grouped = torch.where(choice.isnan(), -math.inf, choice).view(num_tokens, n_group, num_experts // n_group)
+    # Field convention: the two best where a bias was added (DeepSeek-V3), the best otherwise (V2).
+    scores = grouped.topk(2, dim=-1).values.sum(-1) if has_bias else grouped.amax(-1)
+    outside = torch.ones_like(scores, dtype=torch.bool)
+    outside = outside.scatter(1, _top_k(scores, topk_group), False)
+    return outside.repeat_interleave(num_experts // n_group, dim=1, output_size=num_experts)
+
+
+def _top_k(scores: Tensor, k: int, excluded: Tensor | None = None) -> Tensor:
+    """Indices [num_tokens, k] int64 of the k largest: descending, ties by ascending index.
+
+    NaN comes after -inf, and `excluded` after NaN. torch.topk promises nothing about ties, hence it is
+    given keys that are all different.
+    """
+    key = _ordered_bits(scores)
+    if excluded is not None:
+        key = torch.where(excluded, torch.iinfo(key.dtype).min, key)
+    if key.dtype == torch.int64:  # float64 leaves no bits for the index
+        return key.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    size = scores.shape[-1]
+    tie_break = torch.arange(size - 1, -1, -1, device=scores.device)
+    unique = key.to(torch.int64) * MAX_EXPERTS + tie_break
+    return unique.topk(k, dim=-1).indices
+
+
+def _ordered_bits(scores: Tensor) -> Tensor:
+    """Integers in the order of the floats, -0.0 equal to 0.0, NaN below all (and above iinfo.min)."""
+    integer = torch.int64 if scores.dtype == torch.float64 else torch.int32
+    limits = torch.iinfo(integer)
+    bits = (scores + 0.0).view(integer)  # -0.0 + 0.0 is 0.0
+    # Negative floats order backwards: flip all bits but the sign.
+    ordered = torch.where(bits < 0, bits ^ limits.max, bits)
+    return torch.where(scores.isnan(), limits.min + 1, ordered)
