@@ -22,7 +22,7 @@ import torch
 
 import torch_moe_ops as moe
 from torch_moe_ops.backends import BACKENDS
-from torch_moe_ops.backends.registry import Sizes
+from torch_moe_ops.core.layout import Sizes
 from torch_moe_ops.core.schemes import SCHEMES
 
 HIDDEN, INTER = 7168, 2048

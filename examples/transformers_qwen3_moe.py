@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 import torch_moe_ops as moe
 import torch_moe_ops.transformers as moeq_transformers
 from torch_moe_ops.transformers.attach import find_experts, remove_parameters
-from torch_moe_ops.transformers.registration import register_implementation
+from torch_moe_ops.transformers.implementation import register_implementation
 
 CHECKPOINT = Path(__file__).resolve().parents[1] / "tests/data/checkpoints/qwen3_moe_modelopt_nvfp4"
 # "none" (W4A16): the same weights, so only the order of float32 sums differs. "nvfp4" (W4A4) also rounds what

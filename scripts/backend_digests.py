@@ -36,7 +36,7 @@ APART = {
     )
 }
 # What every backend's tests and its monolithic calls run besides: the router.
-ROUTER = (f"{PACKAGE}.routing.reference", f"{PACKAGE}.backends.triton_engine.routing")
+ROUTER = (f"{PACKAGE}.routing.options", f"{PACKAGE}.routing.reference", f"{PACKAGE}.backends.triton_engine.routing")
 
 
 def digest(files: Iterable[Path]) -> str:

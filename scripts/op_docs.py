@@ -95,7 +95,7 @@ ARGUMENTS = {
     "router_weight_on_input": "top_k 1 only: the weight multiplies the token, before quantization, and not the output.",
     "weight_policy": '"exact"; for nvfp4 weights with fp8 activations also "packed" and "folded".',
     "out_dtype": "None: the dtype of unquantized hidden states, bfloat16 for packed ones.",
-    "routing_method": "A name of `torch_moe_ops.routing.reference.ROUTING_METHODS`.",
+    "routing_method": "A name of `torch_moe_ops.core.routing_methods.ROUTING_METHODS`.",
     "top_k": "Experts a token, 1 to 32.",
     "n_group": "Groups of experts, 0 or 1: none.",
     "topk_group": "Groups that stay.",

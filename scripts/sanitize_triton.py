@@ -23,8 +23,9 @@ from tolerances import BF16, FP8_SUMS, relative_l2
 
 import torch_moe_ops as moe
 from torch_moe_ops.backends import BACKENDS
+from torch_moe_ops.core.routing_methods import METHODS
 from torch_moe_ops.core.schemes import SCHEMES
-from torch_moe_ops.routing.reference import METHODS, route_reference
+from torch_moe_ops.routing.reference import route_reference
 
 BOUNDS = {"triton": BF16, "triton_fp8": FP8_SUMS}  # the backends whose kernels these are
 SHAPES = Case(experts=4, hidden=160, inter=96, bias=True, per_half=True)

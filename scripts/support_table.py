@@ -23,8 +23,9 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 from backend_digests import digests  # noqa: E402
 
-from torch_moe_ops.backends import BACKENDS, Problem  # noqa: E402
+from torch_moe_ops.backends import BACKENDS  # noqa: E402
 from torch_moe_ops.backends.tested import FILE, where_of  # noqa: E402
+from torch_moe_ops.core.problem import Problem  # noqa: E402
 from torch_moe_ops.core.schemes import SCHEMES, Scheme  # noqa: E402
 
 README = ROOT / "README.md"

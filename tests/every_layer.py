@@ -13,7 +13,7 @@ from problems import Case, make_raw
 import torch_moe_ops as moe
 from torch_moe_ops.backends import BACKENDS
 from torch_moe_ops.core.schemes import SCHEMES, ZERO_POINT_DTYPES
-from torch_moe_ops.prepared.prepare import problem_of, settings_of
+from torch_moe_ops.prepared.problem import problem_of, settings_of
 
 DEVICES = (("cpu", None), ("cuda", (9, 0)), ("cuda", (10, 0)))
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from torch_moe_ops.backends import BACKENDS, Problem
+from torch_moe_ops.backends import BACKENDS
+from torch_moe_ops.core.problem import Problem
 
 VARIABLE = "MOEQ_REQUIRE"
 # Reasons of skipped tests that speak of a GPU, of what was compiled for it, or of Triton.

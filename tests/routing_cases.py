@@ -11,7 +11,8 @@ import torch
 from routing_oracle import WITH_BIAS, WITH_FACTOR, draw, draw_bias, draw_hostile, groups_of, methods_and_groups
 from torch import Tensor
 
-from torch_moe_ops.routing.reference import METHODS, ROUTING_METHODS, route_reference
+from torch_moe_ops.core.routing_methods import METHODS, ROUTING_METHODS
+from torch_moe_ops.routing.reference import route_reference
 
 methods = pytest.mark.parametrize("method", ROUTING_METHODS)
 # Relative: sums in another order than torch (3.4e-7 measured with 512 experts on CUDA), and the interpreter's own exp.

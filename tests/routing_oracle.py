@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torch_moe_ops.routing.reference import METHODS
+from torch_moe_ops.core.routing_methods import METHODS
 
 Vector = NDArray[np.float64]
 

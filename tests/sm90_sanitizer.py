@@ -14,7 +14,8 @@ from tolerances import BF16, ROUNDED_INT4, layer_bound
 
 import torch_moe_ops as moe
 from torch_moe_ops.backends import cuda_sm90_bf16
-from torch_moe_ops.routing.reference import ROUTING_METHODS, route_reference
+from torch_moe_ops.core.routing_methods import ROUTING_METHODS
+from torch_moe_ops.routing.reference import route_reference
 from torch_moe_ops.tuning.tuned_kernels import KERNELS
 
 Fields = dict[str, Any]

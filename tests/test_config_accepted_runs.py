@@ -29,6 +29,7 @@ from torch import Tensor
 import torch_moe_ops as moe
 from torch_moe_ops.config import FusedMoEQuantConfig, FusedMoEQuantDesc, GroupShape
 from torch_moe_ops.config.formats import FORMATS
+from torch_moe_ops.core.schemes import SCHEMES
 
 ROWS = (2 * INTER, HIDDEN)
 BLOCKS = (None, [1, 16], [1, 32], [0, 32], [1, 48], [1, -1], [-1, -1], [-1, 1], [1, 128], [64, 64], [128, 128])
@@ -119,12 +120,12 @@ def test_every_config_that_is_accepted_runs(weight: Any) -> None:
                 raise AssertionError(f"accepted, but does not run: {kind}, {shown}, {given}: {error}") from error
             seen.add(config.act_format)
     assert accepted >= 1 and refused >= 1
-    formats = {None: {"none"}}.get(weight) or set(moe.schemes.SCHEMES[config_scheme(weight)].act_formats)
+    formats = {None: {"none"}}.get(weight) or set(SCHEMES[config_scheme(weight)].act_formats)
     assert seen == formats
 
 
 def config_scheme(weight: Any) -> str:
-    return weight if weight in moe.schemes.SCHEMES else FORMATS[weight].scheme
+    return weight if weight in SCHEMES else FORMATS[weight].scheme
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [

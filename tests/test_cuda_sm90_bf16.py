@@ -12,8 +12,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_moe_ops as moe
-from torch_moe_ops.backends import BACKENDS, Problem, cuda_sm90_bf16, linear, triton
+from torch_moe_ops.backends import BACKENDS, cuda_sm90_bf16, linear, triton
 from torch_moe_ops.core.call import ExpertsCall
+from torch_moe_ops.core.problem import Problem
 
 REASON = why_not_here()
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(bool(REASON), reason=REASON or "it is there")]

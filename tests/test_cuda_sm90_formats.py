@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_moe_ops as moe
 from torch_moe_ops.backends import BACKENDS, cuda_sm90
-from torch_moe_ops.backends.registry import Sizes
+from torch_moe_ops.core.layout import Sizes
 from torch_moe_ops.core.schemes import SCHEMES
-from torch_moe_ops.weights.integer_storage import int4_scales_of
+from torch_moe_ops.weights.shared_scales import int4_scales_of
 
 BF16, F16 = torch.bfloat16, torch.float16
 # scheme, values of K that share an int4 scale (0: a row), dtype of int4 scales, zero points

@@ -12,12 +12,13 @@ from problems import Case, make_raw
 
 import torch_moe_ops as moe
 from torch_moe_ops.backends import BACKENDS, cuda_sm90
-from torch_moe_ops.backends.registry import Sizes
 from torch_moe_ops.backends.sm90 import layout, scales
+from torch_moe_ops.core.layout import Sizes
 from torch_moe_ops.core.schemes import SCHEMES
 from torch_moe_ops.numerics import nvfp4
-from torch_moe_ops.prepared.prepare import settings_of, tensors_of
 from torch_moe_ops.prepared.prepared_weights import PreparedWeights
+from torch_moe_ops.prepared.problem import settings_of
+from torch_moe_ops.prepared.tensors import plain_values, tensors_of
 from torch_moe_ops.tuning import tuned_kernels
 
 NVFP4 = SCHEMES["nvfp4"]
@@ -178,8 +179,6 @@ def prepared_layer(raw: moe.RawWeights) -> PreparedWeights:
     keep = {"activation": None, "act_format": "none", "num_experts": None, "local_expert_offset": 0}
     rest = {"swiglu": (None, None, None), "router_weight_on_input": False, "weight_policy": "exact"}
     settings = settings_of(raw, **keep, **rest)  # type: ignore[arg-type]
-    from torch_moe_ops.prepared.prepare import plain_values
-
     tensors = tensors_of(raw, backend, settings, raw.device)
     return PreparedWeights(
         backend=backend.name, layout=backend.layout.name, raw=plain_values(raw), **settings, **tensors

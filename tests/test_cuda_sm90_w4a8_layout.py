@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_moe_ops as moe
 from torch_moe_ops.backends import BACKENDS
-from torch_moe_ops.backends.registry import Sizes
 from torch_moe_ops.backends.sm90 import w4a8_layout as layout
+from torch_moe_ops.core.layout import Sizes
 from torch_moe_ops.core.schemas import arguments as schema_arguments
 from torch_moe_ops.core.schemes import SCHEMES
 from torch_moe_ops.numerics import e4m3, w4a8

@@ -46,7 +46,7 @@ def coded_raw(scheme_name: str, hidden: int, inter: int, gated: bool = True) -> 
 
 
 def restored(layer: LayerLayout, raw: moe.RawWeights) -> moe.RawWeights:
-    from torch_moe_ops.backends.registry import Sizes
+    from torch_moe_ops.core.layout import Sizes
 
     sizes = Sizes(raw.num_experts, raw.hidden_size, raw.intermediate_size, raw.is_gated, raw.w13.dtype)
     return dataclasses.replace(raw, **layer.restore(SCHEMES[raw.scheme], layer.prepare(raw), sizes))
@@ -66,7 +66,7 @@ def test_restore_inverts_prepare_bit_for_bit(backend: str, scheme: str, sizes: t
 
 @pytest.mark.parametrize("scheme", list(trtllm_layout.RULES))
 def test_prepare_allocates_what_the_op_expects(scheme: str) -> None:
-    from torch_moe_ops.backends.registry import Sizes
+    from torch_moe_ops.core.layout import Sizes
 
     raw = coded_raw(scheme, 192, 288)
     tensors = trtllm_layout.LAYER.prepare(raw)

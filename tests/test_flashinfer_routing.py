@@ -11,7 +11,7 @@ from problems import Case, make_batch, make_raw
 
 import torch_moe_ops as moe
 from torch_moe_ops.backends.flashinfer import routing, trtllm_call
-from torch_moe_ops.routing.reference import ROUTING_METHODS
+from torch_moe_ops.core.routing_methods import ROUTING_METHODS
 
 pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
 from flashinfer_sim import seam, trtllm

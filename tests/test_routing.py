@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from torch_moe_ops.routing.reference import ROUTING_METHODS, route_reference
+from torch_moe_ops.core.routing_methods import ROUTING_METHODS
+from torch_moe_ops.routing.reference import route_reference
 
 FIXTURES = load_file(Path(__file__).parent / "data" / "routing.safetensors")
 CASES = sorted({name.rsplit("/", 1)[0] for name in FIXTURES})

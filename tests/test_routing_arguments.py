@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from torch_moe_ops.routing.reference import (
+from torch_moe_ops.core.routing_methods import (
     METHOD_NAMES,
     METHOD_TYPES,
     ROUTING_METHODS,
-    Routing,
     RoutingMethodType,
-    check_route,
     get_routing_method_type,
 )
+from torch_moe_ops.routing.options import Routing, check_route
 
 Kind = RoutingMethodType
 LEGAL: dict[str, Any] = {

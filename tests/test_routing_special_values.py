@@ -8,7 +8,8 @@ import pytest
 import torch
 from routing_oracle import SOFTMAX, SUM_IS_ONE, WITH_BIAS, draw, draw_bias, top_ks
 
-from torch_moe_ops.routing.reference import ROUTING_METHODS, route_reference
+from torch_moe_ops.core.routing_methods import ROUTING_METHODS
+from torch_moe_ops.routing.reference import route_reference
 
 
 @pytest.mark.parametrize("method", ROUTING_METHODS)

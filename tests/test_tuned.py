@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import torch_moe_ops as moe
-from torch_moe_ops.backends import Problem
 from torch_moe_ops.backends.triton_engine import configs
+from torch_moe_ops.core.problem import Problem
 from torch_moe_ops.tuning import tuned
 
 DEVICE = "NVIDIA H200 (SXM)"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from torch_moe_ops import config, ops
-from torch_moe_ops.backends.registry import Problem
 from torch_moe_ops.checkpoints import CheckpointError, load_experts
+from torch_moe_ops.core.problem import Problem
 from torch_moe_ops.core.version import __version__
-from torch_moe_ops.numerics.codecs import (
+from torch_moe_ops.ops.codecs import (
     dequantize_fp8,
     dequantize_int4,
     dequantize_int8,
@@ -28,7 +28,7 @@ from torch_moe_ops.prepared.fused import fused_moe, fused_moe_routed, route
 from torch_moe_ops.prepared.prepare import prepare
 from torch_moe_ops.prepared.prepared_weights import PreparedWeights
 from torch_moe_ops.prepared.restoring import restore
-from torch_moe_ops.routing.reference import Routing
+from torch_moe_ops.routing.options import Routing
 from torch_moe_ops.weights.quantize_experts import dequantize_experts, quantize_experts
 from torch_moe_ops.weights.raw_weights import RawWeights
 

@@ -93,7 +93,8 @@ def allow_cpu(monkeypatch: pytest.MonkeyPatch, backend: str, capability: tuple[i
     import dataclasses
 
     from torch_moe_ops.backends import BACKENDS
-    from torch_moe_ops.backends.registry import Problem, Requirement
+    from torch_moe_ops.backends.registry import Requirement
+    from torch_moe_ops.core.problem import Problem
 
     as_blackwell = {"device": "cuda", "capability": capability}
 

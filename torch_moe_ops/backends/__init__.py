@@ -1,4 +1,7 @@
-"""Backends. The order of the imports is the order of preference; adding a backend adds one line here."""
+"""Ways to run the experts: one file a backend, and a folder for what only some of them need.
+
+The order of the imports is the order of preference; adding a backend adds one line here.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,11 @@ from torch_moe_ops.backends import cuda_sm90_fp8
 from torch_moe_ops.backends import reference
 
 # isort: on
-from torch_moe_ops.backends.registry import BACKENDS, Backend, Problem, Requirement, register
+from torch_moe_ops.backends.registry import BACKENDS, Backend, Requirement, register
 
 __all__ = [
     "BACKENDS",
     "Backend",
-    "Problem",
     "Requirement",
     "cpu",
     "cuda_sm90",

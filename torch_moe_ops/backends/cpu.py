@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops.backends.cpu_panels import pack as cpu_pack
-from torch_moe_ops.backends.registry import Backend, Layout, Problem, available, formats, one_of, register, written_for
+from torch_moe_ops.backends.registry import Backend, available, formats, one_of, register, written_for
 from torch_moe_ops.core import extension
 from torch_moe_ops.core.call import ExpertsCall
+from torch_moe_ops.core.layout import Layout
+from torch_moe_ops.core.problem import Problem
 from torch_moe_ops.core.schemes import SCHEMES, ZERO_POINT_DTYPES
 from torch_moe_ops.numerics import mx
 

@@ -2,7 +2,7 @@
 
 The second one rounds its weights, so that it has to be asked for. Both lay them out in the same way, and several
 kernels read that: `decode`, one persistent launch for few tokens, and prefill's grouped GEMMs for many, with `slim`,
-`narrow` or `wide` tiles. _sm90_choice.py chooses by shapes and number of tokens.
+`narrow` or `wide` tiles. sm90/choice.py chooses by shapes and number of tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_moe_ops.backends.registry import Backend, Layout, Problem, Requirement, formats, one_of, register
+from torch_moe_ops.backends.registry import Backend, Requirement, formats, one_of, register
 from torch_moe_ops.backends.sm90.choice import choice_of, decode_max_tokens, switches_of
 from torch_moe_ops.backends.sm90.common import (
     NEEDS,
@@ -26,6 +26,8 @@ from torch_moe_ops.backends.sm90.common import (
 from torch_moe_ops.backends.sm90.formats import prepare, restore, scales_reason, specs
 from torch_moe_ops.backends.sm90.layout import TILE
 from torch_moe_ops.core.call import ExpertsCall
+from torch_moe_ops.core.layout import Layout
+from torch_moe_ops.core.problem import Problem
 from torch_moe_ops.numerics import nvfp4
 from torch_moe_ops.tuning import tuned
 from torch_moe_ops.tuning.tuned_kernels import key_of

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops.backends import linear
-from torch_moe_ops.backends.registry import Backend, Problem, Requirement, available, formats, register
+from torch_moe_ops.backends.registry import Backend, Requirement, available, formats, register
 from torch_moe_ops.backends.sm90.common import NEEDS, check_device, plain_arguments
 from torch_moe_ops.core.call import ExpertsCall
+from torch_moe_ops.core.problem import Problem
 
 SIZE_MULTIPLE = 16  # bytes that a copy moves, and eight rows of gate beside eight of up
 MIN_TOKENS_OF_EXPERT = 40  # in the mean, from which on these kernels run

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from torch_moe_ops.backends import cuda_sm90_w4a8, linear
 from torch_moe_ops.backends.cuda_sm90_w4a8 import matrices, sizes_of, sizes_reason
-from torch_moe_ops.backends.registry import Backend, Layout, Requirement, Sizes, Spec, formats, register
+from torch_moe_ops.backends.registry import Backend, Requirement, formats, register
 from torch_moe_ops.backends.sm90 import w4a8_layout as tiled
 from torch_moe_ops.backends.sm90.common import NEEDS
 from torch_moe_ops.core.call import ExpertsCall
+from torch_moe_ops.core.layout import Layout, Sizes, Spec
 from torch_moe_ops.core.schemes import Scheme
 from torch_moe_ops.weights.raw_weights import RawWeights
 

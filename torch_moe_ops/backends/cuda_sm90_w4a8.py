@@ -13,20 +13,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from torch_moe_ops.backends.registry import (
-    Backend,
-    Layout,
-    Problem,
-    Requirement,
-    Sizes,
-    Spec,
-    formats,
-    one_of,
-    register,
-)
+from torch_moe_ops.backends.registry import Backend, Requirement, formats, one_of, register
 from torch_moe_ops.backends.sm90 import w4a8_layout as tiled
 from torch_moe_ops.backends.sm90.common import NEEDS, check_device, plain_arguments, tensor_arguments
 from torch_moe_ops.core.call import ExpertsCall
+from torch_moe_ops.core.layout import Layout, Sizes, Spec
+from torch_moe_ops.core.problem import Problem
 from torch_moe_ops.core.schemes import Scheme
 from torch_moe_ops.weights.raw_weights import RawWeights
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from torch_moe_ops.backends.registry import BACKENDS, Backend, Problem
+from torch_moe_ops.backends.registry import BACKENDS, Backend
+from torch_moe_ops.core.problem import Problem
 
 ENVIRONMENT_VARIABLE = "MOEQ_BACKEND"
 

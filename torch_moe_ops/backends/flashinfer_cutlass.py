@@ -13,9 +13,10 @@ from torch_moe_ops.backends.flashinfer import cutlass_call, limits, package
 from torch_moe_ops.backends.flashinfer.activations import NAMES
 from torch_moe_ops.backends.flashinfer.cutlass_layout import LAYER, RULES
 from torch_moe_ops.backends.flashinfer_trtllm import device_guard
-from torch_moe_ops.backends.registry import Backend, Problem, Requirement, formats, register
+from torch_moe_ops.backends.registry import Backend, Requirement, formats, register
 from torch_moe_ops.backends.tested import was_run
 from torch_moe_ops.core.call import ExpertsCall
+from torch_moe_ops.core.problem import Problem
 
 _BLACKWELL = ((10, 0), (10, 3), (11, 0), (12, 0), (12, 1))
 _FROM_ADA = ((8, 9), (9, 0), *_BLACKWELL)

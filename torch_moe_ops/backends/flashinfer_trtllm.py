@@ -17,8 +17,9 @@ from torch_moe_ops.backends.flashinfer import limits, package, trtllm_call, trtl
 from torch_moe_ops.backends.flashinfer.activations import NAMES
 from torch_moe_ops.backends.flashinfer.routing import FP8_BLOCK_LAUNCHER, MAX_EXPERTS, MAX_TOP_K
 from torch_moe_ops.backends.flashinfer.trtllm_layout import LAYER, RULES
-from torch_moe_ops.backends.registry import Backend, Problem, Requirement, formats, register
+from torch_moe_ops.backends.registry import Backend, Requirement, formats, register
 from torch_moe_ops.core.call import ExpertsCall
+from torch_moe_ops.core.problem import Problem
 
 CAPABILITIES = ((10, 0), (10, 3))
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from torch_moe_ops.backends.registry import Layout, Sizes, Spec
+from torch_moe_ops.core.layout import Layout, Sizes, Spec
 from torch_moe_ops.core.schemes import Scheme
 from torch_moe_ops.weights.raw_weights import RawWeights
 

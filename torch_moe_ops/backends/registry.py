@@ -7,64 +7,17 @@ A requirement returns the reason why a problem does not fit, or None: condition 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_moe_ops.core.call import ExpertsCall
+from torch_moe_ops.core.layout import BiasLayout, Layout, Sizes
+from torch_moe_ops.core.problem import Problem
 from torch_moe_ops.core.schemes import FLOATS, SCHEMES, Scheme
 from torch_moe_ops.weights.raw_weights import RawWeights
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One MoE layer as a backend sees it: no tensors, only what decides who can run it.
-
-    `capability` is the CUDA compute capability, None off CUDA. `top_k`, `routing_method` and
-    `dtype` (of the hidden states) are None where the caller has not said: they then decide nothing.
-    `input_scale` is "none" (weight-only or dynamic), "tensor" or "expert". `constants` are the activation's
-    alpha, beta and limit where they are not (1, 0, infinity). `weight_scales` says of fp8 weights what shares
-    a scale: "tensor" (a matrix), "half" (of w13) or "channel"; of int8: "channel" or "group"; of int4: what
-    `int4_scales_of` says.
-    """
-
-    scheme: str
-    act_format: str = "none"
-    activation: str = "silu"
-    device: str = "cpu"
-    capability: tuple[int, int] | None = None
-    num_experts: int = 1
-    num_local_experts: int = 0
-    local_expert_offset: int = 0
-    hidden_size: int = 0
-    intermediate_size: int = 0
-    top_k: int | None = None
-    dtype: torch.dtype | None = None
-    routing_method: str | None = None
-    has_bias: bool = False
-    per_half_alphas: bool = False
-    input_scale: str = "none"
-    router_weight_on_input: bool = False
-    weight_policy: str = "exact"
-    constants: tuple[float, float, float] | None = None
-    weight_scales: str | None = None
-
-    def __post_init__(self) -> None:
-        if not self.num_local_experts:
-            object.__setattr__(self, "num_local_experts", self.num_experts - self.local_expert_offset)
-
-    def __str__(self) -> str:
-        shown = []
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.name in _ALWAYS_SHOWN or value != f.default:
-                shown.append(f"{f.name}={value!r}")
-        return f"Problem({', '.join(shown)})"
-
-
-_ALWAYS_SHOWN = ("scheme", "act_format", "activation", "device", "num_experts", "hidden_size", "intermediate_size")
 
 
 @dataclass(frozen=True)
@@ -80,54 +33,6 @@ class Requirement:
     of_machine: bool = False
     mend: str = ""
     of_format: bool = False
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The logical sizes that decide the shape of every weight tensor of a layer."""
-
-    num_experts: int
-    hidden_size: int
-    intermediate_size: int
-    is_gated: bool
-    weight_dtype: torch.dtype
-
-
-# The allowed shapes and the allowed dtypes of one argument.
-Spec = tuple[tuple[tuple[int, ...], ...], tuple[torch.dtype, ...]]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where the codes and block scales of a prepared layer lie.
-
-    specs: sizes -> {argument: (shapes, dtypes)} for w13, w2 and their scales; one of each must match.
-        Zero points are shaped like the scales.
-    intermediate_size: shape of w2 -> intermediate size, padding of the layout included.
-    stored: scheme -> dtype of the codes where it is not the scheme's own.
-    """
-
-    name: str
-    specs: Callable[[Scheme, Sizes], dict[str, Spec]]
-    intermediate_size: Callable[[Scheme, tuple[int, ...]], int]
-    stored: Mapping[str, torch.dtype] = field(default_factory=dict)
-
-    def weight_dtypes(self, scheme: Scheme) -> tuple[torch.dtype, ...]:
-        """Dtypes of w13 and w2."""
-        own = self.stored.get(scheme.name)
-        return scheme.weight_dtypes if own is None else (own,)
-
-
-@dataclass(frozen=True)
-class BiasLayout:
-    """How a layout orders biases. `name` is "w13_bias" or "w2_bias"; the dtype is float32.
-
-    arrange: (name, bias [E, rows], halves) -> as the layout has it. undo: its inverse, on padded rows.
-    The halves of w13_bias are padded already; rows of w2_bias may be added.
-    """
-
-    arrange: Callable[[str, Tensor, int], Tensor]
-    undo: Callable[[str, Tensor, int], Tensor]
 
 
 @dataclass(frozen=True)

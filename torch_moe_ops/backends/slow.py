@@ -5,7 +5,8 @@ from __future__ import annotations
 import warnings
 
 from torch_moe_ops.backends.explain import explain_problem
-from torch_moe_ops.backends.registry import BACKENDS, Backend, Problem
+from torch_moe_ops.backends.registry import BACKENDS, Backend
+from torch_moe_ops.core.problem import Problem
 
 _SAID: set[tuple[object, ...]] = set()
 

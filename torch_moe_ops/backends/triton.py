@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops.backends import linear
-from torch_moe_ops.backends.registry import Backend, Problem, Requirement, available, formats, register, written_for
+from torch_moe_ops.backends.registry import Backend, Requirement, available, formats, register, written_for
 from torch_moe_ops.backends.triton_engine.formats import ACT_FORMATS, SCHEMES  # plain values: Triton is not imported
 from torch_moe_ops.core.call import ExpertsCall
+from torch_moe_ops.core.problem import Problem
 from torch_moe_ops.tuning import tuned
 
 # scheme -> activation formats that the kernels have

@@ -7,7 +7,8 @@ docs/numerics.md says, so `prepare` takes this backend only where it is asked fo
 from __future__ import annotations
 
 from torch_moe_ops.backends import linear, triton
-from torch_moe_ops.backends.registry import Backend, Problem, Requirement, available, formats, register
+from torch_moe_ops.backends.registry import Backend, Requirement, available, formats, register
+from torch_moe_ops.core.problem import Problem
 
 FORMATS: dict[str, tuple[str, ...]] = {"fp8": ("fp8",), "fp8_block": ("fp8",)}
 MIN_CAPABILITY = (8, 9)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
 from typing import Any
@@ -13,6 +13,7 @@ from torch_moe_ops.checkpoints.model_config import ModelConfig, parse_config
 from torch_moe_ops.checkpoints.naming import ExpertLayer, NameConflict, find_layers
 from torch_moe_ops.files.errors import CheckpointError, short
 from torch_moe_ops.files.header import Header, TensorEntry, check_name, digest_of, read_header
+from torch_moe_ops.files.index import FileIndex
 from torch_moe_ops.files.limits import MAX_CONFIG_BYTES, MAX_INDEX_BYTES, MAX_SHARDS
 from torch_moe_ops.files.reading import parse_object, read_all, unreadable
 
@@ -24,23 +25,21 @@ _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 _CACHE_SIZE = 4
 
 
-@dataclass(frozen=True)
-class CheckpointIndex:
+@dataclass(frozen=True, kw_only=True)
+class CheckpointIndex(FileIndex):
     """What a checkpoint holds.
 
     Args:
-        path: folder or file as it was given.
-        entries: every tensor by its full name.
         config: config.json, {} where there is none.
         quant_config: hf_quant_config.json (older ModelOpt exports say their format only there), {} where there is none.
-        digests: of each file's header, by which a reader knows that it opened the file that was indexed.
     """
 
-    path: str
-    entries: dict[str, TensorEntry]
     config: dict[str, Any]
     quant_config: dict[str, Any]
-    digests: dict[str, bytes] = field(default_factory=dict)
+
+    def forget(self) -> None:
+        """Read the files again at the next `open_checkpoint`."""
+        forget(self.path)
 
     @cached_property
     def model(self) -> ModelConfig:
@@ -96,11 +95,11 @@ def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointIndex:
     stamps = tuple(map(_stamp, shards))
     headers = {shard: read_header(shard) for shard in shards}
     index = CheckpointIndex(
-        path,
-        _merge(headers, weight_map, file),
-        _optional_object(texts[0], config),
-        _optional_object(texts[1], quant_config),
-        {shard: header.digest for shard, header in headers.items()},
+        path=path,
+        entries=_merge(headers, weight_map, file),
+        digests={shard: header.digest for shard, header in headers.items()},
+        config=_optional_object(texts[0], config),
+        quant_config=_optional_object(texts[1], quant_config),
     )
     _keep(key, _Kept(digests, stamps, index))
     return index

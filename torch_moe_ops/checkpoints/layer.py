@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch_moe_ops.checkpoints.detect import detect
 from torch_moe_ops.checkpoints.fields import INPUT_PARTS, Fields
+from torch_moe_ops.checkpoints.index import CheckpointIndex
 from torch_moe_ops.checkpoints.linear import Linear
 from torch_moe_ops.checkpoints.naming import ExpertLayer
 from torch_moe_ops.files.errors import CheckpointError, short
@@ -29,7 +30,7 @@ class LayerSource:
         CheckpointError: naming the first expert, projection or tensor that is missing, or that nothing uses.
     """
 
-    def __init__(self, reader: TensorReader, names: ExpertLayer, input_scales: bool = True) -> None:
+    def __init__(self, reader: TensorReader[CheckpointIndex], names: ExpertLayer, input_scales: bool = True) -> None:
         self.reader = reader
         self.names = names
         self.config = reader.index.model

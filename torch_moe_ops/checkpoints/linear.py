@@ -30,7 +30,7 @@ class Linear:
 
     def __init__(
         self,
-        reader: TensorReader,
+        reader: TensorReader[Any],
         names: Mapping[str, str],
         projection: str,
         expert: int,

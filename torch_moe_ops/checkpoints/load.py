@@ -73,7 +73,7 @@ def load_experts(
             tensors that are missing or that nothing uses; scalar scales that are zero, negative, infinite or NaN, an
             expert's block or row scales likewise, though single ones may be zero; NaN in codes, weights or biases;
             a layer without experts (the text lists those that have them); a config that contradicts itself; what
-            exceeds a limit of `checkpoints/limits.py`.
+            exceeds a limit of `files/limits.py`.
         TypeError: layer is neither an int nor None.
     """
     if layer is not None and (isinstance(layer, bool) or not isinstance(layer, int)):

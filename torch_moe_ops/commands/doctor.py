@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_moe_ops.backends import BACKENDS, Problem
+from torch_moe_ops.backends import BACKENDS
 from torch_moe_ops.backends.registry import Backend
 from torch_moe_ops.core import extension
+from torch_moe_ops.core.problem import Problem
 from torch_moe_ops.core.schemes import SCHEMES
 from torch_moe_ops.core.version import __version__
 

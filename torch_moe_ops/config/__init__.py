@@ -28,7 +28,7 @@ from torch_moe_ops.config.descriptors import FusedMoEQuantDesc, GroupShape
 from torch_moe_ops.config.moe import FusedMoEConfig
 from torch_moe_ops.config.parallel import ALL2ALL_BACKENDS, FusedMoEParallelConfig
 from torch_moe_ops.config.quant_config import FusedMoEQuantConfig
-from torch_moe_ops.routing.reference import RoutingMethodType, get_routing_method_type
+from torch_moe_ops.core.routing_methods import RoutingMethodType, get_routing_method_type
 
 __all__ = [
     "ALL2ALL_BACKENDS",

@@ -6,20 +6,17 @@ import dataclasses
 from dataclasses import dataclass
 from enum import Enum
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from torch_moe_ops.config._require import require, require_bool, require_int, require_type
 from torch_moe_ops.config.formats import FLOATS
 from torch_moe_ops.config.parallel import FusedMoEParallelConfig
+from torch_moe_ops.config.quant_config import FusedMoEQuantConfig
 from torch_moe_ops.config.sizes import OWNER, check_against_sizes
 from torch_moe_ops.core.activations import ACTIVATIONS
-from torch_moe_ops.core.routing_methods import MAX_EXPERTS, MAX_TOP_K
-from torch_moe_ops.routing.reference import RoutingMethodType
-
-if TYPE_CHECKING:
-    from torch_moe_ops.config.quant_config import FusedMoEQuantConfig
+from torch_moe_ops.core.routing_methods import MAX_EXPERTS, MAX_TOP_K, RoutingMethodType
 
 # The public backend names; a test holds the registry to them.
 MOE_BACKENDS = (

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
 from torch_moe_ops.config._require import require, require_bool, require_int, require_type
 from torch_moe_ops.config.descriptors import FusedMoEQuantDesc, GroupShape
 from torch_moe_ops.config.formats import QuantDType, canonical_dtype
-from torch_moe_ops.config.queries import QuantSchemeQueries
+from torch_moe_ops.config.quant_fields import QuantFields, ScaleLayout
 from torch_moe_ops.config.roles import as_activation, as_weight
 from torch_moe_ops.config.shapes import OWNER, group_shapes, has_channel_scales
-from torch_moe_ops.config.tensors import QuantTensors
 from torch_moe_ops.config.validation import validate
-
-ScaleLayout = Literal["linear", "swizzled"]
 
 
 @dataclass(frozen=True, init=False)
-class FusedMoEQuantConfig(QuantSchemeQueries, QuantTensors):
+class FusedMoEQuantConfig(QuantFields):
     """Quantization of the two expert GEMMs: descriptors of both activations and both weights.
 
     Use `make` or a builder; the fields are the descriptors of the input (`_a1`), the intermediate
@@ -40,17 +37,6 @@ class FusedMoEQuantConfig(QuantSchemeQueries, QuantTensors):
     Raises:
         ValueError, TypeError: naming the field, what it must be and what came.
     """
-
-    _a1: FusedMoEQuantDesc
-    _a2: FusedMoEQuantDesc
-    _w1: FusedMoEQuantDesc
-    _w2: FusedMoEQuantDesc
-    is_nvfp4_scale_swizzled: bool = True
-    gemm1_alpha: float | None = None
-    gemm1_beta: float | None = None
-    gemm1_clamp_limit: float | None = None
-    mx_alignment: int = 0
-    scale_layout: ScaleLayout | None = None
 
     # Written out because one field has two names, of which a dataclass would know one.
     def __init__(

@@ -5,25 +5,21 @@ What the sizes of a layer or the values of tensors decide is not known here.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from torch_moe_ops.config._require import require
 from torch_moe_ops.config.descriptors import FusedMoEQuantDesc, GroupShape
 from torch_moe_ops.config.formats import FORMATS, FP8, INT8
+from torch_moe_ops.config.quant_fields import QuantFields
 from torch_moe_ops.config.queries import scheme_name
 from torch_moe_ops.config.shapes import OWNER
 from torch_moe_ops.core.schemes import SCHEMES, Scheme
-
-if TYPE_CHECKING:
-    from torch_moe_ops.config.quant_config import FusedMoEQuantConfig
 
 WHOLE = (None, GroupShape.PER_TENSOR, GroupShape.PER_TOKEN)  # one scale, or one per row
 TILE = GroupShape(128, 128)  # of fp8_block; its activations have a scale per token and 128 of K
 
 
-def check_runnable(config: FusedMoEQuantConfig) -> None:
+def check_runnable(config: QuantFields) -> None:
     """Raise ValueError that names what no op of the weights' scheme could run."""
     _check_weight_groups(config._w1)
     _check_activation_groups(config)
@@ -47,7 +43,7 @@ def _check_weight_groups(weight: FusedMoEQuantDesc) -> None:
         require(ok, OWNER, "block_shape", f"be {texts} for {name}", _sizes(shape))
 
 
-def _check_activation_groups(config: FusedMoEQuantConfig) -> None:
+def _check_activation_groups(config: QuantFields) -> None:
     act = config._a1
     if act.dtype not in (FP8, INT8):
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -10,17 +10,33 @@ from torch import Tensor
 from torch_moe_ops.config._require import require
 from torch_moe_ops.config.descriptors import FusedMoEQuantDesc, GroupShape
 from torch_moe_ops.config.formats import fixed_block
+from torch_moe_ops.config.quant_fields import QuantFields
 from torch_moe_ops.config.weight_scales import fitting_layouts, fitting_shapes
 from torch_moe_ops.core.activations import ACTIVATIONS
-
-if TYPE_CHECKING:
-    from torch_moe_ops.config.moe import FusedMoEConfig
-    from torch_moe_ops.config.quant_config import FusedMoEQuantConfig
 
 OWNER = "FusedMoEConfig"
 
 
-def check_against_sizes(config: FusedMoEConfig, quant: FusedMoEQuantConfig) -> None:
+class LayerSizes(Protocol):
+    """What FusedMoEConfig says of a layer that a quant config must fit."""
+
+    @property
+    def is_gated(self) -> bool: ...
+    @property
+    def hidden_dim(self) -> int: ...
+    @property
+    def intermediate_size_per_partition(self) -> int: ...
+    @property
+    def num_local_experts(self) -> int: ...
+    @property
+    def activation(self) -> str: ...
+    @property
+    def has_bias(self) -> bool: ...
+    @property
+    def device(self) -> torch.device | str: ...
+
+
+def check_against_sizes(config: LayerSizes, quant: QuantFields) -> None:
     """Raise ValueError that names the first tensor or constant of `quant` which `config` contradicts."""
     halves = 2 if config.is_gated else 1
     inter, hidden = config.intermediate_size_per_partition, config.hidden_dim
@@ -73,7 +89,7 @@ def _check_scale(
     require(tuple(scale.shape[1:]) in orders, OWNER, name, f"have shape {text}", scale.shape)
 
 
-def _check_constants(config: FusedMoEConfig, quant: FusedMoEQuantConfig) -> None:
+def _check_constants(config: LayerSizes, quant: QuantFields) -> None:
     takes = ACTIVATIONS[config.activation].takes
     for field, constant in (("gemm1_alpha", "alpha"), ("gemm1_beta", "beta"), ("gemm1_clamp_limit", "limit")):
         value = getattr(quant, field)
@@ -81,7 +97,7 @@ def _check_constants(config: FusedMoEConfig, quant: FusedMoEQuantConfig) -> None
         require(value is None or constant in takes, OWNER, field, text, value)
 
 
-def _check_device(config: FusedMoEConfig, quant: FusedMoEQuantConfig) -> None:
+def _check_device(config: LayerSizes, quant: QuantFields) -> None:
     found = quant._w1.device or quant._a1.device
     device = torch.device(config.device)
     ok = found is None or (found.type == device.type and device.index in (None, found.index))

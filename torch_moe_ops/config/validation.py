@@ -7,7 +7,6 @@ Sizes of the layer are not known here; `FusedMoEConfig.validate_quant_config` ch
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,15 +14,13 @@ from torch import Tensor
 from torch_moe_ops.config._require import require, require_int, require_type
 from torch_moe_ops.config.descriptors import FusedMoEQuantDesc, is_precision_config
 from torch_moe_ops.config.formats import FORMATS, FP8, OCP_MX_DTYPES, fixed_block
+from torch_moe_ops.config.quant_fields import QuantFields
 from torch_moe_ops.config.runnable import check_runnable
 from torch_moe_ops.config.shapes import OWNER
 from torch_moe_ops.config.weight_scales import check_weight_scales
 
-if TYPE_CHECKING:
-    from torch_moe_ops.config.quant_config import FusedMoEQuantConfig
 
-
-def validate(config: FusedMoEQuantConfig) -> None:
+def validate(config: QuantFields) -> None:
     """Raise ValueError or TypeError that names the first field which does not fit."""
     _check_pairs(config._a1, config._a2, ("a1", "a2"))
     _check_pairs(config._w1, config._w2, ("w1", "w2"))
@@ -43,7 +40,7 @@ def validate(config: FusedMoEQuantConfig) -> None:
     _check_constants(config)
 
 
-def named_tensors(config: FusedMoEQuantConfig) -> dict[str, Tensor]:
+def named_tensors(config: QuantFields) -> dict[str, Tensor]:
     """Every tensor of the config under the name by which a caller passed it."""
     found: dict[str, Tensor] = {}
     for operand in ("a1", "a2", "w1", "w2"):
@@ -84,7 +81,7 @@ def _check_devices(tensors: dict[str, Tensor]) -> None:
         require(tensor.device == device, OWNER, name, f"be on {device} like {first}", tensor.device)
 
 
-def _check_absences(config: FusedMoEQuantConfig, tensors: dict[str, Tensor]) -> None:
+def _check_absences(config: QuantFields, tensors: dict[str, Tensor]) -> None:
     """No tensor that nothing would read."""
     act, weight = config._a1.dtype, config._w1.dtype
     for i in "12":
@@ -158,7 +155,7 @@ def _check_factors(operand: str, desc: FusedMoEQuantDesc) -> None:
         require(desc.zp.dtype in known, OWNER, name, f"have a dtype of {[str(d) for d in known]}", desc.zp.dtype)
 
 
-def _check_layout(config: FusedMoEQuantConfig) -> None:
+def _check_layout(config: QuantFields) -> None:
     layout, weight = config.scale_layout, config._w1.dtype
     known = layout in (None, "linear", "swizzled")
     require(known, OWNER, "scale_layout", "be 'linear', 'swizzled' or None (not said)", layout)
@@ -168,7 +165,7 @@ def _check_layout(config: FusedMoEQuantConfig) -> None:
     require(ok, OWNER, "scale_layout", "be 'linear' or None beside a PrecisionConfig, which has its own layout", layout)
 
 
-def _check_constants(config: FusedMoEQuantConfig) -> None:
+def _check_constants(config: QuantFields) -> None:
     for name in ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit"):
         value = getattr(config, name)
         if value is None:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from torch_moe_ops.config._require import require, require_type
 from torch_moe_ops.config.descriptors import FusedMoEQuantDesc, GroupShape, is_precision_config
 from torch_moe_ops.config.formats import FORMATS, FP8, fixed_block
+from torch_moe_ops.config.quant_fields import QuantFields
 from torch_moe_ops.config.shapes import OWNER
 from torch_moe_ops.core.schemes import ceil_div
 from torch_moe_ops.numerics.swizzle import padded_shape
-
-if TYPE_CHECKING:
-    from torch_moe_ops.config.quant_config import FusedMoEQuantConfig
 
 # The 128x4 tiling of tensor core kernels: rows are padded to 128, block columns to 4.
 TILE_ROWS, TILE_COLS = 128, 4
@@ -46,7 +42,7 @@ def fitting_shapes(scale: Tensor, rows: int, cols: int, layout: str | None) -> s
     return texts[layout] if layout else " or ".join(texts[name] for name in possible_layouts(scale) or texts)
 
 
-def check_weight_scales(config: FusedMoEQuantConfig) -> None:
+def check_weight_scales(config: QuantFields) -> None:
     """Raise ValueError or TypeError where a weight scale does not fit its format, layout or the other weight."""
     for operand, desc in (("w1", config._w1), ("w2", config._w2)):
         scale, name = desc.scale, f"{operand}_scale"

@@ -1,7 +1,7 @@
 """Weight schemes and activation formats as data.
 
 A scheme says how weights are stored; an activation format says what the GEMM operands made from
-activations look like. Nothing here computes: `quant/` does.
+activations look like. Nothing here computes: `numerics/` does.
 """
 
 from __future__ import annotations

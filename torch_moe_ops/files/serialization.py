@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_moe_ops.checkpoints.index import CheckpointIndex
 from torch_moe_ops.files.errors import CheckpointError, short
 from torch_moe_ops.files.header import read_header
+from torch_moe_ops.files.index import FileIndex
 from torch_moe_ops.files.reading import parse_object
 from torch_moe_ops.files.tensor_reader import TensorReader
 
@@ -53,7 +53,7 @@ def read(path: str | Path, device: torch.device | str, kind: type, version: int)
     plain |= {
         name: float(value) for name, value in plain.items() if types[name].startswith("float") and value is not None
     }
-    index = CheckpointIndex(file, header.entries, {}, {}, {file: header.digest})
+    index = FileIndex(path=file, entries=header.entries, digests={file: header.digest})
     with TensorReader(index) as reader:
         return {**plain, **{name: reader.read(name).to(device) for name in header.entries}}
 

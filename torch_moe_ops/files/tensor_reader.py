@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import math
 from types import TracebackType
-from typing import BinaryIO
+from typing import BinaryIO, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from torch_moe_ops.checkpoints.index import CheckpointIndex, forget
 from torch_moe_ops.files.errors import CheckpointError
 from torch_moe_ops.files.header import TORCH_DTYPES, TensorEntry, digest_of, header_text
+from torch_moe_ops.files.index import FileIndex
 from torch_moe_ops.files.reading import open_regular, unreadable
 
+Index = TypeVar("Index", bound=FileIndex)
 
-class TensorReader:
+
+class TensorReader(Generic[Index]):
     """Keeps the files open between reads: a layer has thousands of small tensors in few files.
 
     Plain reads instead of a memory map: a file that shrinks meanwhile is an error and not a SIGBUS, and the pages
     of the file do not count as memory of the process. A file whose header is not the indexed one any more is an error.
     """
 
-    def __init__(self, index: CheckpointIndex) -> None:
+    def __init__(self, index: Index) -> None:
         self.index = index
         self._files: dict[str, BinaryIO] = {}
 
-    def __enter__(self) -> TensorReader:
+    def __enter__(self) -> TensorReader[Index]:
         return self
 
     def __exit__(
@@ -67,6 +69,6 @@ class TensorReader:
         stream = self._files[file] = open_regular(file)
         text, _ = header_text(stream, file)
         if digest_of(text) != self.index.digests[file]:
-            forget(self.index.path)
+            self.index.forget()
             raise CheckpointError(f"{file}: its header has changed since it was indexed: load again")
         return stream

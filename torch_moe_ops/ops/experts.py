@@ -21,7 +21,8 @@ from torch_moe_ops.ops.bind import attach, like_a_kernel
 from torch_moe_ops.ops.checks import check_experts, check_out, check_topk, check_weighted_input
 from torch_moe_ops.ops.plan import Plan, Table, plan_of
 from torch_moe_ops.ops.route import run_route
-from torch_moe_ops.routing.reference import check_route, route_reference
+from torch_moe_ops.routing.options import check_route
+from torch_moe_ops.routing.reference import route_reference
 
 
 class _Binder:

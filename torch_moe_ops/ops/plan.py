@@ -13,10 +13,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from torch_moe_ops.backends.registry import BACKENDS, Backend, Problem, Sizes, Spec
+from torch_moe_ops.backends.registry import BACKENDS, Backend
 from torch_moe_ops.core.activations import ACTIVATIONS, check_activation
 from torch_moe_ops.core.call import INDEX, ExpertsCall
 from torch_moe_ops.core.check import fail
+from torch_moe_ops.core.layout import Sizes, Spec
+from torch_moe_ops.core.problem import Problem
 from torch_moe_ops.core.schemes import ACT_FORMATS, SCHEMES, ZERO_POINT_DTYPES, ActFormat, Scheme
 
 MAX_KEPT = 512  # plans, and tables of a plan: far more than a process has layers that differ

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from torch_moe_ops.core.check import fail
 from torch_moe_ops.ops.bind import attach, like_a_kernel
-from torch_moe_ops.routing.reference import check_route, route_reference
+from torch_moe_ops.routing.options import check_route
+from torch_moe_ops.routing.reference import route_reference
 
 
 def run_route(router_logits: Tensor, routing_bias: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
-from torch_moe_ops.backends import Problem
 from torch_moe_ops.backends.explain import Explanation, check_requested, explain_problem, requested_backend
 from torch_moe_ops.config import FusedMoEConfig, FusedMoEQuantConfig
-from torch_moe_ops.prepared.prepare import prepare, problem_of, settings_of, share_of
+from torch_moe_ops.core.problem import Problem
+from torch_moe_ops.prepared.prepare import prepare
 from torch_moe_ops.prepared.prepared_weights import PreparedWeights
+from torch_moe_ops.prepared.problem import problem_of, settings_of, share_of
+from torch_moe_ops.prepared.problem_of_config import problem_of_config
 from torch_moe_ops.weights.raw_weights import RawWeights
 
 
@@ -50,8 +52,6 @@ def explain(
 
 
 def _of_config(what: Any, config: Any, quant_config: Any, backend: str | None, **settings: Any) -> Explanation:
-    from torch_moe_ops.prepared.problem_of_config import problem_of_config
-
     if what is not None:
         raise TypeError(f"explain: what must be left out where config is given, got {type(what).__name__}")
     if config is None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch_moe_ops.core.schemas import FAMILIES
 from torch_moe_ops.core.schemes import SCHEMES
 from torch_moe_ops.prepared.prepared_weights import PreparedWeights
-from torch_moe_ops.routing.reference import Routing
+from torch_moe_ops.routing.options import Routing
 from torch_moe_ops.weights.raw_weights import RawWeights
 
 _ROUTED = {name: getattr(torch.ops.moeq, f"{s.op_prefix}moe_routed") for name, s in SCHEMES.items()}

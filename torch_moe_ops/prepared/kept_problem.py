@@ -1,7 +1,4 @@
-"""The problem that prepared weights keep, as text: torch.export takes strings, not objects.
-
-Their tensors do not tell it: a layout packs scales so that those of rows and of groups look alike.
-"""
+"""The problem and the wish that prepared weights keep, read again."""
 
 from __future__ import annotations
 
@@ -13,31 +10,20 @@ from typing import Any
 
 import torch
 
-from torch_moe_ops.backends.registry import Problem
-from torch_moe_ops.prepared.prepared_weights import PreparedWeights
-
-# What no other field of PreparedWeights says, and is not of the device, which `to` changes.
-KEPT_FIELDS = tuple(
-    f.name
-    for f in dataclasses.fields(Problem)
-    if f.name not in {own.name for own in dataclasses.fields(PreparedWeights)} | {"device", "capability"}
-)
+from torch_moe_ops.core.problem import Problem
+from torch_moe_ops.prepared.fields import PreparedFields
+from torch_moe_ops.prepared.posed import KEPT_FIELDS
+from torch_moe_ops.prepared.problem import device_fields
+from torch_moe_ops.prepared.restoring import posed_of_tensors
 
 
-def to_text(problem: Problem, requested: str) -> str:
-    """URL-quoted JSON: torch.export writes strings into source code without escaping them."""
-    kept = {name: getattr(problem, name) for name in KEPT_FIELDS}
-    kept["dtype"] = None if problem.dtype is None else str(problem.dtype).removeprefix("torch.")
-    return urllib.parse.quote(json.dumps({"requested": requested, **kept}))
-
-
-def requested_of(w: PreparedWeights) -> str:
+def requested_of(w: PreparedFields) -> str:
     """The backend that `prepare` was asked for: a name, or "auto"."""
     requested: str = _values(w)["requested"]
     return requested
 
 
-def problem_of_prepared(w: PreparedWeights) -> Problem:
+def problem_of_prepared(w: PreparedFields) -> Problem:
     """The problem that `prepare` had, on the device where the tensors are now."""
     kept = _values(w)
     shared = {f.name for f in dataclasses.fields(Problem)} & w.metadata().keys()
@@ -50,15 +36,7 @@ def problem_of_prepared(w: PreparedWeights) -> Problem:
     )
 
 
-def device_fields(device: torch.device) -> dict[str, Any]:
-    """`device` and `capability` of a Problem."""
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    return {"device": device.type, "capability": capability}
-
-
-def _values(w: PreparedWeights) -> Mapping[str, Any]:
-    from torch_moe_ops.prepared.restoring import posed_of_tensors
-
+def _values(w: PreparedFields) -> Mapping[str, Any]:
     # Objects of before the problem was kept (pickled, say) have none.
     values: Mapping[str, Any] = json.loads(urllib.parse.unquote(w.posed or posed_of_tensors(w)))
     return values

@@ -5,30 +5,34 @@ from __future__ import annotations
 import dataclasses
 import urllib.parse
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from torch_moe_ops.backends import BACKENDS, Backend
-from torch_moe_ops.backends.registry import Problem
 from torch_moe_ops.core.activations import ACTIVATIONS, resolve_constants
+from torch_moe_ops.core.problem import Problem
+from torch_moe_ops.core.schemas import arguments
 from torch_moe_ops.core.schemes import ACT_FORMATS, SCHEMES
 from torch_moe_ops.files.errors import CheckpointError, short
 from torch_moe_ops.files.serialization import check_types, plain_values
-from torch_moe_ops.prepared.kept_problem import KEPT_FIELDS
-from torch_moe_ops.prepared.prepare import PLAIN_FIELDS
-from torch_moe_ops.prepared.prepared_weights import PreparedWeights
+from torch_moe_ops.prepared.fields import PreparedFields
+from torch_moe_ops.prepared.posed import KEPT_FIELDS
 from torch_moe_ops.prepared.restoring import posed_of_tensors, sizes_of
+from torch_moe_ops.prepared.tensors import PLAIN_FIELDS
 from torch_moe_ops.weights.raw_weights import RawWeights
 
 _MAX_SIZE = 2**31 - 1
 
+Prepared = TypeVar("Prepared", bound=PreparedFields)
 
-def checked(file: str, fields: Mapping[str, Any]) -> PreparedWeights:
+
+def checked(kind: type[Prepared], file: str, fields: Mapping[str, Any]) -> Prepared:
     """The object: names that are known, a layout as this version has it, tensors that its op takes.
 
     Args:
-        fields: of the types that PreparedWeights declares.
+        kind: PreparedWeights.
+        fields: of the types that it declares.
 
     Raises:
         CheckpointError: naming `file`, the field, what it must be and what came.
@@ -38,7 +42,7 @@ def checked(file: str, fields: Mapping[str, Any]) -> PreparedWeights:
     if fields["layout"] != backend.layout.name:
         what = f"{backend.layout.name!r} for backend {backend.name!r}"
         raise CheckpointError(f"{file}: layout must be {what}, got {short(repr(fields['layout']))}")
-    w = PreparedWeights(**fields)
+    w = kind(**fields)
     _check_raw(file, w)
     _check_layout(file, w, backend)
     _check_factors(file, w)
@@ -76,7 +80,7 @@ def _check_settings(file: str, fields: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{file}: swiglu_{error}") from error
 
 
-def _check_raw(file: str, w: PreparedWeights) -> None:
+def _check_raw(file: str, w: PreparedFields) -> None:
     """What else the raw weights said."""
     types = {f.name: str(f.type) for f in dataclasses.fields(RawWeights) if f.name in PLAIN_FIELDS}
     dtypes = {f"{name}_dtype": "torch.dtype | None" for name in ("w13_bias", "w2_bias")}
@@ -90,7 +94,7 @@ def _check_raw(file: str, w: PreparedWeights) -> None:
             raise CheckpointError(f"{file}: {name} must be {there}: its dtype was {said[f'{name}_dtype']}")
 
 
-def _check_posed(file: str, w: PreparedWeights) -> None:
+def _check_posed(file: str, w: PreparedFields) -> None:
     """What else the problem said."""
     types = {f.name: str(f.type) for f in dataclasses.fields(Problem) if f.name in KEPT_FIELDS}
     said = _check_text(file, w, "posed", {"requested": "str"} | types)
@@ -99,7 +103,7 @@ def _check_posed(file: str, w: PreparedWeights) -> None:
             raise CheckpointError(f"{file}: posed {name} must be one of {list(allowed)}, got {short(repr(said[name]))}")
 
 
-def _check_text(file: str, w: PreparedWeights, field: str, types: Mapping[str, str]) -> dict[str, Any]:
+def _check_text(file: str, w: PreparedFields, field: str, types: Mapping[str, str]) -> dict[str, Any]:
     """A field that holds plain values as URL-quoted JSON: exactly those of `types`."""
     text = getattr(w, field)
     wrong = f"{file}: {field} must be what prepare writes, got {short(repr(text))}"
@@ -113,7 +117,7 @@ def _check_text(file: str, w: PreparedWeights, field: str, types: Mapping[str, s
     return said
 
 
-def _check_layout(file: str, w: PreparedWeights, backend: Backend) -> None:
+def _check_layout(file: str, w: PreparedFields, backend: Backend) -> None:
     """Codes, scales and biases for the logical sizes."""
     for name, (shapes, dtypes) in backend.layout.specs(SCHEMES[w.scheme], sizes_of(w)).items():
         tensor = getattr(w, name)
@@ -124,7 +128,7 @@ def _check_layout(file: str, w: PreparedWeights, backend: Backend) -> None:
             raise CheckpointError(f"{file}: {name} must have shape {shapes} and dtype {dtypes}, got {got}")
 
 
-def _check_factors(file: str, w: PreparedWeights) -> None:
+def _check_factors(file: str, w: PreparedFields) -> None:
     """The checkpoint's own factors, which no op reads."""
     experts, halves = w.num_local_experts, 2 if ACTIVATIONS[w.activation].is_gated else 1
     either: tuple[tuple[int, ...], ...] = ((), (experts,))
@@ -142,14 +146,22 @@ def _check_factors(file: str, w: PreparedWeights) -> None:
             raise CheckpointError(f"{file}: {name} must have shape {shapes[name]} and torch.float32, got {got}")
 
 
-def _check_by_op(file: str, w: PreparedWeights, backend: Backend) -> None:
+def _check_by_op(file: str, w: PreparedFields, backend: Backend) -> None:
     """Everything that a call would check, by a call without data."""
-    from torch_moe_ops.prepared.fused import fused_moe_routed
-
+    meta, scheme = w.to("meta"), SCHEMES[w.scheme]
     dtype = w.w13.dtype if w.scheme == "none" else backend.hidden_dtypes[0]
-    hidden = torch.empty(1, w.hidden_size, dtype=dtype, device="meta")
     ids = torch.empty(1, 1, dtype=torch.int32, device="meta")
+    hidden = torch.empty(1, w.hidden_size, dtype=dtype, device="meta")
+    given: dict[str, Any] = {
+        "hidden_states": hidden,
+        "hidden_states_scale": None,
+        "topk_ids": ids,
+        "topk_weights": ids.float(),
+    }
+    given |= {"element": scheme.element, "out_dtype": None}
+    op = f"{scheme.op_prefix}moe_routed"
+    names, _ = arguments(op)
     try:
-        fused_moe_routed(hidden, ids, ids.float(), w.to("meta"))
+        getattr(torch.ops.moeq, op)(**{name: given[name] if name in given else getattr(meta, name) for name in names})
     except RuntimeError as error:
         raise CheckpointError(f"{file}: {error}") from error

@@ -7,16 +7,16 @@ import math
 import torch
 from torch import Tensor
 
-from torch_moe_ops.backends.registry import Problem
 from torch_moe_ops.config._require import require_type
 from torch_moe_ops.config.builders import FUSED_MOE_UNQUANTIZED_CONFIG
 from torch_moe_ops.config.moe import FusedMoEConfig
 from torch_moe_ops.config.quant_config import FusedMoEQuantConfig
 from torch_moe_ops.config.queries import scheme_name
 from torch_moe_ops.core.activations import ACTIVATIONS, resolve_constants
+from torch_moe_ops.core.problem import Problem
+from torch_moe_ops.core.routing_methods import METHOD_NAMES, RoutingMethodType
 from torch_moe_ops.core.schemes import SCHEMES, Scheme
-from torch_moe_ops.routing.reference import METHOD_NAMES, RoutingMethodType
-from torch_moe_ops.weights.integer_storage import int4_scales
+from torch_moe_ops.weights.shared_scales import int4_scales
 
 OWNER = "explain"
 

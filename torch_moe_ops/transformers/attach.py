@@ -16,6 +16,7 @@ from torch_moe_ops.core.activations import apply_activation
 from torch_moe_ops.prepared.prepare import prepare
 from torch_moe_ops.prepared.prepared_weights import PreparedWeights
 from torch_moe_ops.transformers.experts import IMPLEMENTATION, ExpertWeights
+from torch_moe_ops.transformers.implementation import register_implementation
 from torch_moe_ops.weights.raw_weights import RawWeights
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -114,8 +115,6 @@ def attach_to(
     **prepare_options: Any,
 ) -> dict[str, PreparedWeights]:
     """attach_experts for modules that were found before."""
-    from torch_moe_ops.transformers.registration import register_implementation
-
     register_implementation()
     attached = {}
     for found in track(modules, "experts"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch_moe_ops.transformers.experts import IMPLEMENTATION, moeq_experts
+from torch_moe_ops.transformers.implementation import register_implementation
 
 
 def register(*, input_scales: bool = True, **prepare_options: Any) -> None:
@@ -40,12 +40,3 @@ def register(*, input_scales: bool = True, **prepare_options: Any) -> None:
     AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = ModelOptConfig
     AUTO_QUANTIZER_MAPPING[METHOD] = ModelOptQuantizer
     ModelOptQuantizer.load_options = {"input_scales": input_scales, **prepare_options}
-
-
-def register_implementation() -> None:
-    """Make experts_implementation="moeq" known."""
-    try:
-        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-    except ImportError as error:
-        raise ImportError(f"the experts interface of transformers 5 is needed: {error}") from error
-    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, moeq_experts)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,12 +31,11 @@ from torch_moe_ops.weights.integer_storage import int4_codes as codes_of_int4
 from torch_moe_ops.weights.integer_storage import int8_codes as codes_of_int8
 from torch_moe_ops.weights.integer_storage import rows_of_scales, zero_points
 from torch_moe_ops.weights.quant_config_readings import PRODUCTS, WEIGHTS, check_alphas_reading, layout_reading
-from torch_moe_ops.weights.raw_weights import RawWeights
 
 OWNER = "from_quant_config"
 
 
-def from_quant_config(
+def fields_of_quant_config(
     w13: Tensor,
     w2: Tensor,
     quant_config: FusedMoEQuantConfig,
@@ -43,32 +43,8 @@ def from_quant_config(
     int4_codes: str = "offset",
     alphas: str | None = None,
     weight_scale_layout: str | None = None,
-) -> RawWeights:
-    """RawWeights of a config and the weights that it describes. Prepare them with `quant_config.act_format`.
-
-    Args:
-        w13: [num_experts, 2 * intermediate_size, K storage], rows [gate; up], or only up rows.
-        w2: [num_experts, hidden_size, K storage]. How K is stored, by the config's `weight_quant_dtype`:
-            None: bfloat16, float16 or float32. fp8, mxfp8: float8_e4m3fn, or its bytes as uint8.
-            nvfp4, mxfp4: two codes a byte, low nibble = even k, uint8 or float4_e2m1fn_x2.
-            mxfp6: one code a byte, or four codes in three bytes. int4: int32 of 8 codes or uint8 of 2, low nibble
-            first. int8: int8, or codes with offset 128 as uint8 or int32 of 4.
-        quant_config: its scales may be swizzled (nvfp4, MX). Tiles of an fp8 weight cover the halves of w13
-            separately. Dynamic activation scales "per tensor" are one per token in these ops. `mx_alignment`
-            needs nothing: a backend pads what it needs.
-        int4_codes: "offset": codes 0..15, value code - 8 without zero points (uint4b8; compressed-tensors, GPTQ);
-            "signed": -8..7 in two's complement (FlashInfer's mxint4, CUTLASS w4a8). Ignored for other weights.
-        alphas: "products": `g*_alphas` are input scale * weight scale, as FlashInfer's and CUTLASS's kernels take
-            them; "weights": weight scales alone, as an emulation takes them. Must be said where the config has alphas
-            and static activation scales, unless its `w*_scale` decide (fp8).
-        weight_scale_layout: how `w*_scale` of nvfp4 and MX weights lie: "linear", as in a checkpoint, or "swizzled".
-            Must be said, here or as the config's `scale_layout`, where a shape fits both. The config's
-            `is_nvfp4_scale_swizzled` is about scales of activations.
-
-    Raises:
-        ValueError, TypeError: naming the config's field: no weight scales, tensors that do not fit the weights,
-            products that contradict their factors, alphas or a layout that must be said.
-    """
+) -> dict[str, Any]:
+    """The fields of RawWeights: what `RawWeights.from_quant_config` documents, which calls this."""
     _require_arguments(w13, w2, quant_config)
     scheme = get_scheme(scheme_name(quant_config))
     check_alphas_reading(OWNER, quant_config, alphas)
@@ -83,15 +59,15 @@ def from_quant_config(
         parts = operand.parts()
         tensors |= {f"{name}{part}": tensor for part, tensor in parts.items()}
         halves = 2 if w13.shape[1] == 2 * operand.k(parts[""]) else 1  # of w13: K of w2 is the intermediate size
-    return RawWeights(
-        scheme=scheme.name,
-        **tensors,  # type: ignore[arg-type]
-        w13_bias=quant_config.w1_bias,
-        w2_bias=quant_config.w2_bias,
-        swiglu_alpha=quant_config.gemm1_alpha,
-        swiglu_beta=quant_config.gemm1_beta,
-        swiglu_limit=quant_config.gemm1_clamp_limit,
-    )
+    return {
+        "scheme": scheme.name,
+        **tensors,
+        "w13_bias": quant_config.w1_bias,
+        "w2_bias": quant_config.w2_bias,
+        "swiglu_alpha": quant_config.gemm1_alpha,
+        "swiglu_beta": quant_config.gemm1_beta,
+        "swiglu_limit": quant_config.gemm1_clamp_limit,
+    }
 
 
 def _require_arguments(w13: Tensor, w2: Tensor, config: FusedMoEQuantConfig) -> None:

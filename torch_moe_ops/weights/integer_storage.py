@@ -5,17 +5,12 @@ Nothing is inferred from values: shapes and dtypes say how a tensor is packed, t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from torch_moe_ops.config._require import require, require_type
 from torch_moe_ops.numerics import int4
 from torch_moe_ops.numerics.int4_files import unpack_zero_point_rows
-
-if TYPE_CHECKING:
-    from torch_moe_ops.weights.raw_weights import RawWeights
 
 INT4_CODES = ("offset", "signed")
 
@@ -103,18 +98,3 @@ def _unpack_rows(packed: Tensor, rows: int) -> Tensor:
     if packed.dtype == torch.int32:
         return unpack_zero_point_rows(packed, rows)
     return int4.unpack(packed.transpose(1, 2))[..., :rows].transpose(1, 2)
-
-
-def int4_scales(dtype: torch.dtype, k: int, groups: int, has_zero_points: bool) -> str:
-    """What the scales of an int4 matrix are: "bfloat16 per 128", "float16 per row with zero points"."""
-    points = " with zero points" if has_zero_points else ""
-    return f"{str(dtype)[6:]} per {k // groups if groups > 1 else 'row'}{points}"
-
-
-def int4_scales_of(raw: RawWeights) -> str:
-    """`int4_scales` of an int4 layer; two kinds with ", "."""
-    kinds = []
-    for name, k in (("w13", raw.hidden_size), ("w2", raw.intermediate_size)):
-        scale = getattr(raw, f"{name}_scale")
-        kinds.append(int4_scales(scale.dtype, k, scale.shape[-1], getattr(raw, f"{name}_zero_point") is not None))
-    return ", ".join(dict.fromkeys(kinds))

@@ -7,17 +7,18 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from torch_moe_ops.config import FusedMoEQuantConfig
 from torch_moe_ops.core.activations import ACTIVATIONS
 from torch_moe_ops.core.same_bits import same_bits
 from torch_moe_ops.core.schemes import FLOATS, ZERO_POINT_DTYPES, Scheme, get_scheme
-
-if TYPE_CHECKING:
-    from torch_moe_ops.config import FusedMoEQuantConfig
+from torch_moe_ops.files import serialization
+from torch_moe_ops.files.errors import CheckpointError
+from torch_moe_ops.weights.from_quant_config import fields_of_quant_config
 
 FORMAT_VERSION = 1
 
@@ -79,11 +80,33 @@ class RawWeights:
         alphas: str | None = None,
         weight_scale_layout: str | None = None,
     ) -> RawWeights:
-        """Packed weights and the config that describes them; see `torch_moe_ops.weights.from_quant_config`."""
-        from torch_moe_ops.weights.from_quant_config import from_quant_config
+        """A config and the weights that it describes. Prepare them with `quant_config.act_format`.
 
+        Args:
+            w13: [num_experts, 2 * intermediate_size, K storage], rows [gate; up], or only up rows.
+            w2: [num_experts, hidden_size, K storage]. How K is stored, by the config's `weight_quant_dtype`:
+                None: bfloat16, float16 or float32. fp8, mxfp8: float8_e4m3fn, or its bytes as uint8.
+                nvfp4, mxfp4: two codes a byte, low nibble = even k, uint8 or float4_e2m1fn_x2.
+                mxfp6: one code a byte, or four codes in three bytes. int4: int32 of 8 codes or uint8 of 2, low nibble
+                first. int8: int8, or codes with offset 128 as uint8 or int32 of 4.
+            quant_config: its scales may be swizzled (nvfp4, MX). Tiles of an fp8 weight cover the halves of w13
+                separately. Dynamic activation scales "per tensor" are one per token in these ops. `mx_alignment`
+                needs nothing: a backend pads what it needs.
+            int4_codes: "offset": codes 0..15, value code - 8 without zero points (uint4b8; compressed-tensors, GPTQ);
+                "signed": -8..7 in two's complement (FlashInfer's mxint4, CUTLASS w4a8). Ignored for other weights.
+            alphas: "products": `g*_alphas` are input scale * weight scale, as FlashInfer's and CUTLASS's kernels take
+                them; "weights": weight scales alone, as an emulation takes them. Must be said where the config has
+                alphas and static activation scales, unless its `w*_scale` decide (fp8).
+            weight_scale_layout: how `w*_scale` of nvfp4 and MX weights lie: "linear", as in a checkpoint, or
+                "swizzled". Must be said, here or as the config's `scale_layout`, where a shape fits both. The config's
+                `is_nvfp4_scale_swizzled` is about scales of activations.
+
+        Raises:
+            ValueError, TypeError: naming the config's field: no weight scales, tensors that do not fit the weights,
+                products that contradict their factors, alphas or a layout that must be said.
+        """
         said = {"alphas": alphas, "weight_scale_layout": weight_scale_layout}
-        return from_quant_config(w13, w2, quant_config, int4_codes=int4_codes, **said)
+        return RawWeights(**fields_of_quant_config(w13, w2, quant_config, int4_codes=int4_codes, **said))
 
     @property
     def num_experts(self) -> int:
@@ -119,19 +142,14 @@ class RawWeights:
 
     def save(self, path: str | Path) -> None:
         """Write a .safetensors file; `RawWeights.load` reads it back."""
-        from torch_moe_ops.files.serialization import write
-
         names = [f.name for f in dataclasses.fields(self)]
         plain = {name: getattr(self, name) for name in names if not isinstance(getattr(self, name), Tensor)}
-        write(path, self.tensors(), plain, FORMAT_VERSION)
+        serialization.write(path, self.tensors(), plain, FORMAT_VERSION)
 
     @staticmethod
     def load(path: str | Path, device: torch.device | str = "cpu") -> RawWeights:
         """Read what `save` wrote; CheckpointError, a ValueError, names the path and what is wrong."""
-        from torch_moe_ops.files.errors import CheckpointError
-        from torch_moe_ops.files.serialization import read
-
-        fields = read(path, device, RawWeights, FORMAT_VERSION)
+        fields = serialization.read(path, device, RawWeights, FORMAT_VERSION)
         try:
             return RawWeights(**fields)
         except ValueError as error:
@@ -277,4 +295,5 @@ def _validate_inputs_and_biases(raw: RawWeights) -> None:
         _require(tensor.dtype in FLOATS, raw, name, f"have one of the dtypes {[str(d) for d in FLOATS]}", tensor.dtype)
 
 
-torch.export.register_dataclass(RawWeights)
+# Exported programs name the type so, wherever it is defined.
+torch.export.register_dataclass(RawWeights, serialized_type_name="torch_moe_ops.raw_weights.RawWeights")

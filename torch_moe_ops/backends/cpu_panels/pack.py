@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops.backends.cpu_panels import layout as cpu_layout
-from torch_moe_ops.backends.registry import Sizes, Spec
+from torch_moe_ops.core.layout import Sizes, Spec
 from torch_moe_ops.core.schemes import SCHEMES, Scheme
 from torch_moe_ops.weights.raw_weights import RawWeights
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch_moe_ops.backends.flashinfer import matrices
 from torch_moe_ops.backends.flashinfer.matrices import BLOCK_BYTES, MatrixLayout
 from torch_moe_ops.backends.flashinfer.rows import row_order
-from torch_moe_ops.backends.registry import BiasLayout, Layout, Sizes, Spec
+from torch_moe_ops.core.layout import BiasLayout, Layout, Sizes, Spec
 from torch_moe_ops.core.schemes import SCHEMES, Scheme
 from torch_moe_ops.weights.raw_weights import RawWeights
 

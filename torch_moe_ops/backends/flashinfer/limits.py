@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 import torch
 
 from torch_moe_ops.backends.flashinfer import package, routing
-from torch_moe_ops.backends.registry import Problem, Requirement
+from torch_moe_ops.backends.registry import Requirement
+from torch_moe_ops.core.problem import Problem
 
 Capabilities = tuple[tuple[int, int], ...]
 

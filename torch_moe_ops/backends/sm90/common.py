@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_moe_ops.backends.registry import Problem, Requirement, available, one_of
+from torch_moe_ops.backends.registry import Requirement, available, one_of
 from torch_moe_ops.core import device_code, extension
 from torch_moe_ops.core.call import ExpertsCall
+from torch_moe_ops.core.problem import Problem
 from torch_moe_ops.core.routing_methods import METHODS
 from torch_moe_ops.core.schemes import SCHEMES
 

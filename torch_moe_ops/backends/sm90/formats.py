@@ -7,11 +7,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from torch_moe_ops.backends.registry import Problem, Sizes, Spec
 from torch_moe_ops.backends.sm90 import layout, scales
+from torch_moe_ops.core.layout import Sizes, Spec
+from torch_moe_ops.core.problem import Problem
 from torch_moe_ops.core.schemes import Scheme
-from torch_moe_ops.weights.integer_storage import int4_scales_of
 from torch_moe_ops.weights.raw_weights import RawWeights
+from torch_moe_ops.weights.shared_scales import int4_scales_of
 
 _CODES = {"nvfp4": layout.E2M1, "mxfp4": layout.E2M1, "mxint4": layout.INT4, "int4": layout.INT4}
 
@@ -38,7 +39,7 @@ def specs(scheme: Scheme, sizes: Sizes) -> dict[str, Spec]:
 def prepare(raw: RawWeights) -> dict[str, Tensor]:
     """Tiles in the order of the tensor cores' operands, expert by expert, on raw's device.
 
-    Raises ValueError for scales that the layout cannot hold (_sm90_scales.py), naming them.
+    Raises ValueError for scales that the layout cannot hold (scales.py), naming them.
     """
     if raw.scheme == "int4" and (reason := _int4_reason(int4_scales_of(raw))) is not None:
         raise ValueError(f"backend 'cuda_sm90_int4': {reason}")

@@ -3,7 +3,7 @@
 csrc/cuda/sm90/layout.h says where bits lie.
 
 A weight [E, N, K] is [E, row tiles, K tiles, 2048]: tiles of 64 rows x 64 values in the order in which a warpgroup's
-threads hold the A operand of wgmma. Scales are tiled alike; _sm90_scales.py says what is stored of each. Rows and K are
+threads hold the A operand of wgmma. Scales are tiled alike; scales.py says what is stored of each. Rows and K are
 padded to multiples of 64 with codes and scales of value zero; where gated, each half of w13 by itself, as its rows
 alternate in groups of eight. So a layer has the shapes of one whose intermediate size is rounded up to 64.
 

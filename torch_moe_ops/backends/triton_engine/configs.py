@@ -1,6 +1,6 @@
 """Tile sizes by problem: what was tuned on such a device, else plain rules over shapes. No call measures anything.
 
-`python -m torch_moe_ops tune` times the candidates and keeps the best (tuned.py). The rules hold what was found
+`python -m torch_moe_ops tune` times the candidates and keeps the best (tuning/tuned.py). The rules hold what was found
 on an H200 for Qwen3-30B-A3B, DeepSeek-V3, Mixtral-8x7B and gpt-oss (benchmarks/results/h200_triton_tiles.jsonl).
 """
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops.backends import linear
-from torch_moe_ops.backends.registry import Sizes
 from torch_moe_ops.backends.triton import FORMATS
 from torch_moe_ops.checkpoints import CheckpointError
 from torch_moe_ops.checkpoints.index import open_checkpoint
@@ -18,6 +17,7 @@ from torch_moe_ops.checkpoints.load import describe_layer
 from torch_moe_ops.checkpoints.naming import select_layer
 from torch_moe_ops.core.activations import resolve_constants
 from torch_moe_ops.core.call import ExpertsCall
+from torch_moe_ops.core.layout import Sizes
 from torch_moe_ops.core.schemes import SCHEMES
 from torch_moe_ops.tuning.tuned import Key
 from torch_moe_ops.weights.raw_weights import RawWeights

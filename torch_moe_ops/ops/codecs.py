@@ -1,4 +1,4 @@
-"""Public quantize and dequantize functions: activations by the ops, values back by the codecs of `quant/`.
+"""Public quantize and dequantize functions: activations by the ops, values back by the codecs of `numerics/`.
 
 Scales multiply to dequantize; a gscale multiplies before rounding.
 """

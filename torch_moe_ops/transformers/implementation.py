@@ -1,0 +1,14 @@
+"""experts_implementation="moeq": the name under which transformers finds the library's experts."""
+
+from __future__ import annotations
+
+from torch_moe_ops.transformers.experts import IMPLEMENTATION, moeq_experts
+
+
+def register_implementation() -> None:
+    """Make experts_implementation="moeq" known."""
+    try:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ImportError as error:
+        raise ImportError(f"the experts interface of transformers 5 is needed: {error}") from error
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, moeq_experts)
