@@ -5,7 +5,7 @@ import pytest
 from torch_moe_ops import Problem
 from torch_moe_ops.backends import BACKENDS
 from torch_moe_ops.backends.native import MULTIPLIES, auto_act_format
-from torch_moe_ops.schemes import ACT_FORMATS, SCHEMES
+from torch_moe_ops.core.schemes import ACT_FORMATS, SCHEMES
 
 SIZES = {"num_experts": 8, "hidden_size": 256, "intermediate_size": 256, "device": "cpu"}
 

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from triton_cases import DEVICE
 
-from torch_moe_ops.activations import apply_activation
-from torch_moe_ops.kernels.triton.activations import activate_gated
+from torch_moe_ops.backends.triton_engine.activations import activate_gated
+from torch_moe_ops.core.activations import apply_activation
 
 pytestmark = [
     pytest.mark.skipif(
