@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from sm90_cases import error_over_bound, make_call, relative_error, why_not_here
-from test_triton_schemes import packed_input
 from torch import Tensor
+from triton_cases import packed_input
 
 import torch_moe_ops as moe
 from torch_moe_ops.backends import cuda_sm90_fp8

@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import wgmma_hazards
 
 import torch_moe_ops
-from tests import wgmma_hazards
 
 LIBRARY = Path(torch_moe_ops.__file__).parent / "_C_cuda.abi3.so"
 

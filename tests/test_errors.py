@@ -8,19 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from bad_calls import NVFP4, ONE_SCALE, PLAIN
 from problems import Case
 from samples import SAMPLES, monolithic_sample, overload, packed_sample, routed_sample
 
 from torch_moe_ops.backends import BACKENDS
 from torch_moe_ops.core.schemas import FAMILIES, SCHEMAS, arguments
-
-NVFP4 = Case(act_format="nvfp4", input_scale="tensor", bias=True)
-PLAIN = Case(scheme="none", hidden=40, inter=24, bias=True)
-PER_EXPERT = dataclasses.replace(NVFP4, input_scale="expert")
-
-ONE_SCALE = (
-    "a1_gscale must have shape () where hidden_states are packed: they were quantized before an expert was known"
-)
 
 Change = tuple[str, Any]  # argument, new value or a function of the old one
 

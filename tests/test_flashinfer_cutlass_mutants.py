@@ -14,8 +14,9 @@ import torch_moe_ops as moe
 from torch_moe_ops.backends.flashinfer import cutlass_call, matrices, package, rows
 
 pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
+from flashinfer_cutlass_cases import CASES, NAME, raw_of
 from flashinfer_sim import seam
-from test_flashinfer_cutlass import CASES, NAME, error, raw_of
+from tolerances import relative_l2
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 CLEAR = 0.02  # a mutant's relative L2; results of the unchanged adapter stay below 5e-3
@@ -95,7 +96,7 @@ def outcome(case: Case) -> float:
     raw = raw_of(case)
     w, oracle = (moe.prepare(raw, act_format=case.act_format, backend=b) for b in (NAME, "reference"))
     x, ids, weights = make_batch(case)
-    return error(moe.fused_moe_routed(x, ids, weights, w), moe.fused_moe_routed(x, ids, weights, oracle))
+    return relative_l2(moe.fused_moe_routed(x, ids, weights, w), moe.fused_moe_routed(x, ids, weights, oracle))
 
 
 @pytest.mark.parametrize("name", MUTANTS)

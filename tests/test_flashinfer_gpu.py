@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_flashinfer_layouts import coded, coded_raw, swapped
+from flashinfer_layout_cases import coded, coded_raw, swapped
 from torch import Tensor
 
 import torch_moe_ops as moe

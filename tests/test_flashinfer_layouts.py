@@ -1,7 +1,4 @@
-"""Weight layouts: exact inverses over ugly sizes, and equality with FlashInfer's own CPU-capable helpers.
-
-Tensors are coded by coordinate (each byte says where it came from), so that no two wrong orders look alike.
-"""
+"""Weight layouts: exact inverses over ugly sizes, and equality with FlashInfer's own CPU-capable helpers."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from flashinfer_layout_cases import coded, coded_raw, swapped
 from torch import Tensor
 
 import torch_moe_ops as moe
@@ -19,30 +17,6 @@ from torch_moe_ops.core.schemes import SCHEMES
 
 UGLY = (704, 1856, 2880, 176, 7168)
 LAYERS = {"trtllm": trtllm_layout.LAYER, "cutlass": cutlass_layout.LAYER}
-
-
-def coded(*shape: int) -> Tensor:
-    """Bytes that follow from their position by a hash without short periods along any dimension."""
-    index = torch.arange(torch.Size(shape).numel())
-    mixed = (index * 2654435761) & 0xFFFFFFFF
-    return ((mixed >> 24) ^ (mixed >> 9) ^ (index // 251)).to(torch.uint8).view(shape)
-
-
-def coded_raw(scheme_name: str, hidden: int, inter: int, gated: bool = True) -> moe.RawWeights:
-    """One expert whose bytes are coded by coordinate (NaN patterns too: nothing may interpret them)."""
-    scheme = SCHEMES[scheme_name]
-    dtype = scheme.weight_dtypes[0]
-    halves, fields = 2 if gated else 1, {}
-    for name, n, k, parts in (("w13", halves * inter, hidden, halves), ("w2", hidden, inter, 1)):
-        storage = scheme.storage_k(k)
-        fields[name] = coded(1, n, storage * dtype.itemsize).view(dtype)
-        if scheme.scales is not None:
-            shapes = scheme.scales.shapes(n, k, parts)
-            shape, kind = (shapes[1] if scheme.scales.kind == "channel" else shapes[0]), scheme.scales.dtypes[0]
-            fields[f"{name}_scale"] = coded(1, *shape[:-1], shape[-1] * kind.itemsize).view(kind)
-    if scheme.has_scale_2:
-        fields |= {"w13_scale_2": torch.ones(1, halves), "w2_scale_2": torch.ones(1)}
-    return moe.RawWeights(scheme=scheme_name, **fields)
 
 
 def restored(layer: LayerLayout, raw: moe.RawWeights) -> moe.RawWeights:
@@ -146,11 +120,6 @@ def test_a_bf16_layer_equals_flashinfers_preparation(core: object, gated: bool) 
     found = {t.flatten().view(torch.uint8).numpy().tobytes() for t in theirs.values() if isinstance(t, Tensor)}
     for name, ours in trtllm_layout.LAYER.prepare(raw).items():
         assert ours.flatten().view(torch.uint8).numpy().tobytes() in found, name
-
-
-def swapped(w13: Tensor) -> Tensor:
-    """[gate; up] -> [up; gate], as FlashInfer's own preparation takes it."""
-    return torch.cat([w13[:, w13.shape[1] // 2 :], w13[:, : w13.shape[1] // 2]], 1).contiguous()
 
 
 def test_scales_are_tiled_after_their_rows_moved() -> None:

@@ -16,7 +16,8 @@ from torch_moe_ops.backends.flashinfer import layout, matrices, package, routing
 
 pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
 from flashinfer_sim import seam
-from test_flashinfer_trtllm import CASES, NVFP4, error, layers
+from flashinfer_trtllm_cases import CASES, NAME, NVFP4, layers, raw_of
+from tolerances import relative_l2
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 CLEAR = 0.02  # a mutant's relative L2; results of the unchanged adapter stay below 5e-3
@@ -171,23 +172,25 @@ MUTANTS: dict[str, tuple[Case, Patch]] = {
 }
 
 
-def outcome(case: Case) -> float:
-    w, oracle = layers(case)
+def signed_batch(case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    """Every third routing weight is negative."""
     x, ids, weights = make_batch(case)
-    weights = torch.where(torch.arange(weights.numel()).view_as(weights) % 3 == 0, -weights, weights)
-    expected = moe.fused_moe_routed(x, ids, weights, oracle)
-    return error(moe.fused_moe_routed(x, ids, weights, w), expected)
+    return x, ids, torch.where(torch.arange(weights.numel()).view_as(weights) % 3 == 0, -weights, weights)
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_simulator_notices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, patch = MUTANTS[name]
-    seam.allow_cpu(monkeypatch, "flashinfer_trtllm")
+    seam.allow_cpu(monkeypatch, NAME)
     seam.install(monkeypatch)
-    assert outcome(case) < 5e-3
-    patch(monkeypatch)
+    w, oracle = layers(case)
+    raw, batch = raw_of(case), signed_batch(case)
+    expected = moe.fused_moe_routed(*batch, oracle)
+    assert relative_l2(moe.fused_moe_routed(*batch, w), expected) < 5e-3
+    patch(monkeypatch)  # what is compared with is not the mutant's
     try:
-        found = outcome(case)
+        mutant = moe.prepare(raw, act_format=case.act_format, backend=NAME)
+        found = relative_l2(moe.fused_moe_routed(*batch, mutant), expected)
     except AssertionError:
         return  # the simulated launcher refused
     else:
@@ -202,6 +205,9 @@ def test_packing_survives_negative_weights(monkeypatch: pytest.MonkeyPatch) -> N
     seam.install(monkeypatch)
     as_old_release(monkeypatch)
     try:
-        assert outcome(dataclasses.replace(NVFP4, foreign=True)) < 5e-3
+        case = dataclasses.replace(NVFP4, foreign=True)
+        batch = signed_batch(case)
+        got, expected = (moe.fused_moe_routed(*batch, w) for w in layers(case))
+        assert relative_l2(got, expected) < 5e-3
     finally:
         package.forget()

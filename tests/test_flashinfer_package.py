@@ -145,8 +145,8 @@ NAMED_CASES += ["fp8_block", "mxfp8", "none"]
 def test_every_tensor_arrives_under_its_name(scheme: str, installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the adapter sends by keyword, and what reaches the compiled function by position."""
     from flashinfer_sim import cpp, seam, trtllm
+    from flashinfer_trtllm_cases import CASES, layers
     from problems import make_batch
-    from test_flashinfer_trtllm import CASES, layers
 
     seam.allow_cpu(monkeypatch, TRTLLM)
     seam.install(monkeypatch)

@@ -14,12 +14,12 @@ import torch_moe_ops as moe
 from torch_moe_ops.backends.flashinfer import package
 
 pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
-import test_flashinfer_cutlass as cutlass
-import test_flashinfer_trtllm as trtllm
+import flashinfer_cutlass_cases as cutlass
+import flashinfer_trtllm_cases as trtllm
 from flashinfer_problems import CUTLASS, TRTLLM
 from flashinfer_problems import NVFP4 as PROBLEM
 from flashinfer_sim import experts, seam
-from test_flashinfer_trtllm import error
+from tolerances import relative_l2
 
 OUTPUT = "rounds what the second GEMM gives to bfloat16 before the sum over experts"
 BLOCKS = "rounds what the first GEMM gives to e4m3, in groups of 128, before the activation"
@@ -42,9 +42,9 @@ def both(case: Case, layers: Iterable[moe.PreparedWeights]) -> Iterator[float]:
     """Relative L2 of a routed and of a monolithic call."""
     w, oracle = layers
     x, ids, weights = make_batch(case)
-    yield error(*(moe.fused_moe_routed(x, ids, weights, layer) for layer in (w, oracle)))
+    yield relative_l2(*(moe.fused_moe_routed(x, ids, weights, layer) for layer in (w, oracle)))
     logits, routing = torch.randn(case.tokens, case.experts), moe.Routing("renormalize", case.top_k)
-    yield error(*(moe.fused_moe(x, logits, layer, routing=routing) for layer in (w, oracle)))
+    yield relative_l2(*(moe.fused_moe(x, logits, layer, routing=routing) for layer in (w, oracle)))
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from torch_moe_ops.core.routing_methods import ROUTING_METHODS
 
 pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
 from flashinfer_sim import seam, trtllm
-from test_flashinfer_trtllm import NVFP4, error
+from flashinfer_trtllm_cases import NAME, NVFP4, distinct_logits
+from tolerances import relative_l2
 
-NAME = "flashinfer_trtllm"
 CASE = dataclasses.replace(NVFP4, tokens=9, experts=16, top_k=4)
 GROUPED = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
 
@@ -41,12 +41,6 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def both(case: Case) -> tuple[moe.PreparedWeights, moe.PreparedWeights]:
     raw = make_raw(case)
     return tuple(moe.prepare(raw, act_format="nvfp4", backend=b) for b in (NAME, "reference"))
-
-
-def distinct_logits(tokens: int, experts: int) -> torch.Tensor:
-    """Without ties, exact in bfloat16, of both signs."""
-    rows = [torch.randperm(experts) for _ in range(tokens)]
-    return (torch.stack(rows) - experts // 2) / 16
 
 
 def routings() -> dict[str, moe.Routing]:
@@ -78,7 +72,7 @@ def test_every_method(name: str, dtype: torch.dtype, bound: list[dict[str, Any]]
     x, wanted = make_batch(CASE)[0], routings()[name]
     logits = distinct_logits(CASE.tokens, CASE.experts).to(dtype)
     got, expected = (moe.fused_moe(x, logits, layer, routing=wanted) for layer in (w, oracle))
-    assert error(got, expected) < 5e-3
+    assert relative_l2(got, expected) < 5e-3
     absent = wanted.method in routing.METHODS and not routing.package.has_member(
         "RoutingMethodType", routing.METHODS[wanted.method]
     )
@@ -128,7 +122,7 @@ def test_expert_parallel_ranks_sum_to_the_whole(bound: list[dict[str, Any]]) -> 
         w = moe.prepare(part, act_format="nvfp4", backend=NAME, num_experts=16, local_expert_offset=start)
         total += moe.fused_moe(x, logits, w, routing=wanted).float()
         assert bound[-1]["local_expert_offset"] == start and bound[-1]["local_num_experts"] == stop - start
-    assert error(total, whole) < 5e-3
+    assert relative_l2(total, whole) < 5e-3
 
 
 def test_one_input_scale_for_all_experts(bound: list[dict[str, Any]]) -> None:
@@ -139,7 +133,7 @@ def test_one_input_scale_for_all_experts(bound: list[dict[str, Any]]) -> None:
     x, ids, weights = make_batch(CASE)
     oracle = moe.prepare(merged, act_format="nvfp4", backend="reference")
     got, expected = (moe.fused_moe_routed(x, ids, weights, layer) for layer in (w, oracle))
-    assert error(got, expected) < 5e-3
+    assert relative_l2(got, expected) < 5e-3
     assert moe.restore(w).equal(raw)
     assert "takes the largest input scale for all experts" in moe.explain(w).notes[NAME]
     with pytest.raises(ValueError, match=r"input_scale must be 'tensor' \(the largest of all ranks\) where 16 of 32"):
@@ -151,7 +145,7 @@ def test_long_batches_are_split(bound: list[dict[str, Any]], monkeypatch: pytest
     w, oracle = both(CASE)
     x, ids, weights = make_batch(CASE)
     got, expected = (moe.fused_moe_routed(x, ids, weights, layer) for layer in (w, oracle))
-    assert error(got, expected) < 5e-3
+    assert relative_l2(got, expected) < 5e-3
     assert [a["hidden_states"].shape[0] for a in bound] == [4, 4, 1]
     moe.fused_moe(x, distinct_logits(9, 16), w, routing=moe.Routing("renormalize", 4))
     assert [a["routing_logits"].shape[0] for a in bound[3:]] == [4, 4, 1]
@@ -162,7 +156,7 @@ def test_router_weight_on_input(bound: list[dict[str, Any]]) -> None:
     raw, (x, ids, weights) = make_raw(case), make_batch(case)
     layers = [moe.prepare(raw, act_format="nvfp4", backend=b, router_weight_on_input=True) for b in (NAME, "reference")]
     got, expected = (moe.fused_moe_routed(x, ids, weights * 3, layer) for layer in layers)
-    assert error(got, expected) < 5e-3
+    assert relative_l2(got, expected) < 5e-3
 
 
 def test_hidden_states_packed_beforehand_and_other_outputs(bound: list[dict[str, Any]]) -> None:

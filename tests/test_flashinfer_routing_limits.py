@@ -16,8 +16,8 @@ pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
 from flashinfer_problems import NVFP4 as PROBLEM
 from flashinfer_problems import TRTLLM
 from flashinfer_sim import seam, tiers
-from test_flashinfer_routing import distinct_logits
-from test_flashinfer_trtllm import BASE, NVFP4, error
+from flashinfer_trtllm_cases import BASE, NVFP4, distinct_logits
+from tolerances import relative_l2
 
 EXPERTS = (4, 8, 60, 62, 128, 130, 160, 256, 257, 260, 384, 512, 514, 576, 768, 896, 900, 1024, 1028, 1536, 2048)
 TOP_K = (1, 2, 4, 6, 8, 9, 16, 17, 22, 23, 32)
@@ -92,7 +92,7 @@ def test_what_no_kernel_routes_is_routed_by_us(method: str, calls: list[str]) ->
     w, oracle = (moe.prepare(raw, backend=b) for b in (TRTLLM, "reference"))
     logits, wanted = distinct_logits(3, experts), moe.Routing(method, top_k)
     got, expected = (moe.fused_moe(x, logits, layer, routing=wanted) for layer in (w, oracle))
-    assert calls and error(got, expected) < 5e-3
+    assert calls and relative_l2(got, expected) < 5e-3
 
 
 def test_more_choices_than_the_kernels_sort_are_refused(calls: list[str]) -> None:
@@ -123,7 +123,7 @@ def test_no_bias_is_a_bias_of_zero(method: str, calls: list[str]) -> None:
     w, oracle = (moe.prepare(raw, act_format="nvfp4", backend=b) for b in (TRTLLM, "reference"))
     logits, wanted = distinct_logits(9, 16), moe.Routing(method, 4)
     got, expected = (moe.fused_moe(x, logits, layer, routing=wanted) for layer in (w, oracle))
-    assert error(got, expected) < 5e-3
+    assert relative_l2(got, expected) < 5e-3
 
 
 @pytest.mark.parametrize(

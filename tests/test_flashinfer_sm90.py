@@ -11,7 +11,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from problems import Case, make_batch
-from test_flashinfer_cutlass import NAME, raw_of
 from tolerances import relative_l2
 from torch import Tensor
 
@@ -22,6 +21,7 @@ from torch_moe_ops.core.activations import ACTIVATIONS as ACTIVATIONS_OF
 from torch_moe_ops.flashinfer import warmup
 
 pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
+from flashinfer_cutlass_cases import NAME, raw_of
 
 
 def built() -> bool:

@@ -19,8 +19,8 @@ from problems import make_batch, make_raw
 import torch_moe_ops as moe
 
 pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
+from flashinfer_cutlass_cases import BLACKWELL, NAME, NVFP4
 from flashinfer_sim import seam
-from test_flashinfer_cutlass import BLACKWELL, NAME, NVFP4
 
 
 class Pools:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from bad_calls import ONE_SCALE, PLAIN
 from problems import Case, make_batch, make_raw
 from samples import overload, packed_sample, routed_sample
-from test_errors import ONE_SCALE, PLAIN
 
 import torch_moe_ops as moe
 from torch_moe_ops.core.schemas import arguments

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from triton_programs import KERNELS, words_of
 
 pytest.importorskip("triton")
 
@@ -15,27 +13,16 @@ pytest.importorskip("triton")
 PRODUCTS = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 # Triton 3.6 has no product of int8 among Blackwell's newest instructions, 3.9 has.
 INT8_OF_SM100 = {"mma.sync", "tcgen05.mma"}
-KERNELS = {"prologue_kernel", "gemm1_kernel", "requantize_kernel", "gemm2_kernel", "combine_kernel"}
 PARTS = 3
-
 
 pytestmark = pytest.mark.slow
 capabilities = pytest.mark.parametrize("capability", PRODUCTS)
 
 
-def compiled(script: str, cache: Path, *arguments: int) -> list[list[str]]:
-    """What the script prints, in words. A process of its own: here kernels may be for Triton's interpreter."""
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
-    command = [sys.executable, str(Path(__file__).with_name(script)), *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [line.split() for line in done.stdout.splitlines()]
-
-
 @capabilities
 @pytest.mark.parametrize("part", range(PARTS))
 def test_experts(capability: int, part: int, tmp_path: Path) -> None:
-    lines = compiled("triton_aot.py", tmp_path, capability, part, PARTS)
+    lines = words_of("triton_aot.py", tmp_path, capability, part, PARTS)
     assert {line[0] for line in lines} == KERNELS
     for name, how, kind, *products in lines:
         if how == "ptx" and name.startswith("gemm"):
@@ -46,6 +33,6 @@ def test_experts(capability: int, part: int, tmp_path: Path) -> None:
 @capabilities
 def test_routing(capability: int, tmp_path: Path) -> None:
     """With the warp's own reductions in the top-k."""
-    lines = compiled("triton_routing_aot.py", tmp_path, capability)
+    lines = words_of("triton_routing_aot.py", tmp_path, capability)
     assert len(lines) == 5
     assert all(int(redux) >= 2 for _, _, redux, _ in lines)

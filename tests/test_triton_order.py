@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_triton_aot import KERNELS, compiled
+from triton_programs import KERNELS, words_of
 
 pytest.importorskip("triton")
 
@@ -14,7 +14,7 @@ PARTS = 4
 
 def check(cache: Path, part: int, parts: int) -> set[str]:
     """The kernels of these cases, none of which is at fault."""
-    lines = compiled("triton_order.py", cache, part, parts)
+    lines = words_of("triton_order.py", cache, part, parts)
     faults = [" ".join(words) for words in lines if words[0] == "FAULT"]
     assert not faults
     assert any(words[1] != "0" for words in lines)  # early reads are seen at all

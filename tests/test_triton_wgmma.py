@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from triton_programs import words_of
 from wgmma_hazards import find_hazards
 
 pytest.importorskip("triton")
@@ -50,13 +48,7 @@ MORE = [("int8", 9), ("mxint4", 9), ("mxint4", 300), ("nvfp4", 9), ("nvfp4", 300
 
 @pytest.mark.parametrize(("scheme", "tokens"), CASES + [pytest.param(*case, marks=pytest.mark.slow) for case in MORE])
 def test_kernels(scheme: str, tokens: int, tmp_path: Path) -> None:
-    # Another process: where this one has no GPU, its kernels are for Triton's interpreter.
-    script = Path(__file__).with_name("triton_wgmma.py")
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, str(script), scheme, str(tokens), str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [line.split() for line in done.stdout.splitlines()]
+    lines = words_of("triton_wgmma.py", tmp_path, scheme, tokens, tmp_path)
     assert [line[0] for line in lines] == ["gemm1_kernel", "gemm2_kernel"]
     for name, products, left, hazards, *first in lines:
         assert int(products) > 0, f"{name}: no operand in registers: the test shows nothing"
