@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from paths import DATA
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from torch_moe_ops.weights.raw_weights import RawWeights
 
-FIXTURES = Path(__file__).parent / "data" / "checkpoints"
+FIXTURES = DATA / "checkpoints"
 NVFP4_FIXTURES = sorted(folder.name for folder in FIXTURES.iterdir() if "nvfp4" in folder.name)
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32)

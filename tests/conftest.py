@@ -9,6 +9,7 @@ import recording
 import required
 import torch
 from hypothesis import settings
+from paths import DATA
 
 settings.register_profile("moeq", derandomize=True, deadline=None, max_examples=50)
 settings.load_profile("moeq")
@@ -16,8 +17,6 @@ settings.load_profile("moeq")
 # Small problems run up to 20 times slower where two threads wait for each other on a busy machine;
 # the tests that are about threads set their own number.
 torch.set_num_threads(1)
-
-DATA = Path(__file__).parent / "data"
 
 
 def pytest_configure(config: pytest.Config) -> None:

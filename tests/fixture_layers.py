@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import torch
+from paths import DATA
 from safetensors.torch import load_file
 from torch import Tensor
 
-CHECKPOINTS = Path(__file__).parent / "data" / "checkpoints"
+CHECKPOINTS = DATA / "checkpoints"
 
 # (checkpoint, layer): every MoE layer of every NVFP4 checkpoint, and of all others.
 NVFP4_LAYERS = [

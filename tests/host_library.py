@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from paths import CPP
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 NVCC = shutil.which("nvcc") or shutil.which(os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc"))
@@ -18,7 +19,7 @@ def host_library(source: str, folder: Path) -> ctypes.CDLL:
     """A file of tests/cpp as a shared library in `folder`; without a compiler the test is skipped."""
     if COMPILER is None:
         pytest.skip("no C++ compiler (g++ or clang++) to build the number code for the CPU")
-    path, library = Path(__file__).parent / "cpp" / source, folder / "libhost.so"
+    path, library = CPP / source, folder / "libhost.so"
     flags = ["-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-shared", "-fPIC"]
     subprocess.run([COMPILER, *flags, str(path), "-o", str(library)], check=True)
     return ctypes.CDLL(str(library))
@@ -28,7 +29,7 @@ def planning_library(source: str, folder: Path) -> Path:
     """The same of a .cu file: what the host does before a launch, which includes headers of CUDA."""
     if NVCC is None:
         pytest.skip("no CUDA compiler (nvcc) to build the host's code")
-    path, library = Path(__file__).parent / "cpp" / source, folder / "libplan.so"
+    path, library = CPP / source, folder / "libplan.so"
     flags = ["-std=c++17", "-O1", "-gencode", "arch=compute_90a,code=sm_90a", "-Xcompiler", "-fPIC", "-shared"]
     subprocess.run([NVCC, *flags, "-cudart", "static", str(path), "-o", str(library)], check=True, capture_output=True)
     return library
@@ -38,7 +39,7 @@ def device_program(source: str, folder: Path) -> Path:
     """A .cu file of tests/cpp as a program for a Hopper GPU."""
     if NVCC is None:
         pytest.skip("no CUDA compiler (nvcc) to build the program")
-    path, program = Path(__file__).parent / "cpp" / source, folder / "program"
+    path, program = CPP / source, folder / "program"
     flags = ["-std=c++17", "-O2", "-gencode", "arch=compute_90a,code=sm_90a", "-cudart", "static"]
     subprocess.run([NVCC, *flags, str(path), "-o", str(program)], check=True, capture_output=True)
     return program

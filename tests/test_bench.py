@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from paths import ROOT
 
 from torch_moe_ops.backends import BACKENDS
 
-ROOT = Path(__file__).resolve().parents[1]
 FORMATS = ("nvfp4", "nvfp4-a4", "nvfp4-a8", "mxfp4", "mxfp4-a8", "int4", "fp8", "fp8-a16", "bf16")
 
 

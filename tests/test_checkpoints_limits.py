@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from checkpoints_support import FIXTURES, copied, cpu_limit, raw_file, write
+from paths import ROOT as TREE
 
 from torch_moe_ops.checkpoints import CheckpointError, index, layer, load_experts
 from torch_moe_ops.checkpoints.naming import find_layers
@@ -215,7 +216,7 @@ def test_experts_without_end(tmp_path):
 
 
 def test_limits_are_documented():
-    text = (Path(__file__).parent.parent / "docs" / "design.md").read_text().replace(",", "")
+    text = (TREE / "docs" / "design.md").read_text().replace(",", "")
     for name, value in vars(limits).items():
         if name.startswith("MAX_"):
             assert re.search(rf"\b{value}\b", text), f"docs/design.md must state {name} = {value}"

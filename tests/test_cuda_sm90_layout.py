@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from paths import ROOT
 from problems import Case, make_raw
 
 import torch_moe_ops as moe
@@ -266,7 +267,7 @@ def test_explain_tells_which_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_limits_are_those_of_the_kernels() -> None:
-    folder = Path(__file__).parent.parent / "csrc" / "cuda" / "sm90"
+    folder = ROOT / "csrc" / "cuda" / "sm90"
     few, plan = (folder / "decode_few.h").read_text(), (folder / "decode_plan.h").read_text()
     assert f"kMaxSlots = {cuda_sm90.FEW_SLOTS};" in few
     assert f"kMaxTokens = {cuda_sm90.FEW_TOKENS};" in few

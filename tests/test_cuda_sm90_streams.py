@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from paths import PROGRAMS
 from sm90_cases import why_not_here
 from sm90_streams import OF_ANY_CONTEXT, SCENARIOS
 
 REASON = why_not_here()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(REASON), reason=REASON or "it is there")]
-PROGRAM = Path(__file__).parent / "sm90_streams.py"
+PROGRAM = PROGRAMS / "sm90_streams.py"
 SECONDS = 120
 GIGABYTES = 4  # of a process, with its context
 # Matrix products of 64 thread blocks, each of which has a multiprocessor to itself.
@@ -92,7 +93,7 @@ def test_beside_a_process_that_fills_half_of_the_device(scenario: str) -> None:
 
 
 def test_a_wait_without_end_is_ended() -> None:
-    text = text_of(start(program=Path(__file__).parent / "sm90_endless_wait.py"))
+    text = text_of(start(program=PROGRAMS / "sm90_endless_wait.py"))
     seconds = re.search(r"ended ([0-9.]+) s after", text)
     assert seconds is not None and float(seconds[1]) < 30, text
     assert "decode_few_kernel" in text and "block: [" in text and "must not change under a launch" in text, text

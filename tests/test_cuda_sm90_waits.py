@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 from host_library import device_program
+from paths import ROOT
 from sm90_cases import why_not_here
 
-SOURCES = Path(__file__).parent.parent / "csrc" / "cuda"
+SOURCES = ROOT / "csrc" / "cuda"
 REASON = why_not_here()
 # What reads memory that other thread blocks write meanwhile.
 LOOK = re.compile(r"\bld\.(?:acquire|relaxed|volatile)\.(?:gpu|global|sys)|\bvolatile\s+\w+\s*\*")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from flashinfer_problems import CUTLASS, NVFP4, TRTLLM, _installed, _version, against  # noqa: F401 (two fixtures)
+from paths import ROOT
 
 import torch_moe_ops as moe
 from torch_moe_ops.backends.flashinfer import package, routing, trtllm_call
@@ -48,8 +48,7 @@ def test_importing_the_library_does_not_import_flashinfer() -> None:
         "moe.explain(moe.Problem('nvfp4', hidden_size=64, intermediate_size=64));"
         "assert not [m for m in sys.modules if m.split('.')[0] == 'flashinfer']"
     )
-    root = str(Path(__file__).parent.parent)
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": root}, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120)
 
 
 def test_a_package_that_cannot_be_imported_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

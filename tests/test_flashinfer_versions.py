@@ -13,19 +13,20 @@ import sys
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 
 PATHS = [p for p in os.environ.get("MOEQ_FLASHINFER_PATHS", "").split(os.pathsep) if p]
-TESTS = Path(__file__).parent
 
 
 @pytest.mark.skipif(not PATHS, reason="MOEQ_FLASHINFER_PATHS names no further releases")
 @pytest.mark.parametrize("path", PATHS or [""])
 def test_contract_of_another_release(path: str) -> None:
-    files = [str(f) for f in sorted(TESTS.glob("test_flashinfer_*.py")) if f.name != Path(__file__).name]
+    this = Path(__file__)
+    files = sorted(str(file) for file in this.parent.glob("test_flashinfer_*.py") if file.name != this.name)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([path, os.environ.get("PYTHONPATH", "")])}
     environment.pop("MOEQ_FLASHINFER_PATHS")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
-    done = subprocess.run(command, cwd=TESTS.parent, env=environment, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-4000:]
     which = "import flashinfer; print(flashinfer.__file__)"
     used = subprocess.run([sys.executable, "-c", which], env=environment, capture_output=True, text=True, timeout=120)

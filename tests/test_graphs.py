@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from host_library import COMPILER
+from paths import PROGRAMS, ROOT
 from problems import Case, make_batch, make_raw
 from torch._dynamo.testing import EagerAndRecordGraphs, normalize_gm
 from torch.testing._internal.common_utils import TestCase, run_tests
@@ -21,7 +22,7 @@ from torch_moe_ops.core.schemas import FAMILIES
 
 CASE = Case(act_format="nvfp4", input_scale="tensor", experts=4, top_k=2)
 ROUTING = moe.Routing("renormalize", 2)
-WRAPPER = Path(__file__).resolve().parents[1] / "scripts" / "cxx_local_archives.sh"
+WRAPPER = ROOT / "scripts" / "cxx_local_archives.sh"
 
 
 def _weights(backend: str = "reference") -> moe.PreparedWeights:
@@ -131,7 +132,7 @@ def test_prepared_weights_are_a_legal_export_input() -> None:
 def _package(folder: Path, compiler: str) -> subprocess.CompletedProcess[str]:
     """aoti_package.py with a compiler of AOTInductor's behind the wrapper, and nothing of it in a cache."""
     environment = {**os.environ, "CXX": str(WRAPPER), "MOEQ_CXX": compiler, "TORCHINDUCTOR_CACHE_DIR": str(folder)}
-    command = [sys.executable, str(Path(__file__).parent / "aoti_package.py"), str(folder / "layer.pt2")]
+    command = [sys.executable, str(PROGRAMS / "aoti_package.py"), str(folder / "layer.pt2")]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from every_layer import layer_of, prepared_here, raw_of
+from paths import DATA
 from problems import Case, make_raw
 
 import torch_moe_ops as moe
 from torch_moe_ops.backends import BACKENDS
 from torch_moe_ops.core.schemes import SCHEMES
 
-SAVED = Path(__file__).parent / "data" / "prepared"
+SAVED = DATA / "prepared"
 
 
 def _problem_of_raw(raw: moe.RawWeights, w: moe.PreparedWeights) -> moe.Problem:

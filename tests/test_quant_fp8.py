@@ -10,17 +10,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
+from paths import DATA
 from safetensors.torch import load_file
 from torch import Tensor
 
 from torch_moe_ops.numerics import e4m3, fp8
 
-V = load_file(Path(__file__).parent / "data" / "vectors" / "fp8_block.safetensors")
+V = load_file(DATA / "vectors" / "fp8_block.safetensors")
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

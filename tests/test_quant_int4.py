@@ -8,17 +8,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
+from paths import DATA
 from safetensors.torch import load_file
 from torch import Tensor
 
 from torch_moe_ops.numerics import int4, int4_files
 
-V = load_file(Path(__file__).parent / "data" / "vectors" / "int4_g32.safetensors")
+V = load_file(DATA / "vectors" / "int4_g32.safetensors")
 CASES = ("main_bf16", "main_fp32", "ties_bf16")
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
+from paths import DATA
 from safetensors.torch import load_file
 from torch import Tensor
 
 from torch_moe_ops.numerics import int8
 
-V = load_file(Path(__file__).parent / "data" / "vectors" / "fp8_block.safetensors")
+V = load_file(DATA / "vectors" / "fp8_block.safetensors")
 
 
 def rows(seed: int, count: int = 30, k: int = 64) -> Tensor:

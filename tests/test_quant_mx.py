@@ -12,18 +12,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
+from paths import DATA
 from safetensors.torch import load_file
 from torch import Tensor
 
 from torch_moe_ops.numerics import e2m1, mx
 
-DATA = Path(__file__).parent / "data" / "vectors"
-FP4, FP8 = load_file(DATA / "mxfp4.safetensors"), load_file(DATA / "mxfp8.safetensors")
+VECTORS = DATA / "vectors"
+FP4, FP8 = load_file(VECTORS / "mxfp4.safetensors"), load_file(VECTORS / "mxfp8.safetensors")
 CASES = [("e2m1", c) for c in ("main_bf16", "main_fp32", "saturation_fp32", "ties_fp32")]
 CASES += [("e4m3", c) for c in ("main_bf16", "main_fp32", "ties_fp32")]
 MAX = {"e2m1": 6.0, "e4m3": 448.0, "e3m2": 28.0, "e2m3": 7.5}

@@ -11,16 +11,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
+from paths import DATA
 from safetensors.torch import load_file
 from torch import Tensor
 
 from torch_moe_ops.numerics import e2m1, nvfp4
 
-VECTORS = load_file(Path(__file__).parent / "data" / "vectors" / "nvfp4.safetensors")
+VECTORS = load_file(DATA / "vectors" / "nvfp4.safetensors")
 GIVEN = ("static_scale_fp32", "static_scale_large_fp32")  # scale_2 comes from outside
 CASES = ("main_bf16", "main_fp32", "ties_fp32", "wide_bf16", *GIVEN)
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
+from paths import DATA
 from routing_oracle import SOFTMAX, WITH_BIAS, WITH_FACTOR, draw, draw_bias, route_row, top_ks
 from safetensors.torch import load_file
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch_moe_ops.core.routing_methods import ROUTING_METHODS
 from torch_moe_ops.routing.reference import route_reference
 
-FIXTURES = load_file(Path(__file__).parent / "data" / "routing.safetensors")
+FIXTURES = load_file(DATA / "routing.safetensors")
 CASES = sorted({name.rsplit("/", 1)[0] for name in FIXTURES})
 # Stored router -> the methods that must agree with it.
 METHODS_OF = {

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
+from paths import DATA
 from safetensors.torch import load_file
 from torch import Tensor
 
 from torch_moe_ops.numerics.swizzle import padded_shape, swizzle_scale, unswizzle_scale
 
-VECTORS = Path(__file__).parent / "data" / "vectors"
+VECTORS = DATA / "vectors"
 DTYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.bfloat16, torch.float16)
 SHAPES = ((1, 1), (128, 4), (129, 5), (200, 6), (108, 6), (300, 9), (0, 4), (4, 0))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from paths import DATA
 from safetensors.torch import save_file
 
 from torch_moe_ops.__main__ import main
@@ -20,7 +21,7 @@ from torch_moe_ops.commands.tune.command import layers_of, tokens_of
 from torch_moe_ops.commands.tune.search import plan, search
 from torch_moe_ops.tuning import tuned
 
-CHECKPOINTS = Path(__file__).parent / "data" / "checkpoints"
+CHECKPOINTS = DATA / "checkpoints"
 RULES = rules("nvfp4", 64, 8, 128, 2048, 768)
 SIZES = (64, 8, 128)  # tokens, top_k, experts
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from paths import PROGRAMS
 
 from torch_moe_ops.backends import BACKENDS
 
@@ -16,7 +16,7 @@ from torch_moe_ops.backends import BACKENDS
 @pytest.fixture(scope="module")
 def refused() -> Any:
     """What planted_scheme.py prints."""
-    script = Path(__file__).parent / "planted_scheme.py"
+    script = PROGRAMS / "planted_scheme.py"
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from paths import PROGRAMS
+
 # Those of a layer.
 KERNELS = {"prologue_kernel", "gemm1_kernel", "requantize_kernel", "gemm2_kernel", "combine_kernel"}
 
@@ -14,7 +16,7 @@ KERNELS = {"prologue_kernel", "gemm1_kernel", "requantize_kernel", "gemm2_kernel
 def words_of(program: str, cache: Path, *arguments: object) -> list[list[str]]:
     """What a program prints, a list of words a line. A process of its own: here kernels may be for Triton's interpreter."""
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
-    command = [sys.executable, str(Path(__file__).with_name(program)), *map(str, arguments)]
+    command = [sys.executable, str(PROGRAMS / program), *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return [line.split() for line in done.stdout.splitlines()]
