@@ -35,7 +35,7 @@ test: install ## the tests, but for what is slow
 # What is slow besides: long property tests, fuzzing, the examples, CUDA compilation, sanitizers, Triton's interpreter
 # and its ahead-of-time targets, several releases of FlashInfer.
 test-all: install ## everything that is slow
-	$(PY) -m pytest -q -n $(JOBS) -m slow --ignore-glob='*/test_triton_*.py'
+	$(PY) -m pytest -q -n $(JOBS) -m slow --ignore=tests/backends/triton
 	$(MAKE) cuda-compile
 	$(MAKE) sanitize
 	$(MAKE) test-triton
@@ -44,7 +44,7 @@ test-all: install ## everything that is slow
 
 test-triton: install ## the Triton kernels in the interpreter and ahead of time
 	$(PY) -m pip install --quiet 'triton>=3.6'
-	TRITON_INTERPRET=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal tests/test_triton_*.py
+	TRITON_INTERPRET=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal tests/backends/triton
 
 test-flashinfer: install ## several releases of FlashInfer against their simulators
 	PYTHON=$(PY) bash scripts/flashinfer_releases.sh
@@ -57,12 +57,12 @@ FUZZ_FILES    ?= 1000000
 fuzz: fuzz-problems fuzz-loader ## random problems, headers and configs
 
 fuzz-problems: install
-	PYTHONPATH=. $(PY) tests/fuzz_problems.py --backend cpu --special --count $(FUZZ_PROBLEMS)
-	PYTHONPATH=. MOEQ_CPU_ISA=portable $(PY) tests/fuzz_problems.py --backend cpu --special --count $(FUZZ_PROBLEMS)
+	PYTHONPATH=. $(PY) tests/programs/fuzz_problems.py --backend cpu --special --count $(FUZZ_PROBLEMS)
+	PYTHONPATH=. MOEQ_CPU_ISA=portable $(PY) tests/programs/fuzz_problems.py --backend cpu --special --count $(FUZZ_PROBLEMS)
 
 # Mutated headers, configs and saved weights: 10 to 40 minutes for a million on one core.
 fuzz-loader: install
-	PYTHONPATH=. nice -n 19 $(PY) tests/fuzz_loader.py --count $(FUZZ_FILES)
+	PYTHONPATH=. nice -n 19 $(PY) tests/programs/fuzz_loader.py --count $(FUZZ_FILES)
 
 lint: install ## formatter, linter and types, without changing anything
 	$(VENV)/bin/ruff format --check .

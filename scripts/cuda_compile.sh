@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Proves that every CUDA source compiles, on a machine without a GPU and with a CPU-only torch: objects, no linking.
-# Kernels of csrc/cuda/sm90 have to wait for those in front before they touch memory (tests/sass_order.py).
+# Kernels of csrc/cuda/sm90 have to wait for those in front before they touch memory (tests/programs/sass_order.py).
 #
 # usage: scripts/cuda_compile.sh [source.cu ...]       (default: all of csrc/cuda)
 #   PYTHON       interpreter that has torch, and Triton for its nvdisasm  (default: python3)
@@ -81,7 +81,7 @@ compile() {
     report=$("$python" scripts/ptxas_report.py "$log") || echo "no report of $source" | tee -a "$failures"
     echo "ok   $source ($((SECONDS - start)) s)${report:+$'\n'$report}"
     if [ -n "$disassembles" ] && [[ $source == */sm90/* ]]; then
-      "$python" tests/sass_order.py "$objects/${name%.cu}.o" || echo "FAIL $source: does not wait as docs/design.md, section 11, wants it" | tee -a "$failures"
+      "$python" tests/programs/sass_order.py "$objects/${name%.cu}.o" || echo "FAIL $source: does not wait as docs/design.md, section 11, wants it" | tee -a "$failures"
     fi
   else
     echo "FAIL $source" | tee -a "$failures"

@@ -23,4 +23,4 @@ for version in "$@"; do
   [ -d "$target/flashinfer" ] || "$PYTHON" -m pip install --quiet --no-deps --target "$target" "flashinfer-python==$version"
   paths=$paths:$target
 done
-MOEQ_FLASHINFER_PATHS=${paths#:} "$PYTHON" -m pytest -q -n 2 tests/test_flashinfer_versions.py
+MOEQ_FLASHINFER_PATHS=${paths#:} "$PYTHON" -m pytest -q -n 2 tests/backends/flashinfer/test_flashinfer_versions.py

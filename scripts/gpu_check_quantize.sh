@@ -26,8 +26,8 @@ sanitizer() {
 }
 
 MOEQ_CUDA=1 LINES_SHOWN=2 step build timeout 240 "$python" setup.py build_ext --inplace
-LINES_SHOWN=12 step tests timeout 200 "$python" -m pytest -q -rs tests/test_cuda_quantize.py \
-  tests/test_cuda_number_code.py
+LINES_SHOWN=12 step tests timeout 200 "$python" -m pytest -q -rs tests/numerics/test_cuda_quantize.py \
+  tests/numerics/test_cuda_number_code.py
 LINES_SHOWN=70 step bench timeout 120 "$python" benchmarks/bench_quantize_cuda.py --json "$out/quantize_nvfp4.jsonl"
 for tool in memcheck racecheck initcheck; do
   step "$tool" sanitizer "$tool"

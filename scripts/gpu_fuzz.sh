@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Random problems on every backend of this library that runs on this GPU, against the oracle (tests/fuzz_problems.py).
+# Random problems on every backend of this library that runs on this GPU, against the oracle, by
+# tests/programs/fuzz_problems.py.
 #
 #   bash scripts/gpu_fuzz.sh OUT.jsonl [COUNT] [SECONDS]
 #
@@ -13,7 +14,7 @@ status=0
 for backend in ${BACKENDS:-triton triton_fp8 cuda_sm90 cuda_sm90_int4 cuda_sm90_packed cuda_sm90_folded cuda_sm90_bf16 cuda_sm90_fp8}; do
   case $backend in *:*) export MOEQ_CPU_ISA=${backend#*:} ;; *) unset MOEQ_CPU_ISA ;; esac
   # shellcheck disable=SC2086
-  "${PYTHON:-python3}" tests/fuzz_problems.py --backend "${backend%%:*}" --count "${2:-10000}" --seconds "${3:-60}" \
+  "${PYTHON:-python3}" tests/programs/fuzz_problems.py --backend "${backend%%:*}" --count "${2:-10000}" --seconds "${3:-60}" \
     --jobs "${JOBS:-8}" --out "$out" ${OPTIONS:-} || status=1
 done
 exit "$status"

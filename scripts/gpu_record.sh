@@ -26,10 +26,10 @@ fi
 
 files() {
   case $1 in
-    graph) echo tests/test_in_graph*.py ;;
-    kernels) echo tests/test_cuda_*.py tests/test_triton_*.py ;;
+    graph) echo tests/backends/gpu/test_in_graph*.py ;;
+    kernels) echo tests/backends/sm90 tests/backends/triton tests/numerics/test_cuda_*.py ;;
     layers) # all others that speak of CUDA
-      grep -l 'cuda' tests/test_*.py | grep -v -e test_in_graph -e test_cuda_ -e test_triton_ | tr '\n' ' ' ;;
+      grep -rl --include='test_*.py' 'cuda' tests | grep -v -e test_in_graph -e test_cuda_ -e backends/sm90/ -e backends/triton/ | sort | tr '\n' ' ' ;;
     *) echo "gpu_record.sh: PART must be graph, kernels or layers, got $1" >&2 && exit 1 ;;
   esac
 }
@@ -45,7 +45,7 @@ for part in ${PART:-graph kernels layers}; do
   # An installed library, not this tree, which has no compiled kernels where it was not built in place: no `-m pytest`.
   # shellcheck disable=SC2086
   timeout --signal=INT --kill-after=20 "$left" "$python" -c 'import sys, pytest; sys.path[:] = [p for p in sys.path if p]; sys.exit(pytest.main(sys.argv[1:]))' \
-    -q -m "not slow" -n "${JOBS:-8}" --dist worksteal --timeout 240 -p no:cacheprovider -o addopts=--strict-markers "$@" $chosen
+    -q -m "not slow" -n "${JOBS:-8}" --dist worksteal --timeout 240 -p no:cacheprovider -rN "$@" $chosen
   ended=$?
   [ "$ended" = 0 ] || [ "$ended" = 5 ] || status=$ended # 5: all of them had passed before
 done

@@ -1,4 +1,4 @@
-"""How far backends that approximate are from the oracle, over sizes: what the bounds of tests/tolerances.py rest on.
+"""How far backends that approximate are from the oracle, over sizes: what tests/support/tolerances.py states.
 
     python scripts/measure_bounds.py [--backends NAME,NAME] [--seconds 110] [--jobs 12] [--out FILE.jsonl]
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 import torch  # noqa: E402
 from gpu_layers import FORMATS, Format, Sizes, as_reference, make_batch, make_raw  # noqa: E402

@@ -1,4 +1,4 @@
-"""Makes one record of a folder of test outcomes (tests/recording.py), for tests/records.
+"""Makes one record of a folder of test outcomes (tests/support/recording.py), for tests/records.
 
     python scripts/merge_records.py FOLDER [--out tests/records/NAME.json]
 
@@ -143,7 +143,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
+    sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests" / "support")]
     from backend_digests import digests
     from recording import commit
 

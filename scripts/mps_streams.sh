@@ -23,7 +23,7 @@ for percent in "$@"; do
   echo "== $percent %: $count multiprocessors, as CUDA says"
   pids=()
   for scenario in eager graphs; do
-    timeout 180 "$python" tests/sm90_streams.py "$scenario" --seconds 150 >"$folder/$scenario.txt" 2>&1 &
+    timeout 180 "$python" tests/programs/sm90_streams.py "$scenario" --seconds 150 >"$folder/$scenario.txt" 2>&1 &
     pids+=($!)
   done
   for pid in "${pids[@]}"; do

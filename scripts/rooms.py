@@ -3,9 +3,9 @@
     python scripts/rooms.py [--write]
 
 A room is an entry of torch_moe_ops/: a folder, or a module beside them. Every import counts, also those inside
-functions and those for types alone. The rules (tests/test_rooms.py): no circle of files, no circle of rooms, and so an
-order of rooms in which each imports from lower levels only; at most seven levels. --write renews the picture in
-docs/design.md.
+functions and those for types alone. The rules (tests/repository/test_rooms.py): no circle of files, no circle of rooms,
+and so an order of rooms in which each imports from lower levels only; at most seven levels. --write renews the picture
+in docs/design.md.
 """
 
 from __future__ import annotations

@@ -14,11 +14,11 @@ check() { # TOOL GROUP
   [ "$1" = synccheck ] && options=(--num-cuda-barriers 65536) # rings of them in every thread block
   # Only our kernels: torch's own are not under test, and checking them takes most of the time.
   report "$1" "$2" compute-sanitizer --tool "$1" "${options[@]}" --kernel-name kernel_substring=moeq \
-    --error-exitcode 3 --print-limit 100 --show-backtrace no "$PYTHON" tests/sm90_sanitizer.py "$2" "${few[@]}"
+    --error-exitcode 3 --print-limit 100 --show-backtrace no "$PYTHON" tests/programs/sm90_sanitizer.py "$2" "${few[@]}"
 }
 export -f check
 
-names=$("$PYTHON" tests/sm90_sanitizer.py list ${KERNELS:+--kernels "$KERNELS"} | tr ' ' '\n' | grep -E "${GROUPS_OF:-.}")
+names=$("$PYTHON" tests/programs/sm90_sanitizer.py list ${KERNELS:+--kernels "$KERNELS"} | tr ' ' '\n' | grep -E "${GROUPS_OF:-.}")
 [ -n "$names" ] || { echo "no group of kernels to run"; exit 2; }
 for tool in ${TOOLS:-racecheck memcheck synccheck}; do
   for name in $names; do echo "$tool $name"; done

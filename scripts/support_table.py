@@ -77,7 +77,7 @@ class Table:
         self.records, self.now = records, now
 
     def status(self, backend: str, scheme: str, act_format: str, where: str) -> str:
-        """Of one backend in one cell. where: as tests/attribution.py names devices."""
+        """Of one backend in one cell. where: as tests/support/attribution.py names devices."""
         for place, passed in ((where, "tested"), ("simulator", "by contract")):
             for record in self.records:
                 counts = self._counts(record, backend, scheme, act_format, place)

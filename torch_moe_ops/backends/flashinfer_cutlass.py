@@ -1,7 +1,7 @@
 """Backend `flashinfer_cutlass`: FlashInfer's CUTLASS kernels, for Ada to Blackwell.
 
 Verified by contract, like `flashinfer_trtllm`, and on a Hopper GPU for what `_RUN_ON_HOPPER` names
-(tests/test_flashinfer_sm90.py). Routing is moeq::route's; the kernels take ids and weights.
+(tests/backends/flashinfer/test_flashinfer_sm90.py). Routing is moeq::route's; the kernels take ids and weights.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Producers that let the next kernel start before they have stored: a router, and one that takes its time.
 
-In CUDA graphs, where kernels follow each other closely. tests/test_triton_order.py finds the same faults without a GPU.
+In CUDA graphs, where kernels follow each other closely. test_triton_order.py finds the same faults without a GPU.
 """
 
 from __future__ import annotations

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import threading
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 import green_contexts
 import sm90_green_streams

@@ -1,6 +1,6 @@
 """Ahead-of-time compilation of the kernels that a call would launch, for targets that need not be present.
 
-`python tests/triton_aot.py CAPABILITY PART PARTS`: every PARTS-th case from PART.
+`python tests/programs/triton_aot.py CAPABILITY PART PARTS`: every PARTS-th case from PART.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 import torch
 import triton

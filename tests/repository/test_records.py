@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import conftest
 import pytest
 import recording
 import torch
@@ -218,7 +217,7 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ru
 
 class Plugins:
     def pytest_configure(self, config: pytest.Config) -> None:
-        conftest.pytest_configure(config)
+        load("tests/conftest.py").pytest_configure(config)
 
 
 def test_a_run_is_recorded_and_resumed(planted: Callable[..., Run], tmp_path: Path) -> None:
@@ -242,7 +241,8 @@ def test_a_run_is_recorded_and_resumed(planted: Callable[..., Run], tmp_path: Pa
 @pytest.mark.slow
 def test_processes_of_xdist_write_one_record(tmp_path: Path) -> None:
     (tmp_path / "test_planted.py").write_text(PLANTED)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests"))), "MOEQ_RECORD": str(tmp_path)}
+    paths = (ROOT, ROOT / "tests", ROOT / "tests" / "support")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "MOEQ_RECORD": str(tmp_path)}
     command = [sys.executable, "-m", "pytest", "-p", "conftest", "-n", "2", "-c", os.devnull, f"--rootdir={tmp_path}"]
     subprocess.run([*command, "-o", "markers=gpu", "test_planted.py"], cwd=tmp_path, env=env, timeout=300)
     made = merge.record(tmp_path, "c" * 40, recording.about()["digests"])

@@ -1,12 +1,15 @@
 """Packages a layer with AOTInductor, loads the package and compares; a process of its own, as a fault ends it.
 
-usage: python tests/aoti_package.py FILE.pt2     (FILE.pt2 is written)
+usage: python tests/programs/aoti_package.py FILE.pt2     (FILE.pt2 is written)
 """
 
 from __future__ import annotations
 
 import faulthandler
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 import torch
 from problems import Case, make_raw

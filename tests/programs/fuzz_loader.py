@@ -1,6 +1,6 @@
 """Mutated headers, configs, indices and saved weights: each loads, or raises CheckpointError that names a file.
 
-    python tests/fuzz_loader.py --count 1000000 [--first 0] [--jobs 1] [--out FILE.jsonl]
+    python tests/programs/fuzz_loader.py --count 1000000 [--first 0] [--jobs 1] [--out FILE.jsonl]
 
 Case n is always the same: `--first n --count 1` repeats it. A case fails with any other error, with more than a second
 of computing (a minute of waiting), with a crash, with more than a gigabyte of memory, or where what was loaded is what
@@ -25,6 +25,8 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 import torch
 from checkpoints_support import TooSlow, cpu_limit

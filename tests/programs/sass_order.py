@@ -1,6 +1,7 @@
 """Machine code as the steps of launch_order.py, and the Hopper kernels judged by it.
 
-`python tests/sass_order.py OBJECT ...` prints what the kernels in objects of csrc/cuda/sm90 do wrong; fails if any does.
+`python tests/programs/sass_order.py OBJECT ...` prints what the kernels in objects of csrc/cuda/sm90 do wrong; fails if
+any does.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 from launch_order import Order, Step, faults_alone, order_of
 from wgmma_hazards import disassembled, parse, where_to

@@ -1,10 +1,11 @@
 """Random layers and batches on one backend against the oracle: every scheme, format, activation, routing and odd size.
 
-    python tests/fuzz_problems.py --backend cpu --count 10000 [--seed 0] [--seconds 600] [--jobs 1] [--out FILE.jsonl]
+    python tests/programs/fuzz_problems.py --backend cpu --count 10000 [--seed 0] [--seconds 600] [--jobs 1]
+        [--out FILE.jsonl]
 
 Problem i follows from the seed and i alone, but for what a JIT compiler compiles anew, which stays for --group problems
-in a row (format, layer, dtypes). A miss is an error over the bound of tests/tolerances.py, and is run again, alone, by
---first I --count 1. --special puts NaN and Inf into some hidden states. On a CPU, MOEQ_CPU_ISA names the kernels.
+in a row (format, layer, dtypes). A miss is an error over the bound of tests/support/tolerances.py, and is run again,
+alone, by --first I --count 1. --special puts NaN and Inf into some hidden states. On a CPU, MOEQ_CPU_ISA names the kernels.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 import torch
 from gpu_layers import Format, Sizes, as_reference, formats_of, make_raw

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
+
 from triton_aot import record
 from wgmma_hazards import count_products, disassemble, find_hazards
 

@@ -1,4 +1,4 @@
-"""What the Triton kernels of calls do before they wait: `python tests/triton_order.py PART PARTS`.
+"""What the Triton kernels of calls do before they wait: `python tests/programs/triton_order.py PART PARTS`.
 
 For every PARTS-th case from PART a line: its name, how many kernels read early, and the kernels; then the faults.
 Compiled for SM90 as far as PTX, which is kept nowhere: there is no binary.
@@ -9,8 +9,11 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 import torch
 import triton

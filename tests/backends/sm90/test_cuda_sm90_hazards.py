@@ -1,4 +1,4 @@
-"""The built CUDA extension: no kernel writes registers that a product in flight still reads (tests/wgmma_hazards.py).
+"""The built CUDA extension: no kernel writes registers that a product in flight still reads (wgmma_hazards.py).
 
 ptxas has been seen to do so where the code around `wgmma` branches, and runs do not show it for certain.
 """

@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation of the routing kernel: `python tests/triton_routing_aot.py CAPABILITY`."""
+"""Ahead-of-time compilation of the routing kernel: `python tests/programs/triton_routing_aot.py CAPABILITY`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import triton
