@@ -11,7 +11,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 import torch_moe_ops as moe
 from torch_moe_ops.backends import BACKENDS, register
-from torch_moe_ops.backends.registry import available, formats, one_of
+from torch_moe_ops.backends.registry import Backend, available, formats, one_of
 
 PROBLEM = moe.Problem("nvfp4", act_format="nvfp4", num_experts=8, hidden_size=64, intermediate_size=48)
 
@@ -131,6 +131,19 @@ def test_a_new_backend_is_one_registration(monkeypatch: pytest.MonkeyPatch) -> N
     ids, weights = torch.zeros(3, 2, dtype=torch.int32), torch.ones(3, 2)
     assert torch.equal(moe.fused_moe_routed(x, ids, weights, w), torch.full((3, 64), 7.0).bfloat16())
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("backend", [b for b in BACKENDS.values() if b.delegate], ids=lambda b: b.name)
+def test_a_backend_that_hands_work_to_another_says_so(backend: Backend) -> None:
+    other = BACKENDS[backend.delegate]
+    assert other.layout is backend.layout, "the same tensors"
+    for top_k in (None, 8):
+        problem = moe.Problem("none", device="cuda", capability=(9, 0), num_experts=64, hidden_size=64, intermediate_size=64, top_k=top_k)  # fmt: skip
+        assert f"{other.name}'s kernels below" in backend.notes(problem)
+    # What this one needs holds what the other needs of the machine.
+    for device, capability in (("cpu", None), ("cuda", (8, 0))):
+        elsewhere = dataclasses.replace(problem, device=device, capability=capability)
+        assert backend.reasons(elsewhere) or not other.reasons(elsewhere)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import torch
 # Every way that tests take to a kernel: the ops, and the functions behind them that tests call by themselves. Each is
 # called with an ExpertsCall first, which names its backend.
 HOOKS = (
-    ("torch_moe_ops.ops.experts", "_run"),
+    ("torch_moe_ops.ops.run", "run_experts"),
     ("torch_moe_ops.backends.cpu", "run"),
     ("torch_moe_ops.backends.cuda_sm90", "run_kernel"),
     ("torch_moe_ops.backends.cuda_sm90_bf16", "run_kernel"),

@@ -45,6 +45,7 @@ class Backend:
     notes: what a user should know where the backend fits ("pads ...", "emulates ..."), else "".
     run_monolithic: (call, router logits and the arguments of moeq::route after them, out) -> whether it ran.
         False, or None here: moeq::route and `run` do it.
+    delegate: the backend whose kernels run what this one's do not, "" where there is none; `notes` says what that is.
     one_input_scale: tokens are quantized once, so `prepare` takes the largest a13_input_scale for all experts.
     """
 
@@ -59,6 +60,7 @@ class Backend:
     auto: bool = True
     run_monolithic: Callable[[ExpertsCall, tuple[Any, ...], Tensor], bool] | None = None
     bias_layout: BiasLayout | None = None
+    delegate: str = ""
     one_input_scale: bool = False
 
     def reasons(self, problem: Problem) -> list[str]:

@@ -81,30 +81,68 @@ def _monolithic_arguments(family: str) -> str:
     )
 
 
-def _build() -> dict[str, str]:
-    table = {
-        "route": (
-            "(Tensor router_logits, Tensor? routing_bias, str routing_method, int top_k, "
-            f"{_METHOD}) -> (Tensor topk_ids, Tensor topk_weights)"
-        ),
-        "quantize_nvfp4": "(Tensor x, Tensor gscale) -> (Tensor codes, Tensor scale)",
-        "quantize_mxfp4": '(Tensor x, str rule="rceil") -> (Tensor codes, Tensor scale)',
-        "quantize_mxfp8": '(Tensor x, str rule="rceil") -> (Tensor codes, Tensor scale)',
-        "quantize_fp8": "(Tensor x, Tensor? gscale=None, int group=0) -> (Tensor codes, Tensor scale)",
-        "quantize_int8": "(Tensor x, Tensor? gscale=None) -> (Tensor codes, Tensor scale)",
-        "dynamic_gscale_nvfp4": "(Tensor x) -> Tensor",
-        "swizzle_scale": "(Tensor scale) -> Tensor",
-        "unswizzle_scale": "(Tensor swizzled, int rows, int cols) -> Tensor",
-    }
-    for family in FAMILIES:
-        prefix = f"{family}_" if family else ""
-        table[f"{prefix}moe"] = f"({_monolithic_arguments(family)}) -> Tensor"
-        table[f"{prefix}moe_routed"] = f"({_routed_arguments(family)}) -> Tensor"
-        table[f"{prefix}moe_routed.out"] = f"({_routed_arguments(family)}, *, Tensor(a!) out) -> ()"
-    return table
+def _routed(family: str) -> str:
+    return f"({_routed_arguments(family)}) -> Tensor"
 
 
-SCHEMAS: dict[str, str] = _build()
+def _routed_out(family: str) -> str:
+    return f"({_routed_arguments(family)}, *, Tensor(a!) out) -> ()"
+
+
+def _monolithic(family: str) -> str:
+    return f"({_monolithic_arguments(family)}) -> Tensor"
+
+
+# Bodies: ops/moe.py and ops/moe_routed.py of the experts, the other files of ops/ of the rest.
+SCHEMAS: dict[str, str] = {
+    "route": (
+        "(Tensor router_logits, Tensor? routing_bias, str routing_method, int top_k, "
+        f"{_METHOD}) -> (Tensor topk_ids, Tensor topk_weights)"
+    ),
+    "quantize_nvfp4": "(Tensor x, Tensor gscale) -> (Tensor codes, Tensor scale)",
+    "quantize_mxfp4": '(Tensor x, str rule="rceil") -> (Tensor codes, Tensor scale)',
+    "quantize_mxfp8": '(Tensor x, str rule="rceil") -> (Tensor codes, Tensor scale)',
+    "quantize_fp8": "(Tensor x, Tensor? gscale=None, int group=0) -> (Tensor codes, Tensor scale)",
+    "quantize_int8": "(Tensor x, Tensor? gscale=None) -> (Tensor codes, Tensor scale)",
+    "dynamic_gscale_nvfp4": "(Tensor x) -> Tensor",
+    "swizzle_scale": "(Tensor scale) -> Tensor",
+    "unswizzle_scale": "(Tensor swizzled, int rows, int cols) -> Tensor",
+    "nvfp4_moe": _monolithic("nvfp4"),
+    "nvfp4_moe_routed": _routed("nvfp4"),
+    "nvfp4_moe_routed.out": _routed_out("nvfp4"),
+    "mxfp4_moe": _monolithic("mxfp4"),
+    "mxfp4_moe_routed": _routed("mxfp4"),
+    "mxfp4_moe_routed.out": _routed_out("mxfp4"),
+    "mxfp8_moe": _monolithic("mxfp8"),
+    "mxfp8_moe_routed": _routed("mxfp8"),
+    "mxfp8_moe_routed.out": _routed_out("mxfp8"),
+    "mxfp6_moe": _monolithic("mxfp6"),
+    "mxfp6_moe_routed": _routed("mxfp6"),
+    "mxfp6_moe_routed.out": _routed_out("mxfp6"),
+    "mxint4_moe": _monolithic("mxint4"),
+    "mxint4_moe_routed": _routed("mxint4"),
+    "mxint4_moe_routed.out": _routed_out("mxint4"),
+    "int4_moe": _monolithic("int4"),
+    "int4_moe_routed": _routed("int4"),
+    "int4_moe_routed.out": _routed_out("int4"),
+    "fp8_moe": _monolithic("fp8"),
+    "fp8_moe_routed": _routed("fp8"),
+    "fp8_moe_routed.out": _routed_out("fp8"),
+    "fp8_block_moe": _monolithic("fp8_block"),
+    "fp8_block_moe_routed": _routed("fp8_block"),
+    "fp8_block_moe_routed.out": _routed_out("fp8_block"),
+    "int8_moe": _monolithic("int8"),
+    "int8_moe_routed": _routed("int8"),
+    "int8_moe_routed.out": _routed_out("int8"),
+    "moe": _monolithic(""),
+    "moe_routed": _routed(""),
+    "moe_routed.out": _routed_out(""),
+}
+
+
+def family_of(op: str) -> str:
+    """The op family of an expert op: "nvfp4" of nvfp4_moe and nvfp4_moe_routed, "" of moe."""
+    return op.removesuffix("_routed").removesuffix("moe").removesuffix("_")
 
 
 def _define_all() -> None:
