@@ -269,7 +269,7 @@ def test_unknown_format(tmp_path):
         for p in ("gate", "up", "down")
         for part, dtype in (("weight", torch.uint8), ("weight_scale", torch.bfloat16))
     }
-    refuses(write(tmp_path, experts), "no known format stores an expert as", "weight_scale BF16 (16, 16)")
+    refuses(write(tmp_path, experts), "no known format stores a weight as", "weight_scale BF16 (16, 16)")
 
 
 @pytest.mark.parametrize("name", ["rotary_emb.inv_freq", "mlp.experts.3.up_proj.weight_quantizer._amax", "x.k_scale"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -19,13 +21,17 @@ from tolerances import F32, relative_l2
 from torch import Tensor
 
 import torch_moe_ops as moe
+from torch_moe_ops.checkpoints.index import CheckpointIndex
 from torch_moe_ops.core.schemes import SCHEMES
 
 transformers = pytest.importorskip("transformers", minversion="5.23", reason="needs transformers >= 5.23")
 
+from quantized_models import write_model  # noqa: E402
+
 import torch_moe_ops.transformers as moeq_transformers  # noqa: E402
 from torch_moe_ops.transformers.attach import find_experts  # noqa: E402
-from torch_moe_ops.transformers.dequantize import dequantize_linear  # noqa: E402
+from torch_moe_ops.transformers.interception import packed_settings  # noqa: E402
+from torch_moe_ops.transformers.linears import dequantize_linear  # noqa: E402
 
 # (checkpoint, weight scheme): every ModelOpt export among the fixtures.
 MODELOPT = [
@@ -200,13 +206,16 @@ _PROJ = "model.layers.0.self_attn.q_proj"
     ("edit", "text"),
     [
         (lambda t: t.update({f"{_PROJ}.pre_quant_scale": torch.ones(64)}), f"tensor {_PROJ}.pre_quant_scale: nothing"),
-        (lambda t: t.pop(f"{_PROJ}.weight_scale_2"), f"tensor {_PROJ}.weight_scale_2 is missing"),
+        (lambda t: t.pop(f"{_PROJ}.weight_scale_2"), f"tensor weight_scale_2 is missing (beside {_PROJ}"),
         (
             lambda t: t.update({f"{_PROJ}.weight": t[f"{_PROJ}.weight"].int()}),
-            f"tensor {_PROJ}.weight must have dtype U8",
+            f"no known format stores a weight as {_PROJ}.input_scale F32 ()",
         ),
-        (lambda t: t[f"{_PROJ}.weight_scale_2"].fill_(torch.inf), "weight_scale_2 must be finite and positive, got"),
-        (lambda t: t.pop(f"{_PROJ}.weight_scale"), "must have a weight_scale beside it for dtype torch.uint8"),
+        (
+            lambda t: t[f"{_PROJ}.weight_scale_2"].fill_(torch.inf),
+            "weight_scale_2 (outside the experts) must be finite and positive, got",
+        ),
+        (lambda t: t.pop(f"{_PROJ}.weight_scale"), f"no known format stores a weight as {_PROJ}.input_scale F32 ()"),
         (lambda t: t.pop("model.layers.1.mlp.experts.3.up_proj.weight"), "expert 3, up: tensor weight is missing"),
     ],
 )
@@ -272,17 +281,69 @@ def test_saving_is_refused(tmp_path: Path) -> None:
         _load(QWEN).save_pretrained(tmp_path)
 
 
+_NO_FILES = CheckpointIndex("", {}, {}, {})
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (6,), (6, 1)])
 def test_fp8_linears_are_dequantized_per_tensor_and_row(shape: tuple[int, ...]) -> None:
     weight = torch.randn(6, 32).to(torch.float8_e4m3fn)
     scale = torch.rand(shape) + 0.5
-    result = dequantize_linear("q_proj.weight", weight, {"weight_scale": scale})
+    result = dequantize_linear("q_proj", {"weight": weight, "weight_scale": scale}, _NO_FILES)
     rows = scale.double().reshape(-1).expand(6) if scale.numel() == 1 else scale.double().reshape(6)
     exact = torch.stack([weight[i].double() * rows[i] for i in range(6)])
     torch.testing.assert_close(result.double(), exact, rtol=2**-24, atol=0)
 
 
-def test_fp8_linears_in_tiles_are_refused() -> None:
-    weight = torch.zeros(256, 256).to(torch.float8_e4m3fn)
-    with pytest.raises(ValueError, match=r"weight_scale must have one element, or one per row \(256\), got \(2, 2\)"):
-        dequantize_linear("q_proj.weight", weight, {"weight_scale": torch.ones(2, 2)})
+def test_a_linear_without_its_scale_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"no known format stores a weight as q_proj\.weight F8_E4M3"):
+        dequantize_linear("q_proj", {"weight": torch.zeros(256, 256).to(torch.float8_e4m3fn)}, _NO_FILES)
+
+
+def test_a_parameter_that_no_file_holds_is_an_error(tmp_path: Path) -> None:
+    """transformers only warns, and leaves it random."""
+    folder = _edited(tmp_path, lambda tensors: tensors.pop("model.layers.1.self_attn.q_norm.weight"))
+    with pytest.raises(ValueError, match=r"Qwen3MoeForCausalLM, \['model.layers.1.self_attn.q_norm.weight'\] missing"):
+        _load(folder)
+
+
+def test_exports_with_only_hf_quant_config(tmp_path: Path) -> None:
+    folder = _edited(tmp_path, lambda tensors: None)
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert (folder / "hf_quant_config.json").exists()
+    want = _expected(QWEN)
+    model = _load(folder, act_format="none")
+    assert relative_l2(_logits(model, want["input_ids"]), want["logits_dequant"]) < F32
+
+
+def test_models_without_quantized_experts_keep_their_quantizer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    moeq_transformers.register()
+    settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    assert packed_settings(transformers.Qwen3Config(quantization_config=settings)) is None
+    assert packed_settings(transformers.Qwen3MoeConfig(quantization_config=settings)) == settings
+    assert packed_settings(transformers.Qwen3MoeConfig(quantization_config={"quant_method": "bitsandbytes"})) is None
+    # Experts that are not quantized: only the files tell.
+    written = write_model(tmp_path, "qwen3_moe", "FP8 128x128", experts=False)
+    with contextlib.suppress(ImportError):  # transformers' quantizer asks for another package
+        model = _load(written.quantized)
+        assert model.config._experts_implementation != "moeq"
+    assert "quant_method 'fp8' is left to transformers: its experts are not quantized" in caplog.text
+
+
+def test_settings_given_to_from_pretrained_ask_for_transformers_own_quantizer() -> None:
+    moeq_transformers.register()
+    folder = CHECKPOINTS / "gpt_oss_mxfp4"
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=transformers.Mxfp4Config(dequantize=True), dtype=torch.float32
+    )
+    assert model.config._experts_implementation != "moeq"
+    assert find_experts(model)[0].module.gate_up_proj.dtype == torch.float32
+
+
+def test_another_name_for_experts_is_refused(tmp_path: Path) -> None:
+    written = write_model(tmp_path, "granitemoe", "ModelOpt NVFP4")
+    with pytest.raises(ValueError, match=r"must name the experts of layers \[0, 1\] of GraniteMoeForCausalLM"):
+        _load(written.quantized)

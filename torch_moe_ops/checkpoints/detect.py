@@ -49,4 +49,4 @@ def detect(linear: Linear, config: ModelConfig, where: str) -> Format:
     shown = list(linear.names.items())[:8]
     found = [f"{name} {linear.entry(part).dtype} {short(linear.entry(part).shape)}" for part, name in shown]
     more = "; ..." if len(linear.names) > len(shown) else ""
-    raise CheckpointError(f"{where}: no known format stores an expert as {'; '.join(found)}{more}")
+    raise CheckpointError(f"{where}: no known format stores a weight as {'; '.join(found)}{more}")

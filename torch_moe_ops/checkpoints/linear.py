@@ -51,7 +51,7 @@ class Linear:
         """Header entry of a part; CheckpointError where the part is missing."""
         if part not in self.names:
             known = next(iter(self.names.values()), "none")
-            text = f"{self._reader.index.path}: expert {self.expert}, {self.projection}: tensor {part} is missing"
+            text = f"{self._reader.index.path}: {self.where}: tensor {part} is missing"
             raise CheckpointError(f"{text} (beside {known})")
         return self._reader.index.entries[self.names[part]]
 
@@ -65,14 +65,18 @@ class Linear:
         shape = self.entry(part).shape
         return bool(self._num_experts) and shape in ((), (1,))
 
+    @property
+    def where(self) -> str:
+        """Which matrix this is, for messages."""
+        return f"expert {self.expert}, {self.projection}"
+
     def fail(self, part: str, requirement: str, got: Any) -> CheckpointError:
         """The error for one tensor of this projection; to be raised by the caller."""
         name = self.names.get(part, part)
         if isinstance(got, Tensor):
             got = got.item()
-        where = f"expert {self.expert}, {self.projection}"
         text = short(got if isinstance(got, str) else repr(got))
-        return CheckpointError(f"{self.entry(part).file}: tensor {name} ({where}) must {requirement}, got {text}")
+        return CheckpointError(f"{self.entry(part).file}: tensor {name} ({self.where}) must {requirement}, got {text}")
 
     def require_dtype(self, part: str, *dtypes: str) -> None:
         """`dtypes` in the words of the file format, such as "F8_E4M3"."""

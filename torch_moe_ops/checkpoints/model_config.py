@@ -11,7 +11,7 @@ from typing import Any
 from torch_moe_ops.files.errors import CheckpointError, short
 
 _NESTED = ("text_config", "llm_config", "language_config")
-_NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
+NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
 _GATED = {
     "silu": "silu",
     "swish": "silu",
@@ -99,7 +99,7 @@ def parse_config(config: Mapping[str, Any], quant_config: Mapping[str, Any], fil
         model_type=find(str, "model_type"),
         hidden_act=find(str, "mlp_hidden_act", "hidden_act", "hidden_activation"),
         constants={name: value for name, value in constants.items() if value is not None},
-        num_experts=_count(scopes, _NUM_EXPERTS, file),
+        num_experts=_count(scopes, NUM_EXPERTS, file),
         num_hidden_layers=_count(scopes, ("num_hidden_layers",), file),
         quantization=find(dict, "quantization_config") or _older_modelopt(quant_config),
         file=file,

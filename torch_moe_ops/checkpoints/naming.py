@@ -31,9 +31,9 @@ _PROJECTIONS = {
     "w3": "up",
     "w2": "down",
 }
-_PART_ALIASES = {"scale": "weight_scale", "scale_inv": "weight_scale_inv"}
+PART_ALIASES = {"scale": "weight_scale", "scale_inv": "weight_scale_inv"}
 # Left over from calibration or for the cache of keys and values; they say nothing about the weights.
-_SKIPPED = ("_amax", "output_scale", "k_scale", "v_scale", "e_score_correction_bias")
+SKIPPED = ("_amax", "output_scale", "k_scale", "v_scale", "e_score_correction_bias")
 
 
 class NameConflict(ValueError):
@@ -72,13 +72,13 @@ class ExpertLayer:
         elif fused:
             expert, projection, part = None, fused[1], fused[2] or "weight"
         else:
-            if not rest.endswith(_SKIPPED):
+            if not rest.endswith(SKIPPED):
                 self.unknown.append(name)
             return
-        if part.endswith(_SKIPPED):
+        if part.endswith(SKIPPED):
             return
         parts = self.experts.setdefault(expert, {}).setdefault(_PROJECTIONS[projection], {})
-        part = _PART_ALIASES.get(part, part)
+        part = PART_ALIASES.get(part, part)
         if part in parts:
             raise NameConflict(f"tensors {parts[part]} and {name} are the same part ({part}) of one projection")
         parts[part] = name

@@ -1,4 +1,4 @@
-"""Quantized linears outside the experts: dequantized once, while transformers loads them."""
+"""The loading of quantized linears outside the experts: dequantized once, in transformers' weight conversions."""
 
 from __future__ import annotations
 
@@ -6,71 +6,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.core_model_loading import ConversionOps, build_glob_alternation
+from transformers.core_model_loading import ConversionOps, WeightConverter, build_glob_alternation
 
 from torch_moe_ops.checkpoints.index import CheckpointIndex
 from torch_moe_ops.files.errors import CheckpointError
-from torch_moe_ops.numerics import nvfp4
-
-# What ModelOpt stores beside a linear's weight. The input scale is read and dropped: activations of these
-# linears stay unquantized.
-PARTS = ("weight", "weight_scale", "weight_scale_2", "input_scale")
-_HARMLESS = {*PARTS, "bias", "k_scale", "v_scale", "output_scale"}
-
-
-def check_linears(index: CheckpointIndex) -> None:
-    """CheckpointError for the first quantized linear outside the experts that could not be dequantized."""
-    quantized = [name for name in index.entries if name.endswith(".weight_scale") and ".experts." not in name]
-    for scale in quantized:
-        weight = f"{scale.removesuffix('_scale')}"
-        dtype = index.entries[weight].dtype if weight in index.entries else "none"
-        if dtype not in ("U8", "F8_E4M3"):
-            raise CheckpointError(f"{index.path}: tensor {weight} must have dtype U8 (NVFP4) or F8_E4M3, got {dtype}")
-        if dtype == "U8" and f"{scale}_2" not in index.entries:
-            raise CheckpointError(f"{index.path}: tensor {scale}_2 is missing beside {weight}")
-    modules = {scale.removesuffix(".weight_scale") for scale in quantized}
-    for name in index.entries:
-        module, _, part = name.rpartition(".")
-        if module in modules and part not in _HARMLESS:
-            raise CheckpointError(f"{index.path}: tensor {name}: nothing here applies a {part} to a dequantized linear")
-
-
-def dequantize_linear(name: str, weight: Tensor, parts: dict[str, Tensor]) -> Tensor:
-    """One linear's weight in float32.
-
-    Args:
-        name: for messages.
-        weight: uint8 [N, K/2] (NVFP4) or float8_e4m3fn [N, K].
-        parts: "weight_scale" (float8_e4m3fn [N, K/16] for NVFP4; one element or one per row for FP8) and, for
-            NVFP4, "weight_scale_2" []. Both multiply.
-    """
-    scale = parts.get("weight_scale")
-    if scale is None:
-        raise CheckpointError(f"tensor {name} must have a weight_scale beside it for dtype {weight.dtype}, got none")
-    if weight.dtype == torch.uint8:
-        scale_2 = parts["weight_scale_2"].float().reshape(())
-        _check_scale(name, "weight_scale_2", scale_2)
-        return nvfp4.dequantize(weight, scale, scale_2)
-    if weight.dtype != torch.float8_e4m3fn:
-        raise CheckpointError(f"tensor {name} must have dtype uint8 (NVFP4) or float8_e4m3fn, got {weight.dtype}")
-    rows = weight.shape[0]
-    if scale.numel() != 1 and tuple(scale.shape) not in ((rows,), (rows, 1)):
-        requirement = f"have one element, or one per row ({rows})"
-        raise CheckpointError(f"tensor {name}: weight_scale must {requirement}, got {tuple(scale.shape)}")
-    _check_scale(name, "weight_scale", scale)
-    return weight.float() * scale.float().reshape(-1, 1)
-
-
-def _check_scale(name: str, part: str, scale: Tensor) -> None:
-    if not bool((torch.isfinite(scale) & (scale > 0)).all()):
-        raise CheckpointError(f"tensor {name}: {part} must be finite and positive, got {scale.flatten()[:4].tolist()}")
+from torch_moe_ops.transformers.linears import CODES, dequantize_linear, is_plain
 
 
 class DequantizeLinear(ConversionOps):
-    """First step of loading a weight: dequantize it where the checkpoint stores scales beside it."""
+    """First step of loading a weight: dequantize it where the checkpoint stores codes."""
 
-    def __init__(self, hf_quantizer: Any) -> None:
+    def __init__(self, hf_quantizer: Any, index: CheckpointIndex, dtype: torch.dtype) -> None:
         self.hf_quantizer = hf_quantizer  # transformers casts no input of an operation that has one
+        self.index = index
+        self.dtype = dtype
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DequantizeLinear:
+        return self  # transformers copies a converter for each weight; the index has every name of the checkpoint
 
     def convert(
         self,
@@ -83,29 +35,71 @@ class DequantizeLinear(ConversionOps):
     ) -> dict[str, Any]:
         """{source pattern: tensors} -> {weight pattern: weights in the dtype of the parameter}."""
         name = full_layer_name or "weight"
-        dtype = _parameter_dtype(model, name, self.hf_quantizer.dtype)
+        dtype = _parameter_dtype(model, name, self.dtype)
+        module = name.removesuffix(".weight")
         converted: dict[str, Any] = {}
-        for pattern, tensors in input_dict.items():
-            if not pattern.endswith("weight"):
-                continue
-            prefix = pattern.removesuffix("weight")
-            parts = {part: input_dict[prefix + part] for part in PARTS[1:] if prefix + part in input_dict}
-            weights = [
-                _weight(name, tensor, {part: values[i] for part, values in parts.items()}).to(dtype)
-                for i, tensor in enumerate(tensors)
-            ]
+        for prefix, parts in _by_prefix(input_dict).items():
             # transformers looks for the key in the parameter's name: the full name says it exactly.
-            converted[name if pattern == "weight" else pattern] = weights
+            key = f"{prefix}weight" if prefix != _ANY else name
+            converted[key] = [self._weight(module, tensors).to(dtype) for tensors in _one_by_one(module, parts)]
         return converted
+
+    def _weight(self, module: str, tensors: dict[str, Tensor]) -> Tensor:
+        return tensors["weight"] if is_plain(tensors) else dequantize_linear(module, tensors, self.index)
 
     @property
     def reverse_op(self) -> ConversionOps:
         raise ValueError("a dequantized linear cannot be saved in its quantized form")
 
 
-def _weight(name: str, weight: Tensor, parts: dict[str, Tensor]) -> Tensor:
-    plain = weight.dtype in (torch.bfloat16, torch.float16, torch.float32)
-    return weight if plain and "weight_scale" not in parts else dequantize_linear(name, weight, parts)
+_ANY = r"\."
+
+
+def weight_conversions(conversions: list[Any], parts: set[str], operation: DequantizeLinear) -> list[Any]:
+    """A model's conversions, those of weights begun by `operation`, and one for every weight that they leave out.
+
+    Args:
+        parts: names under which the checkpoint stores weights and what belongs to them, such as "weight_scale".
+    """
+    # Where patterns are matched without their ends, the longer one has to come first.
+    ordered = sorted(parts | {"weight"}, key=lambda part: (-len(part), part))
+    begun = [_begun(conversion, ordered, operation) for conversion in conversions]
+    return [*begun, WeightConverter([f"{_ANY}{part}$" for part in ordered], ".weight", [operation])]
+
+
+def _begun(conversion: Any, parts: list[str], operation: DequantizeLinear) -> Any:
+    if not isinstance(conversion, WeightConverter):
+        return conversion
+    sources = conversion._original_source_patterns
+    if not all(source.endswith(".weight") for source in sources):
+        return conversion
+    stored = [source.removesuffix("weight") + part for source in sources for part in parts]
+    operations = [operation, *conversion.operations]
+    result = WeightConverter(stored, list(conversion._original_target_patterns), operations)
+    for name in ("scope_prefix", "base_model_prefix", "force_cpu"):
+        setattr(result, name, getattr(conversion, name))
+    return result
+
+
+def _by_prefix(input_dict: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """{pattern: tensors} -> {pattern up to the part: {part: tensors}}."""
+    found: dict[str, dict[str, Any]] = {}
+    for pattern, tensors in input_dict.items():
+        dot = pattern.rindex(".") + 1
+        found.setdefault(pattern[:dot], {})[pattern[dot:].removesuffix("$")] = tensors
+    return found
+
+
+def _one_by_one(name: str, parts: dict[str, Any]) -> list[dict[str, Tensor]]:
+    """The tensors of each weight; several where a conversion joins weights."""
+    codes = [part for part in ("weight", *CODES) if part in parts]
+    if not codes:
+        raise CheckpointError(f"{name}: no weight among {sorted(parts)}")
+    count = len(parts[codes[0]])
+    lengths = {part: len(tensors) for part, tensors in parts.items()}
+    if set(lengths.values()) != {count}:
+        raise CheckpointError(f"{name}: weights that are joined must be stored alike, got {lengths} of their parts")
+    return [{part: tensors[i] for part, tensors in parts.items()} for i in range(count)]
 
 
 def _parameter_dtype(model: Any, name: str, dtype: torch.dtype) -> torch.dtype:

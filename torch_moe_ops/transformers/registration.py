@@ -8,7 +8,11 @@ from torch_moe_ops.transformers.implementation import register_implementation
 
 
 def register(*, input_scales: bool = True, **prepare_options: Any) -> None:
-    """Make experts_implementation="moeq" known, and from_pretrained able to load ModelOpt exports.
+    """Make from_pretrained keep quantized experts packed and run them through torch.ops.moeq.
+
+    That goes for every format that `load_experts` reads: ModelOpt, compressed-tensors, FP8 in tiles, MXFP4 of
+    gpt-oss, GPTQ, AWQ. Other quantized linears of such a checkpoint are dequantized while they are loaded. Models
+    without quantized experts are loaded as before. Also makes experts_implementation="moeq" known.
 
     May be called again; models that are loaded afterwards use the arguments of the last call.
 
@@ -22,21 +26,18 @@ def register(*, input_scales: bool = True, **prepare_options: Any) -> None:
     """
     try:
         from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
-        from transformers.quantizers.base import HfQuantizer
     except ImportError as error:
         raise ImportError(f"register needs the quantizers of transformers 5: {error}") from error
-    if not hasattr(HfQuantizer, "get_load_operations"):
-        from transformers import __version__
+    from torch_moe_ops.transformers.interception import intercept_quantizers
+    from torch_moe_ops.transformers.quantizer import MODELOPT, CheckpointConfig, PackedExperts
 
-        raise ImportError(f"register needs transformers >= 5.23 (HfQuantizer.get_load_operations), got {__version__}")
-    from torch_moe_ops.transformers.quantizer import METHOD, ModelOptConfig, ModelOptQuantizer
-
-    other = AUTO_QUANTIZER_MAPPING.get(METHOD)
-    if other not in (None, ModelOptQuantizer):
+    other = AUTO_QUANTIZER_MAPPING.get(MODELOPT)
+    if other not in (None, PackedExperts):
         raise ValueError(
-            f"register: quant_method {METHOD!r} belongs to {other.__module__}.{other.__qualname__} already"
+            f"register: quant_method {MODELOPT!r} belongs to {other.__module__}.{other.__qualname__} already"
         )
     register_implementation()
-    AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = ModelOptConfig
-    AUTO_QUANTIZER_MAPPING[METHOD] = ModelOptQuantizer
-    ModelOptQuantizer.load_options = {"input_scales": input_scales, **prepare_options}
+    intercept_quantizers()
+    AUTO_QUANTIZATION_CONFIG_MAPPING[MODELOPT] = CheckpointConfig
+    AUTO_QUANTIZER_MAPPING[MODELOPT] = PackedExperts
+    PackedExperts.load_options = {"input_scales": input_scales, **prepare_options}

@@ -128,21 +128,31 @@ def dequantize_experts(raw: RawWeights) -> tuple[Tensor, Tensor]:
 
 
 def _dequantize_matrix(raw: RawWeights, name: str, e: int, halves: int) -> Tensor:
-    codes = getattr(raw, name)[e]
     # Which of them there are, RawWeights has checked.
-    scale, zero_point, scale_2 = (_of_expert(getattr(raw, f"{name}_{part}"), e) for part in _PARTS)
-    if raw.scheme == "none":
+    factors = (_of_expert(getattr(raw, f"{name}_{part}"), e) for part in _PARTS)
+    return dequantize_matrix(raw.scheme, getattr(raw, name)[e], *factors, halves=halves)
+
+
+def dequantize_matrix(scheme: str, codes: Tensor, scale: Any, zero_point: Any, scale_2: Any, halves: int = 1) -> Tensor:
+    """One matrix in float32 [rows, K].
+
+    Args:
+        codes: [rows, storage of K], as RawWeights holds one expert's; scale, zero_point, scale_2 likewise, None
+            where the scheme or the checkpoint has none.
+        halves: 2 where the rows are gate then up, each with a scale_2 or tiles of its own.
+    """
+    if scheme == "none":
         return codes.float()
-    if raw.scheme == "nvfp4":
+    if scheme == "nvfp4":
         pieces = zip(codes.chunk(halves), scale.chunk(halves), scale_2.reshape(-1).expand(halves), strict=True)
         return torch.cat([nvfp4.dequantize(*piece) for piece in pieces])
-    if element := get_scheme(raw.scheme).element:
+    if element := get_scheme(scheme).element:
         return mx.dequantize_mx(codes, scale, element)
-    if raw.scheme in ("int4", "mxint4"):
+    if scheme in ("int4", "mxint4"):
         return int4.dequantize(int4.unpack_int32(codes), scale, zero_point)
-    if raw.scheme == "int8":
+    if scheme == "int8":
         return int8.dequantize_group(codes, scale, zero_point)
-    return _dequantize_fp8(raw.scheme, codes, scale, halves)
+    return _dequantize_fp8(scheme, codes, scale, halves)
 
 
 _PARTS = ("scale", "zero_point", "scale_2")
