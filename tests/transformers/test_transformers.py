@@ -281,7 +281,7 @@ def test_saving_is_refused(tmp_path: Path) -> None:
         _load(QWEN).save_pretrained(tmp_path)
 
 
-_NO_FILES = CheckpointIndex("", {}, {}, {})
+_NO_FILES = CheckpointIndex(path="", entries={}, digests={}, config={}, quant_config={})
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (6,), (6, 1)])

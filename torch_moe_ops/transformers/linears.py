@@ -5,6 +5,7 @@ Read by the same formats as experts are. Activations of these linears stay unqua
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 import torch
@@ -45,7 +46,7 @@ class LoadedTensors(TensorReader):
         entries = {
             name: TensorEntry(index.path, FILE_DTYPES[t.dtype], tuple(t.shape), 0, 0) for name, t in tensors.items()
         }
-        super().__init__(CheckpointIndex(index.path, entries, index.config, index.quant_config))
+        super().__init__(dataclasses.replace(index, entries=entries, digests={}))
         self._tensors = tensors
 
     def read(self, name: str, row: int | None = None) -> Tensor:

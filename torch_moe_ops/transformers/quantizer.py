@@ -33,7 +33,7 @@ class CheckpointConfig(QuantizationConfigMixin):
 
     def __init__(self, **settings: Any) -> None:
         self.__dict__.update(settings)
-        self.quant_method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method", MODELOPT)))
+        self.quant_method: Any = settings.get("quant_method", MODELOPT)
 
 
 class PackedExperts(HfQuantizer):

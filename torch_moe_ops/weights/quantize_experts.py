@@ -129,8 +129,8 @@ def dequantize_experts(raw: RawWeights) -> tuple[Tensor, Tensor]:
 
 def _dequantize_matrix(raw: RawWeights, name: str, e: int, halves: int) -> Tensor:
     # Which of them there are, RawWeights has checked.
-    factors = (_of_expert(getattr(raw, f"{name}_{part}"), e) for part in _PARTS)
-    return dequantize_matrix(raw.scheme, getattr(raw, name)[e], *factors, halves=halves)
+    scale, zero_point, scale_2 = (_of_expert(getattr(raw, f"{name}_{part}"), e) for part in _PARTS)
+    return dequantize_matrix(raw.scheme, getattr(raw, name)[e], scale, zero_point, scale_2, halves)
 
 
 def dequantize_matrix(scheme: str, codes: Tensor, scale: Any, zero_point: Any, scale_2: Any, halves: int = 1) -> Tensor:
