@@ -3,6 +3,7 @@
 Environment: MOEQ_CUDA=1|0 builds or forbids the CUDA extension (default: where a GPU is visible),
 MOEQ_ARCHS="80 120" names the GPU
 architectures of the generic kernels (default: those of scripts/cuda_targets.py that nvcc knows),
+MOEQ_LINEINFO=1 adds the CUDA sources' lines to the same machine code, for compute-sanitizer,
 MOEQ_SANITIZE=1 adds AddressSanitizer and UndefinedBehaviorSanitizer, MOEQ_PORTABLE=1 leaves the
 x86 instruction sets out. Without torch or a C++ compiler the package installs as pure Python.
 """
@@ -116,7 +117,8 @@ def arches(cpp: Any) -> list[str]:
 
 
 def cuda_flags(targets: list[str]) -> list[str]:
-    return ["-O3", "-std=c++17", "--fmad=false", *targets, *ABI_FLAGS, "-DUSE_CUDA"]
+    lines = ["-lineinfo"] if os.environ.get("MOEQ_LINEINFO") == "1" else []
+    return ["-O3", "-std=c++17", "--fmad=false", *lines, *targets, *ABI_FLAGS, "-DUSE_CUDA"]
 
 
 def cuda_extension(cpp: Any) -> Any:

@@ -162,6 +162,7 @@ __device__ __forceinline__ void copy_rows(const Args& args, const Shared& s, con
     const uint32_t full = ring.full + 8 * turn.stage;
     if ((info.kind_and_turn & 3) == kEnd) {
       ++ends;
+      __syncwarp();   // all lanes have read the description
       if (lane == 0) {
         barrier_arrive(full);
       }

@@ -72,6 +72,15 @@ __device__ inline void finish_output(const Args& args, const Shared& s, const Ro
   }
 }
 
+// A warp goes to its next stage. No lane reads this one or its description any more when one arrives for all.
+__device__ __forceinline__ void leave_stage(const Ring& ring, Turn& turn) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) {
+    barrier_arrive(ring.empty + 8 * turn.stage);
+  }
+  next_stage(turn, ring, ring.workers);
+}
+
 // The worker's share of one GEMM. `turn` is where its next stage is in the ring.
 template <class Format, int kGroups>
 __device__ __forceinline__ void run_gemm(const Args& args, const Shared& s, const Ring& ring, int gemm, Turn& turn) {
@@ -89,36 +98,30 @@ __device__ __forceinline__ void run_gemm(const Args& args, const Shared& s, cons
     barrier_wait(ring.full + 8 * turn.stage, turn.parity);
     const StageInfo info = ring.info[turn.stage];
     const int k = info.k_and_tiles >> 8, tiles = info.k_and_tiles & 255;
-    const bool more = (info.kind_and_turn & 3) != kEnd;
-    if (more) {
-      const bool last = k + tiles == m.k_tiles;
-      const uint8_t* stage = ring.base + turn.stage * ring.stage_bytes;
-      if (info.entry != tile_row.entry) {
-        open_entry<Format>(s, ring, tile_row, info.entry);
-        if (gemm == 0) {
-          alphas = load_alphas(args, tile_row.what.expert);
-        }
-      }
-      tile_row.row_tile = info.row_tile;
-      if (!(last && ragged)) {
-#pragma unroll 4
-        for (int tile = 0; tile < tiles; ++tile) {
-          multiply_tile<Format>(stage, tile, tile_row, nullptr, sums);
-        }
-      } else {
-        for (int tile = 0; tile < tiles; ++tile) {
-          multiply_tile<Format>(stage, tile, tile_row, last && beyond && tile == tiles - 1 ? s.fixed->zeros : nullptr, sums);
-        }
-      }
-      __syncwarp();
-    }
-    if (lane == 0) {
-      barrier_arrive(ring.empty + 8 * turn.stage);
-    }
-    next_stage(turn, ring, ring.workers);
-    if (!more) {
+    if ((info.kind_and_turn & 3) == kEnd) {
+      leave_stage(ring, turn);
       return;
     }
+    const bool last = k + tiles == m.k_tiles;
+    const uint8_t* stage = ring.base + turn.stage * ring.stage_bytes;
+    if (info.entry != tile_row.entry) {
+      open_entry<Format>(s, ring, tile_row, info.entry);
+      if (gemm == 0) {
+        alphas = load_alphas(args, tile_row.what.expert);
+      }
+    }
+    tile_row.row_tile = info.row_tile;
+    if (!(last && ragged)) {
+#pragma unroll 4
+      for (int tile = 0; tile < tiles; ++tile) {
+        multiply_tile<Format>(stage, tile, tile_row, nullptr, sums);
+      }
+    } else {
+      for (int tile = 0; tile < tiles; ++tile) {
+        multiply_tile<Format>(stage, tile, tile_row, last && beyond && tile == tiles - 1 ? s.fixed->zeros : nullptr, sums);
+      }
+    }
+    leave_stage(ring, turn);
     const int part = info.kind_and_turn >> 2 & 3;
     const int stage_of_unit = (k - part * m.part_tiles) / m.stage_tiles;
     if (stage_of_unit + ring.workers >= m.stages) {
