@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -21,7 +23,9 @@ from tolerances import F32, relative_l2
 from torch import Tensor
 
 import torch_moe_ops as moe
-from torch_moe_ops.checkpoints.index import CheckpointIndex
+from torch_moe_ops.backends.native import MULTIPLIES
+from torch_moe_ops.backends.registry import BACKENDS
+from torch_moe_ops.checkpoints.index import CheckpointIndex, open_checkpoint
 from torch_moe_ops.core.schemes import SCHEMES
 
 transformers = pytest.importorskip("transformers", minversion="5.23", reason="needs transformers >= 5.23")
@@ -29,6 +33,7 @@ transformers = pytest.importorskip("transformers", minversion="5.23", reason="ne
 from quantized_models import write_model  # noqa: E402
 
 import torch_moe_ops.transformers as moeq_transformers  # noqa: E402
+from torch_moe_ops.transformers.act_formats import stored_act_format  # noqa: E402
 from torch_moe_ops.transformers.attach import find_experts  # noqa: E402
 from torch_moe_ops.transformers.interception import packed_settings  # noqa: E402
 from torch_moe_ops.transformers.linears import dequantize_linear  # noqa: E402
@@ -148,7 +153,7 @@ def test_experts_module_equals_transformers_own(name: str) -> None:
         raw = moe.load_experts(CHECKPOINTS / name, layer=found.layer)
         oracle.gate_up_proj_bias.data = torch.stack(raw.w13_bias.float().chunk(2, dim=1), 2).flatten(1)
         oracle.down_proj_bias.data = raw.w2_bias.float()
-    moeq_transformers.attach_experts(model, CHECKPOINTS / name, act_format="none")
+    moeq_transformers.attach_experts(model, CHECKPOINTS / name, act_format="none", check_linears=False)
     oracle.config = copy.deepcopy(oracle.config)
     oracle.config._experts_implementation = "batched_mm"
     oracle._is_expert_parallel = True  # else batched_mm reads beyond the last expert
@@ -243,21 +248,21 @@ def test_attach_experts_refuses_what_does_not_fit() -> None:
     with pytest.raises(
         ValueError, match=r"num_experts, hidden_size, intermediate_size of model.layers.0.mlp.experts must"
     ):
-        moeq_transformers.attach_experts(model, CHECKPOINTS / "mixtral_modelopt_nvfp4")
+        moeq_transformers.attach_experts(model, CHECKPOINTS / "mixtral_modelopt_nvfp4", check_linears=False)
     with pytest.raises(ValueError, match=r"activation must be the one of model.layers.0.mlp.experts, got 'gelu_tanh'"):
-        moeq_transformers.attach_experts(model, CHECKPOINTS / QWEN, activation="gelu_tanh")
+        moeq_transformers.attach_experts(model, CHECKPOINTS / QWEN, check_linears=False, activation="gelu_tanh")
     with pytest.raises(ValueError, match="activation must be the one of"):
-        moeq_transformers.attach_experts(model, CHECKPOINTS / QWEN, swiglu_limit=7.0)
+        moeq_transformers.attach_experts(model, CHECKPOINTS / QWEN, check_linears=False, swiglu_limit=7.0)
     with pytest.raises(ValueError, match=r"gating of .* must be not gated as in the model, got gated"):
         for found in find_experts(model):
             found.module.has_gate = False
-        moeq_transformers.attach_experts(model, CHECKPOINTS / QWEN)
+        moeq_transformers.attach_experts(model, CHECKPOINTS / QWEN, check_linears=False)
 
 
 def test_attach_experts_refuses_offloaded_models() -> None:
     model = _plain_model(QWEN).to("meta")
     with pytest.raises(ValueError, match=r"model.layers.0.mlp.gate.weight must be loaded, got it on the meta device"):
-        moeq_transformers.attach_experts(model, CHECKPOINTS / QWEN)
+        moeq_transformers.attach_experts(model, CHECKPOINTS / QWEN, check_linears=False)
 
 
 def test_experts_without_weights_say_so() -> None:
@@ -347,3 +352,99 @@ def test_another_name_for_experts_is_refused(tmp_path: Path) -> None:
     written = write_model(tmp_path, "granitemoe", "ModelOpt NVFP4")
     with pytest.raises(ValueError, match=r"must name the experts of layers \[0, 1\] of GraniteMoeForCausalLM"):
         _load(written.quantized)
+
+
+def test_auto_takes_the_checkpoint_format_only_where_it_is_multiplied_natively(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W4A4 is emulated on a CPU: slower than weight-only, and less accurate."""
+    caplog.set_level(logging.INFO, "torch_moe_ops")
+    moeq_transformers.register()
+    model = transformers.AutoModelForCausalLM.from_pretrained(CHECKPOINTS / QWEN, dtype=torch.float32)
+    want = _expected(QWEN)
+    assert relative_l2(_logits(model, want["input_ids"]), want["logits_dequant"]) < F32
+    lines = [record.message for record in caplog.records if record.message.startswith("experts of")]
+    backend = find_experts(model)[0].module.moeq_weights.prepared.backend
+    assert len(lines) == 1 and lines[0].endswith(
+        f"2 layers with act_format 'none' (made for 'nvfp4', which no backend multiplies natively here), "
+        f"backend {backend} on cpu"
+    )
+    monkeypatch.setitem(MULTIPLIES, backend, frozenset({"nvfp4"}))
+    model = transformers.AutoModelForCausalLM.from_pretrained(CHECKPOINTS / QWEN, dtype=torch.float32)
+    assert find_experts(model)[0].module.moeq_weights.prepared.act_format == "nvfp4"
+    assert "2 layers with act_format 'nvfp4', backend" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "act_format"),
+    [
+        (QWEN, "nvfp4"),
+        ("qwen3_moe_modelopt_nvfp4_w4a16", "none"),
+        ("gpt_oss_mxfp4", "none"),
+        ("qwen3_moe_ct_fp8_channel", "fp8"),
+        ("qwen3_moe_ct_int4_g32", "none"),
+        ("qwen3_moe_ct_int8", "int8"),
+        ("qwen3_moe_ct_mxfp4", "none"),
+        ("qwen3_moe_ct_nvfp4", "nvfp4"),
+        ("qwen3_moe_fp8_block", "fp8"),
+        ("qwen3_moe_modelopt_fp8", "fp8"),
+    ],
+)
+def test_activation_format_of_checkpoints(name: str, act_format: str) -> None:
+    quantization = open_checkpoint(CHECKPOINTS / name).model.quantization
+    assert stored_act_format(moe.load_experts(CHECKPOINTS / name, layer=0), quantization) == act_format
+
+
+def test_activation_format_of_mixed_checkpoints() -> None:
+    """They say it layer by layer: calibrated input scales tell."""
+    mixed = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
+    assert stored_act_format(moe.load_experts(CHECKPOINTS / QWEN, layer=0), mixed) == "nvfp4"
+    assert stored_act_format(moe.load_experts(CHECKPOINTS / QWEN, layer=0, input_scales=False), mixed) == "none"
+
+
+def test_attach_experts_refuses_random_linears() -> None:
+    """A model made from a config has random weights where the checkpoint quantizes attention."""
+    model = _plain_model(QWEN)
+    with pytest.raises(ValueError, match=r"self_attn\.\w_proj\.weight must be what .* holds \(quantized there\)"):
+        moeq_transformers.attach_experts(model, CHECKPOINTS / QWEN)
+    assert find_experts(model)[0].module.down_proj.ndim == 3  # nothing was taken from it
+    moeq_transformers.attach_experts(_load(QWEN, torch.bfloat16), CHECKPOINTS / QWEN)
+
+
+def test_a_model_with_attached_experts_is_not_saved_without_them(tmp_path: Path) -> None:
+    model = _plain_model("gpt_oss_mxfp4")
+    moeq_transformers.attach_experts(model, CHECKPOINTS / "gpt_oss_mxfp4")
+    with pytest.raises(ValueError, match="quantized with moeq and is not serializable"):
+        model.save_pretrained(tmp_path)
+
+
+def test_a_change_of_dtype_that_no_forward_would_survive_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _plain_model("gpt_oss_mxfp4").bfloat16()
+    moeq_transformers.attach_experts(model, CHECKPOINTS / "gpt_oss_mxfp4")
+    ids = _expected("gpt_oss_mxfp4")["input_ids"]
+    assert _logits(model.float(), ids).dtype == torch.float32
+    backend = find_experts(model)[0].module.moeq_weights.prepared.backend
+    # As those of GPUs.
+    half = dataclasses.replace(BACKENDS[backend], hidden_dtypes=(torch.bfloat16, torch.float16))
+    monkeypatch.setitem(BACKENDS, backend, half)
+    with pytest.raises(ValueError, match=r"take hidden states of .* the model cannot be made torch\.float32"):
+        model.bfloat16().float()
+
+
+def test_fp8_experts_of_transformers_run_attached_ones() -> None:
+    """On a GPU transformers gives FP8 checkpoints experts of another class, with an interface of its own."""
+    from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+
+    name = "qwen3_moe_fp8_block"
+    model = _load(name, act_format="none")
+    want = _expected(name)
+    theirs = _plain_model(name)
+    settings = transformers.FineGrainedFP8Config(weight_block_size=(128, 128))
+    linears = [module for module, kind in theirs.named_modules() if isinstance(kind, torch.nn.Linear)]
+    replace_with_fp8_linear(theirs, linears, settings, pre_quantized=True)
+    module = find_experts(theirs)[0].module
+    assert type(module).__name__ == "FP8Experts"
+    theirs.load_state_dict(model.state_dict(), strict=False)  # all but the experts
+    moeq_transformers.attach_experts(theirs, CHECKPOINTS / name, act_format="none")
+    assert not list(module.parameters())
+    assert relative_l2(_logits(theirs, want["input_ids"]), want["logits_dequant"]) < F32

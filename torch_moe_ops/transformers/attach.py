@@ -11,17 +11,21 @@ import torch
 from torch import nn
 
 from torch_moe_ops.checkpoints import load_experts
+from torch_moe_ops.checkpoints.index import open_checkpoint
 from torch_moe_ops.checkpoints.progress import track
 from torch_moe_ops.core.activations import apply_activation
 from torch_moe_ops.prepared.prepare import prepare
 from torch_moe_ops.prepared.prepared_weights import PreparedWeights
+from torch_moe_ops.transformers.act_formats import AUTO, Choices, chosen_act_format, stored_act_format
 from torch_moe_ops.transformers.experts import IMPLEMENTATION, ExpertWeights
 from torch_moe_ops.transformers.implementation import register_implementation
+from torch_moe_ops.transformers.linears import check_linears_loaded
+from torch_moe_ops.transformers.saving import AttachedExperts
 from torch_moe_ops.weights.raw_weights import RawWeights
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+# Parameters of an experts module are named after these: the weights, their biases, and scales of FP8 weights.
 _WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
-_PARAMETERS = (*_WEIGHTS, *(f"{name}_bias" for name in _WEIGHTS))
 
 
 @dataclass(frozen=True)
@@ -61,21 +65,25 @@ def _sizes(module: Any) -> tuple[int, int, int] | None:
     if down is None or down.ndim != 3:
         return None
     experts, rows, columns = down.shape
+    if down.dtype == torch.int8:
+        columns *= 2  # transformers keeps two 4-bit codes in each
     return (experts, columns, rows) if module.is_transposed else (experts, rows, columns)
 
 
 def remove_parameters(module: nn.Module) -> None:
-    """Drop the module's own weights and biases."""
-    for name in _PARAMETERS:
-        module._parameters.pop(name, None)
+    """Drop the module's own weights and what belongs to them."""
+    for name in [name for name in module._parameters if name.startswith(_WEIGHTS)]:
+        del module._parameters[name]
 
 
 def attach_experts(
     model: Any,
     path: str | os.PathLike[str],
     *,
+    act_format: str | None = AUTO,
     input_scales: bool = True,
     device: torch.device | str | None = None,
+    check_linears: bool = True,
     **prepare_options: Any,
 ) -> dict[str, PreparedWeights]:
     """Give every experts module of a transformers model the quantized experts of a checkpoint.
@@ -87,14 +95,19 @@ def attach_experts(
     Args:
         model: a PreTrainedModel whose experts go through the experts interface of transformers 5.
         path: a checkpoint that `load_experts` reads, in any of its formats.
+        act_format: as in `prepare`, or "auto": the checkpoint's where a backend multiplies it natively on the
+            device, else "none". A line of the log (INFO) says what was chosen.
         input_scales: as in `load_experts`.
         device: None: where the parameters beside the experts (the router's) are.
+        check_linears: compare quantized linears outside the experts with what the model has for them: transformers
+            does not load all of their formats, and leaves what it cannot load random.
         prepare_options: given to `prepare` for every layer.
 
     Returns: the prepared weights by module name, for `explain`.
     Raises:
         ValueError: no experts modules; a layer that the checkpoint lacks; sizes, gating or activation of a
-            module that differ from the checkpoint's; experts with a norm of their own, which no op applies.
+            module that differ from the checkpoint's; experts with a norm of their own, which no op applies;
+            linears that are not what the checkpoint holds.
     """
     modules = find_experts(model)
     if not modules:
@@ -102,7 +115,13 @@ def attach_experts(
             f"attach_experts: model must have experts modules with the experts interface of transformers 5, "
             f"got {type(model).__name__} without"
         )
-    return attach_to(model, modules, path, input_scales=input_scales, device=device, **prepare_options)
+    if check_linears:
+        check_linears_loaded(model, open_checkpoint(path))
+    attached = attach_to(
+        model, modules, path, act_format=act_format, input_scales=input_scales, device=device, **prepare_options
+    )
+    model.hf_quantizer = AttachedExperts()  # whatever it was: it would save a model without experts
+    return attached
 
 
 def attach_to(
@@ -110,23 +129,30 @@ def attach_to(
     modules: list[ExpertsModule],
     path: str | os.PathLike[str],
     *,
+    act_format: str | None = AUTO,
     input_scales: bool = True,
     device: torch.device | str | None = None,
     **prepare_options: Any,
 ) -> dict[str, PreparedWeights]:
     """attach_experts for modules that were found before."""
     register_implementation()
-    attached = {}
+    attached, choices = {}, Choices()
+    quantization = open_checkpoint(path).model.quantization
     for found in track(modules, "experts"):
         target = torch.device(device) if device is not None else _device_beside(model, found.name)
         raw = load_experts(path, layer=found.layer, input_scales=input_scales)
         _check_sizes(found, raw)
-        w = prepare(raw, device=target, **prepare_options)
+        stored = stored_act_format(raw, quantization)
+        act = chosen_act_format(raw, stored, target, prepare_options) if act_format == AUTO else act_format
+        w = prepare(raw, act_format=act, device=target, **prepare_options)
+        choices.add(stored, w)
         _check_activation(found, w)
         remove_parameters(found.module)
         found.module.moeq_weights = ExpertWeights(w)
         attached[found.name] = w
     model.set_experts_implementation(IMPLEMENTATION)
+    if act_format == AUTO:
+        choices.log(os.fspath(path))
     return attached
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from torch_moe_ops.backends.registry import BACKENDS
 from torch_moe_ops.prepared.fused import fused_moe_routed
 from torch_moe_ops.prepared.prepare import prepare
 from torch_moe_ops.prepared.prepared_weights import PreparedWeights
@@ -33,8 +34,15 @@ class ExpertWeights(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExpertWeights:
         """Follow `model.to(device)`: a backend's layout serves one kind of device, so another one prepares anew."""
-        device = fn(torch.empty(0, device=self.prepared.device)).device
         w = self.prepared
+        probe = fn(torch.empty(0, device=w.device, dtype=torch.bfloat16))
+        device, taken = probe.device, BACKENDS[w.backend].hidden_dtypes
+        if device.type == w.device.type and probe.dtype not in taken:
+            names = [str(dtype) for dtype in taken]
+            raise ValueError(
+                f"experts on {w.device} (backend {w.backend!r}) take hidden states of {names}: "
+                f"the model cannot be made {probe.dtype}"
+            )
         if device.type in (w.device.type, "meta"):
             self.prepared = w.to(device) if device != w.device else w
             return self

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from torch_moe_ops.transformers.experts import IMPLEMENTATION, moeq_experts
 
 
@@ -12,3 +14,8 @@ def register_implementation() -> None:
     except ImportError as error:
         raise ImportError(f"the experts interface of transformers 5 is needed: {error}") from error
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, moeq_experts)
+    # Where transformers keeps FP8 experts packed itself (on a GPU), their modules have an interface of their own.
+    with contextlib.suppress(ImportError):
+        from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+
+        ALL_FP8_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, moeq_experts)

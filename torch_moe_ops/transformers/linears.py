@@ -6,10 +6,11 @@ Read by the same formats as experts are. Activations of these linears stay unqua
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_moe_ops.checkpoints.detect import FORMATS, detect
 from torch_moe_ops.checkpoints.fields import INPUT_PARTS, Format
@@ -123,3 +124,27 @@ def is_plain(tensors: Mapping[str, Tensor]) -> bool:
 def stored_dtype(dtype: torch.dtype) -> bool:
     """Whether a parameter of this dtype holds codes."""
     return dtype not in FLOATS
+
+
+def check_linears_loaded(model: nn.Module, index: CheckpointIndex) -> None:
+    """ValueError where a linear that the checkpoint quantizes is another one in the model, such as a random one.
+
+    One layer of each kind is compared: what transformers cannot load it leaves out in all of them. Parameters that
+    hold codes themselves, or have other names than in the checkpoint, are not.
+    """
+    parameters, seen = dict(model.named_parameters()), set()
+    with TensorReader(index) as reader:
+        for module, parts in quantized_linears(index).items():
+            parameter, kind = parameters.get(f"{module}.weight"), re.sub(r"\d+", "*", module)
+            if parameter is None or stored_dtype(parameter.dtype) or parameter.is_meta or kind in seen:
+                continue
+            seen.add(kind)
+            wanted = dequantize_linear(module, {part: reader.read(name) for part, name in parts.items()}, index)
+            got = parameter.detach().float().cpu()
+            # Another dequantizer may round to bfloat16 on its way; anything else is off by about 1.
+            if got.shape != wanted.shape or (got - wanted).norm() > 0.1 * wanted.norm():
+                raise ValueError(
+                    f"attach_experts: {module}.weight must be what {index.path} holds (quantized there), got another "
+                    "weight: load the model by from_pretrained after torch_moe_ops.transformers.register(), or give "
+                    "check_linears=False"
+                )

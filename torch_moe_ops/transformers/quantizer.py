@@ -147,6 +147,7 @@ class PackedExperts(HfQuantizer):
         self._check_loaded(model)
         if self._experts:
             attach_to(model, self._experts, self._index.path, **self._options)
+        self._index, self._experts = None, []  # the model keeps its quantizer
         return model
 
     def _check_loaded(self, model: Any) -> None:
