@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.installed
 
 SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/cpu/*.cpp csrc/cpu/*.h csrc/cuda/* csrc/cuda/sm90/*)
 
-.PHONY: help fuzz fuzz-loader fuzz-problems install quickstart test test-all test-triton test-flashinfer lint format docs cuda-compile sanitize table bench clean
+.PHONY: help fuzz fuzz-loader fuzz-problems install quickstart test test-all test-triton test-flashinfer test-vllm lint format docs cuda-compile sanitize table bench clean
 
 help:
 	@echo 'make TARGET [PYTHON=python3] [TORCH=torch==2.13.0] [JOBS=2]'
@@ -48,6 +48,10 @@ test-triton: install ## the Triton kernels in the interpreter and ahead of time
 
 test-flashinfer: install ## several releases of FlashInfer against their simulators
 	PYTHON=$(PY) bash scripts/flashinfer_releases.sh
+
+# Not in test-all: vLLM is 4 GB of packages.
+test-vllm: install ## the plug-in inside vLLM on this CPU, in a virtual environment of its own
+	PYTHON=$(PYTHON) bash scripts/test_vllm.sh
 
 # Random problems on the kernels of this CPU against the oracle; scripts/gpu_fuzz.sh does it on a GPU.
 FUZZ_PROBLEMS ?= 2000

@@ -1,0 +1,76 @@
+"""Runs checkpoints through vLLM's LLM.generate and prints greedy tokens as JSON; a process of its own for tests.
+
+    python tests/programs/vllm_generate.py JOBS.json
+
+JOBS.json: [{"path": folder, "eager": bool}, ...]. Prints one line for each: "RESULT " and {"path", "eager", "prompts",
+"tokens"} or {"path", "eager", "error"}. The plug-in is the installed one's entry point, or where there is none, called
+here.
+"""
+
+import gc
+import json
+import os
+import sys
+import warnings
+from importlib.metadata import entry_points
+
+PROMPT_LENGTH, NEW_TOKENS, PROMPTS = 6, 12, 4
+
+
+def prompts(vocabulary: int) -> list[list[int]]:
+    return [[(7 * i + 5 * j * j + 3) % vocabulary for j in range(PROMPT_LENGTH)] for i in range(PROMPTS)]
+
+
+def generate(path: str, eager: bool) -> list[list[int]]:
+    from vllm import LLM, SamplingParams
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    llm = LLM(
+        path,
+        skip_tokenizer_init=True,
+        enforce_eager=eager,
+        dtype="bfloat16",
+        max_model_len=64,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        disable_log_stats=True,
+    )
+    given = [{"prompt_token_ids": ids} for ids in prompts(_vocabulary(path))]
+    sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, detokenize=False, ignore_eos=True)
+    tokens = [list(o.outputs[0].token_ids) for o in llm.generate(given, sampling, use_tqdm=False)]
+    llm.llm_engine.engine_core.shutdown()
+    del llm
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    return tokens
+
+
+def _vocabulary(path: str) -> int:
+    with open(os.path.join(path, "config.json")) as file:
+        return json.load(file)["vocab_size"]
+
+
+def main() -> None:
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    warnings.simplefilter("ignore")
+    if not any(point.value.startswith("torch_moe_ops.") for point in entry_points(group="vllm.general_plugins")):
+        from torch_moe_ops.vllm import register
+
+        register()
+    with open(sys.argv[1]) as file:
+        jobs = json.load(file)
+    for job in jobs:
+        try:
+            result = {"prompts": prompts(_vocabulary(job["path"])), "tokens": generate(job["path"], job["eager"])}
+        except Exception as error:  # told to the test, which decides
+            result = {"error": f"{type(error).__name__}: {error}"}
+        print("RESULT " + json.dumps({**job, **result}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

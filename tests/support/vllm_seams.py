@@ -1,0 +1,172 @@
+"""What the plug-in takes for granted of vLLM: where its interfaces are and what they take, as its sources have them."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+LAYERS = "model_executor/layers"
+MOE, QUANTIZATION = f"{LAYERS}/fused_moe", f"{LAYERS}/quantization"
+METHOD = f"{MOE}/fused_moe_method_base.py:FusedMoEMethodBase"
+COMPRESSED = f"{QUANTIZATION}/compressed_tensors/compressed_tensors.py:CompressedTensorsConfig"
+MODELOPT = f"{QUANTIZATION}/modelopt.py"
+
+# file:function or file:class.method -> its parameters. "...": more of them may follow.
+FUNCTIONS: dict[str, list[str]] = {
+    f"{QUANTIZATION}/__init__.py:register_quantization_config": ["quantization"],
+    f"{METHOD}.__init__": ["self", "moe"],
+    f"{METHOD}.create_weights": [
+        "self",
+        "layer",
+        "num_experts",
+        "hidden_size",
+        "intermediate_size_per_partition",
+        "params_dtype",
+        "**extra_weight_attrs",
+    ],
+    f"{METHOD}.get_fused_moe_quant_config": ["self", "layer"],
+    f"{METHOD}.uses_weight_scale_2_pattern": ["self"],
+    f"{METHOD}.apply": [
+        "self",
+        "layer",
+        "x",
+        "topk_weights",
+        "topk_ids",
+        "shared_experts",
+        "shared_experts_input",
+    ],
+    f"{QUANTIZATION}/base_config.py:QuantizeMethodBase.process_weights_after_loading": ["self", "layer"],
+    f"{QUANTIZATION}/base_config.py:QuantizationConfig.get_quant_method": ["self", "layer", "prefix"],
+    f"{MODELOPT}:ModelOptQuantConfigBase.get_quant_method": ["self", "layer", "prefix"],
+    f"{MODELOPT}:ModelOptQuantConfigBase.is_layer_excluded": ["self", "prefix"],
+    f"{MODELOPT}:ModelOptMixedPrecisionConfig.get_quant_method": ["self", "layer", "prefix"],
+    f"{MODELOPT}:ModelOptMixedPrecisionConfig._resolve_quant_algo": ["self", "prefix"],
+    f"{QUANTIZATION}/fp8.py:Fp8Config.get_quant_method": ["self", "layer", "prefix"],
+    f"{QUANTIZATION}/mxfp4.py:Mxfp4Config.get_quant_method": ["self", "layer", "prefix"],
+    f"{QUANTIZATION}/utils/quant_utils.py:is_layer_skipped": ["prefix", "ignored_layers", "fused_mapping", "..."],
+    f"{COMPRESSED}.get_quant_method": ["self", "layer", "prefix"],
+    f"{COMPRESSED}.get_scheme_dict": ["self", "layer", "layer_name"],
+    f"{COMPRESSED}._add_fused_moe_to_target_scheme_map": ["self"],
+    f"{MOE}/routed_experts.py:RoutedExperts.weight_loader": [
+        "self",
+        "param",
+        "loaded_weight",
+        "weight_name",
+        "shard_id",
+        "expert_id",
+        "return_success",
+    ],
+    "model_executor/utils.py:set_weight_attrs": ["weight", "weight_attrs"],
+}
+
+# Class -> attributes that it has or sets.
+ATTRIBUTES: dict[str, set[str]] = {
+    f"{MOE}/config.py:FusedMoEConfig": {
+        "num_experts",
+        "num_local_experts",
+        "experts_per_token",
+        "hidden_dim",
+        "intermediate_size_per_partition",
+        "moe_parallel_config",
+        "moe_backend",
+        "has_bias",
+        "is_lora_enabled",
+        "is_act_and_mul",
+    },
+    f"{MOE}/config.py:FusedMoEParallelConfig": {
+        "tp_size",
+        "enable_eplb",
+        "all2all_backend",
+        "use_all2all_kernels",
+        "use_ag_rs_all2all_kernels",
+    },
+    f"{MOE}/routed_experts.py:RoutedExperts": {
+        "activation",
+        "apply_router_weight_on_input",
+        "ckpt_gate_proj_name",
+        "ckpt_up_proj_name",
+        "ckpt_down_proj_name",
+        "expert_map_manager",
+        "moe_config",
+        "params_dtype",
+        "swiglu_limit",
+        "swiglu_alpha",
+        "swiglu_beta",
+    },
+    f"{QUANTIZATION}/fp8.py:Fp8Config": {
+        "activation_scheme",
+        "ignored_layers",
+        "is_checkpoint_fp8_serialized",
+        "weight_block_size",
+    },
+    f"{MODELOPT}:ModelOptNvFp4Config": {"quant_method"},
+    f"{MODELOPT}:ModelOptFp8Config": {"quant_method"},
+    f"{QUANTIZATION}/mxfp4.py:GptOssMxfp4Config": {"get_name"},
+}
+
+# Words without which the weight loader would treat our tensors in another way.
+TEXTS: dict[str, list[str]] = {
+    f"{MOE}/routed_experts.py": ['"ModelOpt" in quant_method_name', '"_expert_map"', "uses_weight_scale_2_pattern()"],
+    "model_executor/models/gpt_oss.py": ['"gpt_oss_mxfp4"', '"weight_dtype"'],
+    "plugins/__init__.py": ['"vllm.general_plugins"'],
+}
+
+
+@cache
+def _tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
+def _find(root: Path, seam: str) -> ast.AST | None:
+    file, _, dotted = seam.partition(":")
+    path = root / file
+    if not path.exists():
+        return None
+    node: ast.AST | None = _tree(path)
+    for name in dotted.split("."):
+        inside = [n for n in ast.walk(node) if getattr(n, "name", None) == name] if node is not None else []
+        node = inside[-1] if inside else None  # the last one: overloads come before
+    return node
+
+
+def _parameters(node: ast.FunctionDef) -> list[str]:
+    found = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+    return found + ([f"**{node.args.kwarg.arg}"] if node.args.kwarg else [])
+
+
+def _attributes(root: Path, node: ast.ClassDef) -> set[str]:
+    """Fields, methods, and what methods set on self."""
+    names = set()
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store):
+            names.add(inner.attr)
+        if isinstance(inner, ast.AnnAssign) and isinstance(inner.target, ast.Name):
+            names.add(inner.target.id)
+        if isinstance(inner, ast.FunctionDef):
+            names.add(inner.name)
+    return names
+
+
+def broken(root: Path) -> list[str]:
+    """Every seam that the sources under `root` (the package's folder) do not have."""
+    wrong = []
+    for seam, wanted in FUNCTIONS.items():
+        node = _find(root, seam)
+        if not isinstance(node, ast.FunctionDef):
+            wrong.append(f"{seam} must be there")
+            continue
+        found = _parameters(node)
+        fits = found[: len(wanted) - 1] == wanted[:-1] if wanted[-1] == "..." else found == wanted
+        if not fits:
+            wrong.append(f"{seam} must take {wanted}, takes {found}")
+    for seam, names in ATTRIBUTES.items():
+        node = _find(root, seam)
+        if not isinstance(node, ast.ClassDef):
+            wrong.append(f"{seam} must be there")
+        elif lacking := names - _attributes(root, node):
+            wrong.append(f"{seam} must have {sorted(lacking)}")
+    for file, texts in TEXTS.items():
+        text = (root / file).read_text() if (root / file).exists() else ""
+        wrong += [f"{file} must say {words!r}" for words in texts if words not in text]
+    return wrong

@@ -1,0 +1,70 @@
+"""Quantization configs that put our method before vLLM's own, registered under vLLM's names.
+
+This module needs vLLM; `register` imports it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+from vllm.model_executor.layers.quantization.modelopt import (
+    ModelOptFp8Config,
+    ModelOptMixedPrecisionConfig,
+    ModelOptNvFp4Config,
+)
+from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config, Mxfp4Config
+from vllm.platforms import current_platform
+
+from torch_moe_ops.vllm import recognize
+from torch_moe_ops.vllm.log import logger, say_once
+from torch_moe_ops.vllm.method import MoeqMethod, method_of
+from torch_moe_ops.vllm.plan import plan_layer
+
+# Name in vLLM's registry -> its config there, and what tells the format of a layer's experts.
+CONFIGS: dict[str, tuple[type, recognize.Recognizer]] = {
+    "modelopt": (ModelOptFp8Config, recognize.modelopt),
+    "modelopt_fp4": (ModelOptNvFp4Config, recognize.modelopt),
+    "modelopt_mixed": (ModelOptMixedPrecisionConfig, recognize.modelopt_mixed),
+    "compressed-tensors": (CompressedTensorsConfig, recognize.compressed_tensors),
+    "mxfp4": (Mxfp4Config, recognize.mxfp4),
+    "gpt_oss_mxfp4": (GptOssMxfp4Config, recognize.mxfp4),
+    "fp8": (Fp8Config, recognize.fp8),
+}
+
+
+def register_configs() -> None:
+    """Put ours in the place of vLLM's."""
+    for name, (base, recognizer) in CONFIGS.items():
+        register_quantization_config(name)(config_class(base, recognizer))
+
+
+def config_class(base: type, recognizer: recognize.Recognizer) -> type:
+    """A subclass of vLLM's config whose experts are ours where they can be."""
+
+    def get_quant_method(self: Any, layer: torch.nn.Module, prefix: str) -> Any:
+        method = our_method(self, recognizer, layer, prefix) if isinstance(layer, RoutedExperts) else None
+        return method if method is not None else base.get_quant_method(self, layer, prefix)  # type: ignore[attr-defined]
+
+    return type(f"Moeq{base.__name__}", (base,), {"get_quant_method": get_quant_method, "__doc__": base.__doc__})
+
+
+def our_method(config: Any, recognizer: recognize.Recognizer, layer: Any, prefix: str) -> MoeqMethod | None:
+    """Our method for a layer of experts; None, after a line that says why, where vLLM's own one has to do it."""
+    device = torch.device(current_platform.device_type)
+    try:
+        format = recognizer(config, layer, prefix)
+        if format is None:
+            return None  # not quantized: nothing to say
+        plan = plan_layer(layer, format, device)
+    except ValueError as error:
+        say_once(logger.info, "torch_moe_ops: left to vLLM: %s (first in %s)", str(error), prefix)
+        return None
+    how = "weight-only" if plan.act_format == "none" else f"{plan.act_format} activations"
+    line = "torch_moe_ops: %s experts on backend %s, %s (first in %s)"
+    say_once(logger.info, line, format.name, plan.backend, how, prefix)
+    return method_of(config, layer, plan, prefix)

@@ -1,0 +1,106 @@
+"""The MoE method that vLLM's RoutedExperts calls: loads what a format says, prepares it, runs the op.
+
+This module needs vLLM; `torch_moe_ops.vllm` imports it when the plug-in is registered.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.utils import set_weight_attrs
+
+from torch_moe_ops.prepared.fused import fused_moe_routed
+from torch_moe_ops.prepared.prepare import prepare
+from torch_moe_ops.vllm.parameters import LayerSizes
+from torch_moe_ops.vllm.placement import places_of
+from torch_moe_ops.vllm.plan import Plan
+
+
+class MoeqMethod(FusedMoEMethodBase):
+    """Runs the experts of one layer by `torch.ops.moeq`.
+
+    vLLM routes, runs shared experts and adds up the ranks' results around `apply`, which is why this has none of it.
+
+    Args:
+        quant_config: vLLM's config of the checkpoint, for those who look it up here.
+        layer: vLLM's RoutedExperts.
+        plan: how it runs.
+        name: of the layer, for messages.
+    """
+
+    def __init__(self, quant_config: Any, layer: Any, plan: Plan, name: str) -> None:
+        super().__init__(layer.moe_config)
+        self.quant_config = quant_config
+        self.plan = plan
+        self.layer_name = name
+        if plan.format.interleaved:
+            self.weight_dtype = "gpt_oss_mxfp4"  # gpt-oss's own loader asks for it
+
+    def uses_weight_scale_2_pattern(self) -> bool:
+        return self.plan.format.scale_2
+
+    def create_weights(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Register the format's tensors under the names that vLLM's loader knows."""
+        sizes = LayerSizes(
+            experts=num_experts,
+            hidden=hidden_size,
+            intermediate=intermediate_size_per_partition,
+            halves=2 if self.moe.is_act_and_mul else 1,
+            has_bias=self.moe.has_bias,
+            dtype=params_dtype,
+        )
+        for name, parameter in self.plan.format.parameters(sizes).items():
+            tensor = torch.nn.Parameter(parameter.empty(), requires_grad=False)
+            layer.register_parameter(name, tensor)
+            attributes = {"weight_loader": extra_weight_attrs["weight_loader"]}
+            if parameter.sharing:
+                attributes["quant_method"] = parameter.sharing
+            if parameter.dummy is not None:
+                attributes["dummy_weight_value"] = parameter.dummy
+            set_weight_attrs(tensor, attributes)
+        self._names = list(self.plan.format.parameters(sizes))
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Prepare what was loaded, and free it."""
+        tensors = {name: getattr(layer, name).data for name in self._names}
+        raw = self.plan.format.raw(tensors, self.plan.act_format, self.layer_name)
+        layer.moeq_weights = prepare(raw, **self.plan.options)
+        for name in self._names:
+            delattr(layer, name)
+
+    def get_fused_moe_quant_config(self, layer: Any) -> None:
+        """None: vLLM's kernels do not run these experts."""
+
+    def apply(
+        self,
+        layer: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts: Any,
+        shared_experts_input: Tensor | None,
+    ) -> Tensor:
+        """This rank's experts for x [num_tokens, hidden_size]; capturable, and traced where vLLM traces it."""
+        ids = places_of(topk_ids, layer._expert_map) if self.plan.maps_ids else topk_ids
+        return fused_moe_routed(x, ids, topk_weights, layer.moeq_weights)
+
+
+class ModelOptMoeqMethod(MoeqMethod):
+    """The same under a name with "ModelOpt" in it, by which vLLM's loader tells how ModelOpt's scales lie."""
+
+
+def method_of(quant_config: Any, layer: Any, plan: Plan, name: str) -> MoeqMethod:
+    """The method of a planned layer."""
+    kind = ModelOptMoeqMethod if plan.format.loader == "modelopt" else MoeqMethod
+    return kind(quant_config, layer, plan, name)

@@ -1,0 +1,128 @@
+"""Whether a layer runs here. Decided before its weights are loaded: later, vLLM's own method could not take over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from torch_moe_ops.backends import BACKENDS
+from torch_moe_ops.backends.explain import Explanation
+from torch_moe_ops.backends.native import auto_act_format
+from torch_moe_ops.prepared.explaining import explain
+from torch_moe_ops.vllm import settings
+from torch_moe_ops.vllm.activation import activation_of
+from torch_moe_ops.vllm.formats import ExpertFormat
+from torch_moe_ops.vllm.parameters import LayerSizes
+from torch_moe_ops.vllm.placement import first_of_range
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a layer runs.
+
+    backend: what `prepare` will choose. options: keywords of `prepare`. maps_ids: the experts of this rank are no
+    range of ids, so that each call maps them to places.
+    """
+
+    format: ExpertFormat
+    backend: str
+    act_format: str
+    maps_ids: bool
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def plan_layer(layer: Any, format: ExpertFormat, device: torch.device) -> Plan:
+    """The plan of a layer that is being made.
+
+    Args:
+        layer: vLLM's RoutedExperts, before it has weights.
+        device: where its weights will be.
+
+    Raises ValueError saying what the layer must be, where it is left to vLLM.
+    """
+    _check_deployment(layer)
+    config = layer.moe_config
+    sizes = LayerSizes(
+        experts=config.num_local_experts,
+        hidden=config.hidden_dim,
+        intermediate=config.intermediate_size_per_partition,
+        halves=2 if config.is_act_and_mul else 1,
+        has_bias=config.has_bias,
+        dtype=layer.params_dtype,
+    )
+    _check_shards(sizes, format, config)
+    offset = first_of_range(layer._expert_map)
+    options = {**activation_of(layer), "router_weight_on_input": bool(layer.apply_router_weight_on_input)}
+    if options["activation"] == "swigluoai" and _is_interleaved(layer) != format.interleaved:
+        raise ValueError(f"rows of w13 must be gates before ups in {format.name}, got them interleaved")
+    if options["router_weight_on_input"] and config.experts_per_token != 1:
+        raise ValueError(f"top_k must be 1 for router weights on the input, got {config.experts_per_token}")
+    if offset is not None:
+        options |= {"num_experts": config.num_experts, "local_expert_offset": offset}
+    stored = format.act_format if settings.act_format() != "none" else "none"
+    explanation = _explain(format, sizes, stored, device, options)
+    act = stored
+    if settings.act_format() == "auto":
+        act = auto_act_format(explanation.problem, explanation.requested)
+        explanation = _explain(format, sizes, act, device, options)
+    backend = _chosen(explanation)
+    _check_dtype(backend, config.in_dtype)
+    return Plan(format, backend, act, offset is None, {**options, "act_format": act})
+
+
+def _explain(
+    format: ExpertFormat, sizes: LayerSizes, act: str, device: torch.device, options: dict[str, Any]
+) -> Explanation:
+    """Of weights that have shapes only."""
+    tensors = {name: p.empty("meta") for name, p in format.parameters(sizes).items()}
+    return explain(format.raw(tensors, act, format.name), act_format=act, device=device, **options)
+
+
+def _chosen(explanation: Explanation) -> str:
+    if explanation.chosen is None:
+        reasons = "; ".join(f"{name}: {why[0]}" for name, why in explanation.against.items() if why)
+        raise ValueError(f"a backend must run {explanation.problem}, got none ({reasons})")
+    if explanation.chosen == "reference" and explanation.requested != "reference":
+        others = "; ".join(f"{name}: {why[0]}" for name, why in explanation.against.items() if why)
+        raise ValueError(f"a backend besides the slow `reference` must run the layer, got none ({others})")
+    return explanation.chosen
+
+
+def _check_dtype(backend: str, dtype: torch.dtype) -> None:
+    known = BACKENDS[backend].hidden_dtypes
+    if dtype not in known:
+        raise ValueError(f"hidden states must be one of {[str(d) for d in known]} for backend {backend}, got {dtype}")
+
+
+def _is_interleaved(layer: Any) -> bool:
+    return getattr(layer.activation, "value", layer.activation) == "swigluoai"
+
+
+def _check_deployment(layer: Any) -> None:
+    """What vLLM does with its own methods' weights, and cannot do with ours."""
+    config = layer.moe_config
+    parallel = config.moe_parallel_config
+    if config.moe_backend != "auto":
+        raise ValueError(f"moe_backend must be 'auto', got {config.moe_backend!r}")
+    if config.is_lora_enabled:
+        raise ValueError("LoRA must be off: it changes what happens between the two GEMMs")
+    if parallel.enable_eplb:
+        raise ValueError("load balancing of experts (EPLB) must be off: packed experts are not moved between ranks")
+    if getattr(layer.expert_map_manager, "num_fused_shared_experts", 0):
+        raise ValueError("shared experts must not be fused with the routed ones")
+    if parallel.use_all2all_kernels and not getattr(parallel, "use_ag_rs_all2all_kernels", False):
+        name = parallel.all2all_backend
+        raise ValueError(f"all2all_backend must be 'allgather_reducescatter', got {name!r}")
+
+
+def _check_shards(sizes: LayerSizes, format: ExpertFormat, config: Any) -> None:
+    """A divided intermediate size must not divide what shares a scale: the loader would cut in the wrong place."""
+    if config.moe_parallel_config.tp_size == 1:
+        return
+    block = {"fp8_block": 128, "mxfp4": 32, "nvfp4": 16}.get(format.scheme, 8)
+    if sizes.intermediate % block:
+        raise ValueError(
+            f"a rank's intermediate size must be a multiple of {block} ({format.name}), got {sizes.intermediate}"
+        )
