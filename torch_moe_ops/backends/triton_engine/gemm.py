@@ -9,7 +9,7 @@ from torch_moe_ops.backends.triton_engine.activations import activate_gated, act
 from torch_moe_ops.backends.triton_engine.columns import gemm1_columns, halves
 from torch_moe_ops.backends.triton_engine.dependent import wait_for_previous_kernel
 from torch_moe_ops.backends.triton_engine.elements import amax_of_bits, magnitude_bits, narrow
-from torch_moe_ops.backends.triton_engine.mainloop import multiply, prefetch_rows, rescale, tile_of
+from torch_moe_ops.backends.triton_engine.mainloop import multiply, prefetch_rows, rescale, slot_of_row, tile_of
 from torch_moe_ops.backends.triton_engine.permute import reorder, reordered_position
 from torch_moe_ops.backends.triton_engine.quantize import (
     given_factor,
@@ -76,7 +76,7 @@ def _store_intermediate(
 @triton.jit
 def _gemm1_tile(
     operand_ptr, factor_ptr, row_slot_ptr, w_ptr, scale_ptr, zero_ptr, alpha_ptr, bias_ptr, gscale_ptr, h_ptr,
-    h_factor_ptr, expert, column_tile, start, num_rows, first_row, top_k, alpha, beta, limit,
+    h_factor_ptr, expert, column_tile, start, num_rows, first_row, num_slots, top_k, alpha, beta, limit,
     FORMAT: tl.constexpr, ACT: tl.constexpr, H_HOW: tl.constexpr, FACTOR: tl.constexpr, H: tl.constexpr,
     INTER: tl.constexpr, I_PADDED: tl.constexpr, OPERAND_STRIDE: tl.constexpr, ACTIVATION: tl.constexpr,
     IS_GATED: tl.constexpr, HAS_LIMIT: tl.constexpr, ALPHAS: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -89,7 +89,7 @@ def _gemm1_tile(
     token = first_row + tl.arange(0, BLOCK_T)
     live = token < num_rows
     rows = (start + tl.minimum(token, num_rows - 1)).to(tl.int64)
-    slot = rows.to(tl.int32) if DIRECT else tl.load(row_slot_ptr + rows)
+    slot = rows.to(tl.int32) if DIRECT else slot_of_row(row_slot_ptr, rows, num_slots)
     operand_rows = (slot if SLOT_ROWS else slot // top_k).to(tl.int64)
     rows_of_w: tl.constexpr = 2 * INTER if IS_GATED else INTER
     acc = multiply(
@@ -131,6 +131,7 @@ def gemm1_kernel(
     gscale_ptr,
     h_ptr,
     h_factor_ptr,
+    num_slots,
     num_tiles_max,
     num_experts,
     expert_offset,
@@ -178,7 +179,7 @@ def gemm1_kernel(
     if not EARLY_TILES:
         wait_for_previous_kernel(PDL)
     valid, expert, column_tile, start, num_rows, row_tile = tile_of(
-        table_ptr, num_tiles_max, num_experts, expert_offset, column_tiles, DIRECT, EARLY_TILES
+        table_ptr, num_slots, num_tiles_max, num_experts, expert_offset, column_tiles, DIRECT, EARLY_TILES
     )
     if EARLY_TILES:
         wait_for_previous_kernel(PDL)
@@ -187,15 +188,15 @@ def gemm1_kernel(
         if TAIL_T < BLOCK_T and num_rows - first_row <= TAIL_T:
             _gemm1_tile(
                 operand_ptr, factor_ptr, row_slot_ptr, w_ptr, scale_ptr, zero_ptr, alpha_ptr, bias_ptr, gscale_ptr,
-                h_ptr, h_factor_ptr, expert, column_tile, start, num_rows, first_row, top_k, alpha, beta, limit,
-                FORMAT, ACT, H_HOW, FACTOR, H, INTER, I_PADDED, OPERAND_STRIDE, ACTIVATION, IS_GATED, HAS_LIMIT,
+                h_ptr, h_factor_ptr, expert, column_tile, start, num_rows, first_row, num_slots, top_k, alpha, beta,
+                limit, FORMAT, ACT, H_HOW, FACTOR, H, INTER, I_PADDED, OPERAND_STRIDE, ACTIVATION, IS_GATED, HAS_LIMIT,
                 ALPHAS, HAS_BIAS, SLOT_ROWS, PER_WORD, BLOCK_N, TAIL_T, BLOCK_K, STAGES, SCALES, DIRECT, USE_PTX,
             )  # fmt: skip
         else:
             _gemm1_tile(
                 operand_ptr, factor_ptr, row_slot_ptr, w_ptr, scale_ptr, zero_ptr, alpha_ptr, bias_ptr, gscale_ptr,
-                h_ptr, h_factor_ptr, expert, column_tile, start, num_rows, first_row, top_k, alpha, beta, limit,
-                FORMAT, ACT, H_HOW, FACTOR, H, INTER, I_PADDED, OPERAND_STRIDE, ACTIVATION, IS_GATED, HAS_LIMIT,
+                h_ptr, h_factor_ptr, expert, column_tile, start, num_rows, first_row, num_slots, top_k, alpha, beta,
+                limit, FORMAT, ACT, H_HOW, FACTOR, H, INTER, I_PADDED, OPERAND_STRIDE, ACTIVATION, IS_GATED, HAS_LIMIT,
                 ALPHAS, HAS_BIAS, SLOT_ROWS, PER_WORD, BLOCK_N, BLOCK_T, BLOCK_K, STAGES, SCALES, DIRECT, USE_PTX,
             )  # fmt: skip
 
@@ -226,7 +227,7 @@ def _gemm2_tile(
     if HAS_BIAS:
         end = H if SPLIT_K == 1 else tl.where(part == 0, H, 0)  # once, not with every part
         y += tl.load(bias_ptr + expert * H + n, mask=n < end, other=0.0)[:, None]
-    slot = rows if DIRECT else tl.load(row_slot_ptr + rows).to(tl.int64)
+    slot = rows if DIRECT else slot_of_row(row_slot_ptr, rows, num_slots).to(tl.int64)
     out = y_ptr + (part * num_slots + slot)[:, None] * H + n[None, :]
     tl.store(out, y.trans(), mask=live[:, None] & (n < H)[None, :])
 
@@ -276,7 +277,7 @@ def gemm2_kernel(
     if not EARLY_TILES:
         wait_for_previous_kernel(PDL)
     valid, expert, column_tile, start, num_rows, row_tile = tile_of(
-        table_ptr, num_tiles_max, num_experts, expert_offset, column_tiles, DIRECT, EARLY_TILES
+        table_ptr, num_slots, num_tiles_max, num_experts, expert_offset, column_tiles, DIRECT, EARLY_TILES
     )
     if EARLY_TILES:
         if PREFETCH and valid:

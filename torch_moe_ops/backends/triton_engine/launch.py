@@ -169,6 +169,7 @@ def _run_gemm1(call: ExpertsCall, plan: Plan, b: Buffers, h: Tensor) -> None:
         b.factor if call.a2_gscale is None else call.a2_gscale,
         h,
         b.h_factor,
+        plan.num_slots,
         plan.num_tiles,
         call.w13.shape[0],
         call.local_expert_offset,

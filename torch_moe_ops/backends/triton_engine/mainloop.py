@@ -33,14 +33,17 @@ def prefetch_rows(w_ptr, expert, columns, N: tl.constexpr, ROW_BYTES: tl.constex
 
 @triton.jit
 def tile_of(
-    table_ptr, num_tiles_max, num_experts, expert_offset, COLUMN_TILES: tl.constexpr, DIRECT: tl.constexpr,
-    EARLY: tl.constexpr,
+    table_ptr, num_slots, num_tiles_max, num_experts, expert_offset, COLUMN_TILES: tl.constexpr,
+    DIRECT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """This program's (valid, expert, column tile, first row, rows of the expert, row tile).
 
     The tiles of one expert are worked on together, its row tiles next to each other: its weights come
     from memory once. DIRECT: table_ptr holds the expert ids, and every slot is a tile and a row of its own.
     EARLY: called before waiting for the kernel in front.
+
+    Valid means that all are in range, whatever the table holds: where ids changed while a schedule was made, its
+    programs disagree, and entries are missing or of two experts.
     """
     program = tl.program_id(0)
     tile = program // COLUMN_TILES
@@ -57,12 +60,20 @@ def tile_of(
         count = load_settled(table_ptr + 2 * num_tiles_max + tile, EARLY)
         start = load_settled(table_ptr + 3 * num_tiles_max + tile, EARLY)
         rows = load_settled(table_ptr + 4 * num_tiles_max + tile, EARLY)
+        valid = (expert >= 0) & (expert < num_experts)
+        valid = valid & (first >= 0) & (first <= tile) & (tile < first + count)
+        valid = valid & (start >= 0) & (rows > 0) & (rows <= num_slots) & (start <= num_slots - rows)
         count = tl.maximum(count, 1)  # 0 in tiles beyond the last one
         local = program - first * COLUMN_TILES
-        valid = expert >= 0
         column_tile = local // count
         row_tile = local % count
     return valid, expert.to(tl.int64), column_tile, start, rows, row_tile
+
+
+@triton.jit
+def slot_of_row(row_slot_ptr, rows, num_slots):
+    """The slots of rows that are in range; they are too, whatever is there (see tile_of)."""
+    return tl.minimum(tl.maximum(tl.load(row_slot_ptr + rows), 0), num_slots - 1)
 
 
 @triton.jit

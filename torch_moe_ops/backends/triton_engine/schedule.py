@@ -109,7 +109,8 @@ def schedule_expert(
 ):
     """One program an expert: count everybody's slots, then write this expert's rows and tiles.
 
-    Every program counts for itself: reading the ids again costs less than waiting for another kernel.
+    Every program counts for itself: reading the ids again costs less than waiting for another kernel. Where ids change
+    meanwhile, the table is wrong and may have holes, but nothing is written outside of it or of the rows.
     MANY: `many_slots`.
     """
     if MANY:
@@ -131,5 +132,5 @@ def schedule_expert(
             local, valid = _local(ids_ptr, slot, num_slots, num_experts, expert_offset)
             mine = valid & (local == expert)
             rank = tl.cumsum(mine.to(tl.int32), 0) - 1
-            tl.store(row_slot_ptr + start + rank, slot, mask=mine)
+            tl.store(row_slot_ptr + start + rank, slot, mask=mine & (start + rank < num_slots))
             start += tl.sum(mine.to(tl.int32))
