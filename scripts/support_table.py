@@ -79,11 +79,19 @@ class Table:
     def status(self, backend: str, scheme: str, act_format: str, where: str) -> str:
         """Of one backend in one cell. where: as tests/support/attribution.py names devices."""
         for place, passed in ((where, "tested"), ("simulator", "by contract")):
-            for record in self.records:
-                counts = self._counts(record, backend, scheme, act_format, place)
-                if counts["passed"] + counts["failed"]:
-                    return self._said(record, backend, counts, passed)
+            counted = [(record, self._counts(record, backend, scheme, act_format, place)) for record in self.records]
+            known = [(record, counts) for record, counts in counted if counts["passed"] + counts["failed"]]
+            if known:
+                record, counts = self._foremost(known, backend)
+                return self._said(record, backend, counts, passed)
         return "not run"
+
+    def _foremost(self, known: list[tuple[Record, Counter[str]]], backend: str) -> tuple[Record, Counter[str]]:
+        """Of several records the one to go by: of the contents as they are, a failure first; else the newest."""
+        newest_first = sorted(known, key=lambda one: one[0]["date"], reverse=True)
+        current = [one for one in newest_first if not self.changed(one[0], backend)]
+        failed = [one for one in current if one[1]["failed"]]
+        return (failed or current or newest_first)[0]
 
     def _counts(self, record: Record, backend: str, scheme: str, act_format: str, where: str) -> Counter[str]:
         counts: Counter[str] = Counter()

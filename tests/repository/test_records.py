@@ -146,6 +146,25 @@ def test_the_table_says_what_changed_since(tmp_path: Path) -> None:
     assert found.status("triton", "nvfp4", "none", "sm90") == "1 of 2 tests failed at aaaaaaa"
 
 
+def test_of_several_records_that_of_the_present_contents_counts(tmp_path: Path) -> None:
+    old = made_of(tmp_path) | {"commit": "b" * 40, "date": "2026-01-01"}
+    new = old | {"commit": "c" * 40, "date": "2026-01-03", "digests": NOW | {"cuda_sm90": "of another state"}}
+    before = {**old, "digests": new["digests"]}
+    said = [
+        table.Table(records, NOW).status("cuda_sm90", "nvfp4", "none", "sm90") for records in ([new, old], [old, new])
+    ]
+    assert said == ["tested", "tested"]
+    failed = {**old, "rows": [row | {"passed": 0, "failed": 1} for row in old["rows"]]}
+    for records in ([old, failed], [failed, old, new]):
+        assert (
+            table.Table(records, NOW).status("cuda_sm90", "nvfp4", "none", "sm90") == "1 of 1 tests failed at bbbbbbb"
+        )
+    for records in ([before, new], [new, before]):
+        assert (
+            table.Table(records, NOW).status("cuda_sm90", "nvfp4", "none", "sm90") == "tested at ccccccc, changed since"
+        )
+
+
 def test_an_installed_library_knows_its_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = made_of(tmp_path)
     file = tmp_path / "tested.json"
