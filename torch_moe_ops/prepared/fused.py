@@ -34,13 +34,15 @@ def fused_moe(
 
     Args:
         hidden_states: [num_tokens, hidden_size] bfloat16, float16 or float32; or packed as
-            `w.act_format` stores them, with hidden_states_scale in the linear layout.
-        router_logits: [num_tokens, num_experts], any float dtype.
+            `w.act_format` stores them, with hidden_states_scale in the linear layout. [batch, sequence, hidden_size],
+            or more dimensions, are taken as they come.
+        router_logits: [num_tokens, num_experts] or [batch, sequence, num_experts], any float dtype.
         w: made by `prepare`.
         routing: method, top_k and options.
         out_dtype: None: the dtype of unquantized hidden states, bfloat16 for packed ones.
 
-    Returns: [num_tokens, hidden_size], a new tensor. Inference only. Traces under torch.compile.
+    Returns: [num_tokens, hidden_size], or [batch, sequence, hidden_size], a new tensor. Inference only. Traces under
+        torch.compile.
     Raises: RuntimeError naming op, argument, requirement and value; TypeError for `w` or `routing` of another type.
     """
     if not isinstance(w, PreparedWeights):
@@ -52,6 +54,11 @@ def fused_moe(
             "fused_moe: routing.method must be 'llama4' where router_weight_on_input was prepared "
             f"(use route and fused_moe_routed otherwise), got {routing.method!r}"
         )
+    if isinstance(hidden_states, Tensor) and hidden_states.ndim > 2:
+        shape, rows = hidden_states.shape[:-1], _rows(hidden_states)
+        scale = None if hidden_states_scale is None else _rows(hidden_states_scale)
+        out = fused_moe(rows, _rows(router_logits), w, routing=routing, hidden_states_scale=scale, out_dtype=out_dtype)
+        return out.unflatten(0, shape)
     tracing = _is_compiling()
     return _MONOLITHIC[w.scheme](
         hidden_states,
@@ -91,15 +98,17 @@ def fused_moe_routed(
 
     Args:
         hidden_states, hidden_states_scale, w, out_dtype: as in `fused_moe`.
-        topk_ids: [num_tokens, top_k] int32 (int64 is converted), global expert ids; an id outside
-            [w.local_expert_offset, + w.num_local_experts) contributes nothing.
-        topk_weights: [num_tokens, top_k] float32 (other float dtypes are converted), final multipliers.
+        topk_ids: [num_tokens, top_k] or [batch, sequence, top_k] int32 (int64 is converted), global expert ids; an id
+            outside [w.local_expert_offset, + w.num_local_experts) contributes nothing.
+        topk_weights: like topk_ids, float32 (other float dtypes are converted), final multipliers.
         out: a contiguous buffer for the result that shares memory with no argument.
 
-    Returns: [num_tokens, hidden_size]; `out` where it was given.
+    Returns: [num_tokens, hidden_size], or [batch, sequence, hidden_size]; `out` where it was given.
     """
     if not isinstance(w, PreparedWeights):
         _fail_weights("fused_moe_routed", w)
+    if isinstance(hidden_states, Tensor) and hidden_states.ndim > 2:
+        return _routed_of_rows(hidden_states, topk_ids, topk_weights, w, hidden_states_scale, out_dtype, out)
     args = (
         hidden_states,
         hidden_states_scale,
@@ -121,6 +130,28 @@ def fused_moe_routed(
         return _ROUTED[w.scheme](*args)
     _ROUTED[w.scheme].out(*args, out=out)
     return out
+
+
+def _routed_of_rows(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    w: PreparedWeights,
+    hidden_states_scale: Tensor | None,
+    out_dtype: torch.dtype | None,
+    out: Tensor | None,
+) -> Tensor:
+    """fused_moe_routed of [batch, sequence, ...]: all dimensions but the last one as rows."""
+    scale = None if hidden_states_scale is None else _rows(hidden_states_scale)
+    into = None if out is None else out.view(-1, out.shape[-1])  # an error where that is no view
+    rows, ids, weights = _rows(hidden_states), _rows(topk_ids), _rows(topk_weights)
+    result = fused_moe_routed(rows, ids, weights, w, hidden_states_scale=scale, out_dtype=out_dtype, out=into)
+    return result.unflatten(0, hidden_states.shape[:-1]) if out is None else out
+
+
+def _rows(tensor: Any) -> Any:
+    """All dimensions but the last one as one; what is no such tensor is the op's to refuse."""
+    return tensor.flatten(0, -2) if isinstance(tensor, Tensor) and tensor.ndim > 2 else tensor
 
 
 def _int32(topk_ids: Tensor) -> Tensor:

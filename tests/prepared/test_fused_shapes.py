@@ -1,0 +1,77 @@
+"""fused_moe and fused_moe_routed on hidden states of [batch, sequence, hidden_size]: the same numbers as on rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch._dynamo.testing
+from problems import Case, make_raw
+from torch import Tensor
+
+import torch_moe_ops as moe
+
+ROUTING = moe.Routing("renormalize", top_k=2)
+SHAPES = ((2, 3), (1, 1), (0, 3), (2, 0), (2, 1, 3))
+
+
+@pytest.fixture(scope="module", params=[("none", "none"), ("nvfp4", "none"), ("nvfp4", "nvfp4")], ids="-".join)
+def layer(request: pytest.FixtureRequest) -> moe.PreparedWeights:
+    scheme, act_format = request.param
+    return moe.prepare(make_raw(Case(scheme=scheme, experts=4, hidden=64, inter=48)), act_format=act_format)
+
+
+def _inputs(layer: moe.PreparedWeights, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(len(shape))
+    x = torch.randn(*shape, layer.hidden_size, generator=generator, dtype=torch.bfloat16)
+    return x, torch.randn(*shape, layer.num_experts, generator=generator)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rows_in_more_dimensions(layer: moe.PreparedWeights, shape: tuple[int, ...]) -> None:
+    x, logits = _inputs(layer, shape)
+    rows, row_logits = x.flatten(0, -2), logits.flatten(0, -2)
+    got, want = (
+        moe.fused_moe(x, logits, layer, routing=ROUTING),
+        moe.fused_moe(rows, row_logits, layer, routing=ROUTING),
+    )
+    assert got.shape == x.shape and torch.equal(got.flatten(0, -2), want)
+    # The router's logits as rows, as many routers give them.
+    assert torch.equal(moe.fused_moe(x, row_logits, layer, routing=ROUTING), got)
+
+    ids, weights = moe.route(row_logits, ROUTING)
+    wide = ids.to(torch.int64).view(*shape, 2)
+    got = moe.fused_moe_routed(x, wide, weights.view(*shape, 2), layer)
+    assert got.shape == x.shape and torch.equal(got.flatten(0, -2), want)
+    out = torch.full_like(x, float("nan"))
+    assert moe.fused_moe_routed(x, ids, weights, layer, out=out) is out and torch.equal(out, got)
+
+
+def test_packed_hidden_states_in_more_dimensions() -> None:
+    raw = make_raw(Case(scheme="nvfp4", experts=4, hidden=64, inter=48, input_scale="tensor"))
+    layer = moe.prepare(raw, act_format="nvfp4")
+    x, logits = _inputs(layer, (2, 3))
+    codes, scale = moe.quantize_nvfp4(x.flatten(0, 1), layer.a1_gscale)
+    want = moe.fused_moe(codes, logits.flatten(0, 1), layer, routing=ROUTING, hidden_states_scale=scale)
+    packed = {"hidden_states_scale": scale.unflatten(0, (2, 3))}
+    got = moe.fused_moe(codes.unflatten(0, (2, 3)), logits, layer, routing=ROUTING, **packed)
+    assert got.shape == (2, 3, 64) and torch.equal(got.flatten(0, 1), want)
+
+
+def test_one_graph_for_any_batch_and_sequence(layer: moe.PreparedWeights) -> None:
+    torch._dynamo.reset()
+    count = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(
+        lambda x, logits: moe.fused_moe(x, logits, layer, routing=ROUTING), backend=count, fullgraph=True, dynamic=True
+    )
+    for shape in ((5, 7), (7, 11), (9, 13)):  # sizes that no weight has: equal ones share a symbol
+        x, logits = _inputs(layer, shape)
+        assert torch.equal(compiled(x, logits), moe.fused_moe(x, logits, layer, routing=ROUTING))
+    assert count.frame_count == 1
+
+
+def test_what_does_not_fit_is_refused_by_the_op(layer: moe.PreparedWeights) -> None:
+    x, logits = _inputs(layer, (2, 3))
+    with pytest.raises(RuntimeError, match=r"router_logits must have num_tokens = 6 rows"):
+        moe.fused_moe(x, logits[:1], layer, routing=ROUTING)
+    with pytest.raises(RuntimeError, match=r"topk_ids must have num_tokens = 6|topk_ids must have shape \(6"):
+        moe.fused_moe_routed(x, torch.zeros(2, 2, dtype=torch.int32), torch.ones(2, 2), layer)
