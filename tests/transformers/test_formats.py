@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tolerances import F32, relative_l2
 from torch import Tensor
 
-transformers = pytest.importorskip("transformers", minversion="5.23", reason="needs transformers >= 5.23")
+transformers = pytest.importorskip("transformers", minversion="5.17", reason="needs transformers >= 5.17")
 
 from quantized_models import ARCHITECTURES, FORMATS, REFUSED, write_model  # noqa: E402
 

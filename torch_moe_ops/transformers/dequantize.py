@@ -10,7 +10,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter, buil
 
 from torch_moe_ops.checkpoints.index import CheckpointIndex
 from torch_moe_ops.files.errors import CheckpointError
-from torch_moe_ops.transformers.linears import CODES, dequantize_linear, is_plain
+from torch_moe_ops.transformers.linears import CODES, dequantize_linear, is_plain, stored_dtype
 
 
 class DequantizeLinear(ConversionOps):
@@ -35,7 +35,7 @@ class DequantizeLinear(ConversionOps):
     ) -> dict[str, Any]:
         """{source pattern: tensors} -> {weight pattern: weights in the dtype of the parameter}."""
         name = full_layer_name or "weight"
-        dtype = _parameter_dtype(model, name, self.dtype)
+        dtype = parameter_dtype(model, name, self.dtype)
         module = name.removesuffix(".weight")
         converted: dict[str, Any] = {}
         for prefix, parts in _by_prefix(input_dict).items():
@@ -45,11 +45,20 @@ class DequantizeLinear(ConversionOps):
         return converted
 
     def _weight(self, module: str, tensors: dict[str, Tensor]) -> Tensor:
-        return tensors["weight"] if is_plain(tensors) else dequantize_linear(module, tensors, self.index)
+        return tensors["weight"] if is_plain(tensors) else dequantize_linear(module, _as_stored(tensors), self.index)
 
     @property
     def reverse_op(self) -> ConversionOps:
         raise ValueError("a dequantized linear cannot be saved in its quantized form")
+
+
+def _as_stored(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Codes of FP8 as the file has them: transformers before 5.21 hands them over in the model's dtype."""
+    weight = tensors.get("weight")
+    if weight is None or stored_dtype(weight.dtype):
+        return tensors
+    codes = weight.to(torch.float8_e4m3fn)
+    return {**tensors, "weight": codes} if torch.equal(codes.to(weight.dtype), weight) else tensors
 
 
 _ANY = r"\."
@@ -102,7 +111,7 @@ def _one_by_one(name: str, parts: dict[str, Any]) -> list[dict[str, Tensor]]:
     return [{part: tensors[i] for part, tensors in parts.items()} for i in range(count)]
 
 
-def _parameter_dtype(model: Any, name: str, dtype: torch.dtype) -> torch.dtype:
+def parameter_dtype(model: Any, name: str, dtype: torch.dtype) -> torch.dtype:
     """The dtype that transformers would cast to: what the model keeps in float32, else its parameter's."""
     plan = model._get_dtype_plan(dtype)
     if plan:

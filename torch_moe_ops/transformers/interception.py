@@ -21,11 +21,10 @@ def intercept_quantizers() -> None:
     Raises: ImportError where transformers chooses quantizers elsewhere than this release is known to.
     """
     from transformers import __version__, modeling_utils
-    from transformers.quantizers.base import HfQuantizer
 
     theirs = getattr(modeling_utils, "get_hf_quantizer", None)
-    if theirs is None or not hasattr(HfQuantizer, "get_load_operations"):
-        raise ImportError(f"register needs transformers >= 5.23, got {__version__}: from_pretrained is another one")
+    if theirs is None:
+        raise ImportError(f"register needs transformers >= 5.17, got {__version__}: from_pretrained is another one")
     if not hasattr(theirs, "moeq_original"):
         modeling_utils.get_hf_quantizer = _intercepting(theirs)
 

@@ -106,6 +106,9 @@ def dequantize_linear(name: str, tensors: Mapping[str, Tensor], index: Checkpoin
     missing = sorted(form.required - linear.names.keys())
     if missing:
         linear.entry(missing[0])
+    unused = sorted(linear.names.keys() - form.required - form.optional)
+    if unused:
+        raise CheckpointError(f"{index.path} {name}: format {form.name} does not use {unused[0]}")
     fields = form.read(linear, index.model)
     scale, zero_point, scale_2 = (fields.get(key) for key in ("scale", "zero_point", "scale_2"))
     return dequantize_matrix(form.scheme_of(linear), fields["weight"], scale, zero_point, scale_2).to(device)

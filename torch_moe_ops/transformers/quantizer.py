@@ -18,7 +18,7 @@ from torch_moe_ops.checkpoints.layer import LayerSource
 from torch_moe_ops.checkpoints.naming import ExpertLayer
 from torch_moe_ops.files.tensor_reader import TensorReader
 from torch_moe_ops.transformers.attach import ExpertsModule, attach_to, find_experts, remove_parameters
-from torch_moe_ops.transformers.dequantize import DequantizeLinear, weight_conversions
+from torch_moe_ops.transformers.dequantize import DequantizeLinear, parameter_dtype, weight_conversions
 from torch_moe_ops.transformers.experts import IMPLEMENTATION
 from torch_moe_ops.transformers.linears import PARTS, check_linears, stored_dtype
 
@@ -58,6 +58,7 @@ class PackedExperts(HfQuantizer):
         self._index: CheckpointIndex | None = None
         self._parts: set[str] = set()
         self._experts: list[ExpertsModule] = []
+        self._dtypes: dict[str, torch.dtype] = {}
         self._missing: list[str] = []
         self._options = dict(self.load_options)
 
@@ -100,6 +101,7 @@ class PackedExperts(HfQuantizer):
         for found in modules:
             remove_parameters(found.module)
             found.module._is_hf_initialized = True  # else transformers initializes what was removed
+        self._dtypes = {name: parameter_dtype(model, name, self.dtype) for name in model.state_dict()}
         known = set(model._keys_to_ignore_on_load_unexpected or ())
         model._keys_to_ignore_on_load_unexpected = known | set(_NOT_LOADED_HERE)
         self._watch_missing_keys(model)
@@ -157,6 +159,11 @@ class PackedExperts(HfQuantizer):
             raise ValueError(
                 f"{path}: must hold every parameter of {type(model).__name__}, {self._missing[:4]}{more} missing"
             )
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            wanted = self._dtypes.get(name, tensor.dtype)
+            # Before 5.21 transformers leaves what has another name in the files in their dtype.
+            if tensor.dtype != wanted and not stored_dtype(tensor.dtype):
+                tensor.data = tensor.data.to(wanted)
         for name, parameter in model.named_parameters():
             if stored_dtype(parameter.dtype):
                 raise ValueError(f"{path}: {name} must have been dequantized, got codes of dtype {parameter.dtype}")
