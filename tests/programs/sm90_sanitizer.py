@@ -44,7 +44,8 @@ FORMATS: dict[str, tuple[Fields, ...]] = {
         {"weights": {"group": -1, "zero": True}, "activation": "relu2_no_mul"},
     ),
 }
-# Numbers of tokens of a kernel: what decides between the versions that it has (docs/hopper.md, sections 3 to 5).
+# Numbers of tokens of a kernel: what decides between the versions that it has
+# (benchmarks/results/hopper_notebook.md, sections 3 to 5).
 TOKENS: dict[str, tuple[Fields, ...]] = {
     "decode": (
         {"tokens": 1, "hidden": 1024, "inter": 768, "experts": 9, "top_k": 6},

@@ -86,7 +86,7 @@ def _hidden_size_reason(problem: Problem) -> str | None:
 
 
 def _notes(problem: Problem) -> str:
-    """Which kernel a number of tokens would get, and what says so (docs/hopper.md, sections 3 to 5)."""
+    """Which kernel a number of tokens would get, and what says so (docs/hopper.md)."""
     experts, local = problem.num_experts, problem.num_local_experts
     hidden, inter = problem.hidden_size, problem.intermediate_size
     share = "" if local == experts else f", for {local} of {experts} experts"

@@ -22,7 +22,7 @@ MIN_TOKENS_OF_EXPERT = 40  # in the mean, from which on these kernels run
 
 
 def min_tokens(num_experts: int, top_k: int) -> int:
-    """From this many tokens on these kernels run (docs/hopper.md, section 11). num_experts: of all ranks."""
+    """From this many tokens on these kernels run (docs/hopper.md). num_experts: of all ranks."""
     return -(-MIN_TOKENS_OF_EXPERT * num_experts // top_k)
 
 

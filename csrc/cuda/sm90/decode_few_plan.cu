@@ -73,8 +73,8 @@ constexpr int bytes_before_ring(int tokens, int columns, int x_tiles, int h_tile
 
 constexpr int kLeastStages = 4, kLongStage = 16, kShortStage = 8;
 
-// The sizes that docs/hopper.md names as taken, in the shared memory of a Hopper block: Qwen3-30B, gpt-oss,
-// DeepSeek-V3, Mixtral.
+// The sizes that benchmarks/results/hopper_notebook.md names as taken, in the shared memory of a Hopper block:
+// Qwen3-30B, gpt-oss, DeepSeek-V3, Mixtral.
 constexpr bool takes(int tokens, int columns, int x_tiles, int h_tiles) {
   constexpr int kShared = 227 * 1024;
   return bytes_before_ring(tokens, columns, x_tiles, h_tiles, 1) + kLeastStages * kLongStage * kTileBytes <= kShared;

@@ -11,8 +11,8 @@ from torch_moe_ops.tuning import tuned
 from torch_moe_ops.tuning.tuned import Key
 from torch_moe_ops.tuning.tuned_kernels import DECODE_MAX_SLOTS, FORGET, KERNELS, Switches, key_of, lookup
 
-# Measured on an H200 (docs/hopper.md, section 5). An expert's w2 of so many values is read at the rate of memory by
-# the decode kernel even where an expert has several tokens: in the mean up to 7 / 4.
+# Measured on an H200 (benchmarks/results/hopper_notebook.md, section 5). An expert's w2 of so many values is read at
+# the rate of memory by the decode kernel even where an expert has several tokens: in the mean up to 7 / 4.
 DECODE_TOKENS, LARGE_MATRIX = 14, 12_000_000
 # Tokens an expert of any rank has in the mean; two blocks a multiprocessor must find enough work to share it evenly.
 SLIM_MEAN, NARROW_MEAN, SLIM_BLOCKS, BLOCK_ROWS = 24, 80, 384, 4 * TILE
