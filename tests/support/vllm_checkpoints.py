@@ -1,7 +1,8 @@
-"""The third-party fixtures in a form that vLLM runs on a CPU: its attention there has no heads of 16.
+"""Checkpoints that vLLM runs on a CPU.
 
-Experts, router and embeddings are the fixture's, bit for bit. Attention is replaced by random weights with larger
-heads, unquantized, and the config says so.
+The third-party fixtures have heads of 16, which vLLM's attention there has not: `graft` keeps experts, router and
+embeddings bit for bit and replaces the attention by random weights with larger heads, unquantized, and the config says
+so.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+import torch_moe_ops as moe
 
 HEAD = 64
 
@@ -77,3 +80,54 @@ def _ignore_attention(config: dict[str, Any]) -> None:
         projections = [f"self_attn.{p}_proj" for p in "qkvo"]
         named = [f"model.layers.{i}.{p}" for i in range(config["num_hidden_layers"]) for p in projections]
         quantization["modules_to_not_convert"] = [*quantization.get("modules_to_not_convert", []), *named]
+
+
+def with_shared_experts(folder: Path) -> Path:
+    """A small Qwen2-MoE with random weights, its routed experts in ModelOpt's NVFP4 format; the shared one is plain."""
+    from transformers import AutoModelForCausalLM, Qwen2MoeConfig
+
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 64, "vocab_size": 96}
+    sizes |= {"num_hidden_layers": 1, "num_experts": 6, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128}
+    config = Qwen2MoeConfig(**sizes, **heads, norm_topk_prob=True, tie_word_embeddings=False)
+    torch.manual_seed(2)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape) * (0.35 if ".gate.weight" in name else 0.1)
+        value = (1 + noise if "norm" in name else noise).to(torch.bfloat16)
+        if ".experts." not in name:
+            tensors[name] = value
+        parameter.data.copy_(value)
+    experts = model.model.layers[0].mlp.experts
+    raw = moe.quantize_experts(experts.gate_up_proj.data, experts.down_proj.data, scheme="nvfp4")
+    tensors |= {f"model.layers.0.mlp.experts.{name}": t.clone() for name, t in _modelopt_nvfp4(raw).items()}
+    folder.mkdir(parents=True)
+    written = config.to_dict() | {"architectures": ["Qwen2MoeForCausalLM"], "dtype": "bfloat16"}
+    written["quantization_config"] = {
+        "quant_method": "modelopt",
+        "quant_algo": "W4A16_NVFP4",
+        "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 16}, "targets": ["Linear"]}},
+        "ignore": ["lm_head", "model.embed_tokens", "*self_attn*", "*shared_expert*", "*mlp.gate"],
+    }
+    (folder / "config.json").write_text(json.dumps(written, default=str))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _modelopt_nvfp4(raw: moe.RawWeights) -> dict[str, Tensor]:
+    """ "EXPERT.PROJECTION.PART" -> tensor."""
+    assert raw.w13_scale is not None and raw.w2_scale is not None
+    assert raw.w13_scale_2 is not None and raw.w2_scale_2 is not None
+    gate, up = raw.w13.chunk(2, 1)
+    gate_scale, up_scale = raw.w13_scale.chunk(2, 1)
+    gate_2, up_2 = raw.w13_scale_2[:, 0], raw.w13_scale_2[:, -1]
+    matrices = {"gate_proj": (gate, gate_scale, gate_2), "up_proj": (up, up_scale, up_2)}
+    matrices["down_proj"] = (raw.w2, raw.w2_scale, raw.w2_scale_2)
+    parts = ("weight", "weight_scale", "weight_scale_2")
+    return {
+        f"{expert}.{projection}.{part}": tensor[expert].contiguous()
+        for projection, tensors in matrices.items()
+        for part, tensor in zip(parts, tensors, strict=True)
+        for expert in range(raw.num_experts)
+    }

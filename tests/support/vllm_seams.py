@@ -74,6 +74,7 @@ ATTRIBUTES: dict[str, set[str]] = {
         "is_lora_enabled",
         "is_act_and_mul",
     },
+    "config/vllm.py:VllmConfig": {"additional_config"},
     f"{MOE}/config.py:FusedMoEParallelConfig": {
         "tp_size",
         "enable_eplb",
@@ -109,6 +110,7 @@ ATTRIBUTES: dict[str, set[str]] = {
 TEXTS: dict[str, list[str]] = {
     f"{MOE}/routed_experts.py": ['"ModelOpt" in quant_method_name', '"_expert_map"', "uses_weight_scale_2_pattern()"],
     "model_executor/models/gpt_oss.py": ['"gpt_oss_mxfp4"', '"weight_dtype"'],
+    "config/vllm.py": ["json.dumps(additional_config"],
     "plugins/__init__.py": ['"vllm.general_plugins"'],
 }
 

@@ -22,6 +22,8 @@ from torch_moe_ops.vllm.parameters import LayerSizes
 from torch_moe_ops.vllm.placement import first_of_range, places_of
 from torch_moe_ops.vllm.plan import plan_layer
 
+CPU = torch.device("cpu")
+NVFP4 = formats.nvfp4_modelopt("nvfp4")
 CASES: dict[str, ExpertFormat] = {
     "mixtral_modelopt_nvfp4": formats.nvfp4_modelopt("nvfp4"),
     "qwen3_moe_modelopt_nvfp4_w4a16": formats.nvfp4_modelopt("none"),
@@ -116,6 +118,12 @@ def test_calibrated_scales_that_the_file_lacks_stay_away() -> None:
     assert formats.nvfp4_modelopt("nvfp4").raw(filled, "nvfp4", "").a13_input_scale is None
 
 
+def test_gate_and_up_share_the_larger_input_scale() -> None:
+    filled, _ = _loaded("mixtral_modelopt_nvfp4")
+    filled["w13_input_scale"].copy_(torch.tensor([[1.0, 2.0], [4.0, 3.0], [5.0, 5.0], [6.0, 7.0]]))
+    assert NVFP4.raw(filled, "nvfp4", "").a13_input_scale.tolist() == [2.0, 4.0, 5.0, 7.0]
+
+
 def _layer(**changes: Any) -> Any:
     """What plan_layer reads of vLLM's RoutedExperts."""
     parallel = Namespace(tp_size=1, enable_eplb=False, use_all2all_kernels=False, all2all_backend="")
@@ -141,10 +149,6 @@ def _layer(**changes: Any) -> Any:
     }
     values |= {"_expert_map": None, "expert_map_manager": Namespace(num_fused_shared_experts=0), "swiglu_limit": None}
     return Namespace(moe_config=config, **{**values, **changes})
-
-
-CPU = torch.device("cpu")
-NVFP4 = formats.nvfp4_modelopt("nvfp4")
 
 
 def test_a_plan_is_weight_only_where_nothing_multiplies_the_format(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,9 +202,9 @@ def test_expert_maps_that_are_ranges_become_offsets() -> None:
     assert not plan.maps_ids
     assert (plan.options["num_experts"], plan.options["local_expert_offset"]) == (6, 2)
     assert plan_layer(_layer(_expert_map=scattered, num_experts=6, num_local_experts=3), NVFP4, CPU).maps_ids
-    ids = torch.tensor([[1, 0], [5, -1]], dtype=torch.int32)
-    assert places_of(ids, scattered).tolist() == [[0, -1], [2, -1]]
-    assert places_of(ids, scattered).dtype == torch.int32
+    ids = torch.tensor([[2, 1], [0, -1]], dtype=torch.int32)
+    assert places_of(ids, torch.tensor([0, -1, 1])).tolist() == [[1, -1], [0, -1]]
+    assert places_of(ids, torch.tensor([0, -1, 1])).dtype == torch.int32
 
 
 def test_activations_have_vllms_constants() -> None:

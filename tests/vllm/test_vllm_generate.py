@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from checkpoints_support import FIXTURES
 from paths import PROGRAMS
-from vllm_checkpoints import graft
+from vllm_checkpoints import graft, with_shared_experts
 from vllm_reference import disagreements, reference_model
 
 SPEC = importlib.util.find_spec("vllm")
@@ -57,9 +57,16 @@ def _run(folder: Path, modes: list[bool], **variables: str) -> tuple[list[dict[s
 
 @pytest.mark.parametrize("fixture", SAID)
 def test_greedy_tokens_are_those_of_dequantized_experts(fixture: str, tmp_path: Path) -> None:
-    folder = graft(FIXTURES / fixture, tmp_path / fixture)
+    _check_tokens(graft(FIXTURES / fixture, tmp_path / fixture), SAID[fixture])
+
+
+def test_shared_experts_are_added(tmp_path: Path) -> None:
+    _check_tokens(with_shared_experts(tmp_path / "model"), "ModelOpt W4A16_NVFP4")
+
+
+def _check_tokens(folder: Path, said: str) -> None:
     results, written = _run(folder, [True, False])
-    assert f"torch_moe_ops: {SAID[fixture]} experts on backend cpu" in written
+    assert f"torch_moe_ops: {said} experts on backend cpu" in written
     model = reference_model(folder)
     for result in results:
         assert "error" not in result, result["error"]

@@ -234,6 +234,39 @@ def test_experts_that_are_not_quantized_get_vllms_method() -> None:
         assert type(_layer(model, config, (1, 1, "linear"), 0).quant_method).__name__ == "UnquantizedFusedMoEMethod"
 
 
+def test_compiled_graphs_are_kept_by_who_runs_the_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU vLLM traces into the experts, and finds the graph of an earlier run by its config's hash."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    model, config = _config("qwen3_moe_modelopt_nvfp4")
+    hashes = []
+    for act_format in ("none", "none", "checkpoint"):
+        monkeypatch.setenv(settings.ACT_FORMAT, act_format)
+        vllm_config = VllmConfig()
+        before = vllm_config.compute_hash()
+        with set_current_vllm_config(vllm_config):
+            _layer(model, config, (1, 1, "linear"), 0)
+        hashes.append(vllm_config.compute_hash())
+        assert before not in hashes
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+@pytest.mark.parametrize("case", FIXTURE_OF)
+def test_layers_that_are_filled_instead_of_loaded_run(case: str) -> None:
+    """load_format="dummy": random numbers, which would be no scales."""
+    from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
+
+    model, config = _config(FIXTURE_OF[case])
+    with _vllm():
+        layer = _layer(model, config, (1, 1, "linear"), 0)
+        for parameter in layer.parameters():
+            initialize_single_dummy_weight(parameter)
+        layer.quant_method.process_weights_after_loading(layer)
+        ids, weights = _routing(layer.global_num_experts)
+        found = layer.forward_modular(torch.ones(9, model["hidden_size"], dtype=torch.bfloat16), weights, ids)
+    assert found.isfinite().all()
+
+
 def test_mixed_precision_asks_for_each_layer() -> None:
     from vllm.model_executor.layers.quantization import get_quantization_config
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
@@ -20,6 +21,7 @@ from vllm.model_executor.layers.quantization.modelopt import (
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config, Mxfp4Config
 from vllm.platforms import current_platform
 
+from torch_moe_ops.core.version import __version__
 from torch_moe_ops.vllm import recognize
 from torch_moe_ops.vllm.log import logger, say_once
 from torch_moe_ops.vllm.method import MoeqMethod, method_of
@@ -67,4 +69,12 @@ def our_method(config: Any, recognizer: recognize.Recognizer, layer: Any, prefix
     how = "weight-only" if plan.act_format == "none" else f"{plan.act_format} activations"
     line = "torch_moe_ops: %s experts on backend %s, %s (first in %s)"
     say_once(logger.info, line, format.name, plan.backend, how, prefix)
+    _tell_compiled_graphs_apart(f"{__version__} {format.name} {plan.backend} {plan.act_format}")
     return method_of(config, layer, plan, prefix)
+
+
+def _tell_compiled_graphs_apart(text: str) -> None:
+    """vLLM keeps compiled graphs between runs by its config, which says nothing of who runs the experts."""
+    extra = get_current_vllm_config().additional_config
+    if isinstance(extra, dict):
+        extra["torch_moe_ops"] = sorted({*extra.get("torch_moe_ops", ()), text})
