@@ -1,4 +1,4 @@
-// The persistent kernels for bfloat16 weights, each in a file of its own.
+// The persistent kernels for bfloat16 weights.
 #pragma once
 #include <cuda.h>
 

@@ -10,7 +10,6 @@
 #include "route.cuh"
 
 namespace moeq::sm90::decode {
-
 namespace {
 
 __device__ State whole_device_state;   // of launches that take the whole device
@@ -28,22 +27,6 @@ cudaError_t give_state(Args& args) {
 }
 
 }  // namespace
-
-const void* kernel_of(Format format, int groups) {
-  switch (format) {
-    case Format::kMxfp4:
-      return mxfp4_kernel(groups);
-    case Format::kInt4Per32:
-      return int4_per_32_kernel(groups);
-    case Format::kInt4Per64:
-      return int4_per_64_kernel(groups);
-    case Format::kInt4Zero:
-      return int4_zero_kernel(groups);
-    default:
-      return nvfp4_kernel(groups);
-  }
-}
-
 }  // namespace moeq::sm90::decode
 
 namespace moeq::sm90 {

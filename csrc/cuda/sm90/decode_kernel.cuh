@@ -1,4 +1,4 @@
-// The decode kernel, for each format of weights (decode_*_kernel.cu) and number of tokens an expert.
+// The decode kernel, for each format of weights (decode_kernels.cu) and number of tokens an expert.
 #pragma once
 #include "bounded_wait.cuh"
 #include "decode_combine.cuh"

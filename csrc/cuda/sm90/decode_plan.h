@@ -63,12 +63,8 @@ struct Plan {
   size_t workspace;                         // bytes
 };
 
-// Of one format, for 8 * groups tokens of an expert.
-const void* nvfp4_kernel(int groups);
-const void* mxfp4_kernel(int groups);
-const void* int4_per_32_kernel(int groups);
-const void* int4_per_64_kernel(int groups);
-const void* int4_zero_kernel(int groups);
+// For 8 * groups tokens of an expert.
+const void* kernel_of(Format format, int groups);
 
 inline bool makes_operand(const Problem& p) { return p.a1 != ActScale::kNone || p.weight_on_input; }
 __host__ __device__ inline bool operand_by_slot(const Problem& p) { return p.a1 == ActScale::kExpert; }

@@ -1,4 +1,4 @@
-// The persistent kernels of both GEMMs, each in a file of its own, and what a launch has to know of them.
+// The persistent kernels of both GEMMs, those of a format in a file, and what a launch has to know of them.
 #pragma once
 #include "gemm_args.cuh"
 

@@ -66,17 +66,6 @@ bool is_wide(const Problem& p) {
   return int64_t{p.tokens} * p.top_k > int64_t{kMaxSingle} * p.experts;
 }
 
-GemmKernel kernel_of(Weights weights, Finish finish, bool wide) {
-  switch (weights) {
-    case Weights::kPacked:
-      return packed_kernel(finish, wide);
-    case Weights::kRows:
-      return rows_kernel(finish, wide);
-    default:
-      return blocks_kernel(finish, wide);
-  }
-}
-
 cudaError_t launch_gemm(const GemmArgs& args, Finish finish) {
   const W4a8Problem& p = args.problem;
   const GemmKernel gemm = kernel_of(p.weights, finish, is_wide(p));

@@ -65,9 +65,7 @@ struct GemmKernel {
   int shared_bytes;
 };
 
-GemmKernel packed_kernel(Finish finish, bool wide);
-GemmKernel rows_kernel(Finish finish, bool wide);
-GemmKernel blocks_kernel(Finish finish, bool wide);
+GemmKernel kernel_of(Weights weights, Finish finish, bool wide);
 
 template <class Policy>
 GemmKernel kernel_of(Finish finish) {

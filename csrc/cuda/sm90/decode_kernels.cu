@@ -1,0 +1,21 @@
+// The decode kernels for weights of every format.
+#include "decode_kernel.cuh"
+
+namespace moeq::sm90::decode {
+
+const void* kernel_of(Format format, int groups) {
+  switch (format) {
+    case Format::kMxfp4:
+      return kernel_for<Mxfp4Format>(groups);
+    case Format::kInt4Per32:
+      return kernel_for<Int4Format<32>>(groups);
+    case Format::kInt4Per64:
+      return kernel_for<Int4Format<64>>(groups);
+    case Format::kInt4Zero:
+      return kernel_for<Int4ZeroFormat>(groups);
+    default:
+      return kernel_for<Nvfp4Format>(groups);
+  }
+}
+
+}  // namespace moeq::sm90::decode

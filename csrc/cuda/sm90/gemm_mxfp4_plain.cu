@@ -1,6 +1,0 @@
-// The persistent kernels of both GEMMs for MXFP4 weights and activations without a gate.
-#include "gemm_kernel.cuh"
-
-namespace moeq::sm90 {
-template GemmVariants gemm_variants<Mxfp4Format, Finish::kPlain>();
-}  // namespace moeq::sm90
