@@ -8,7 +8,7 @@ VENV   ?= .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 
-SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/cpu/*.cpp csrc/cpu/*.h csrc/cuda/* csrc/cuda/sm90/*)
+SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/cpu/*.cpp csrc/cpu/*.h csrc/generated/* csrc/cuda/* csrc/cuda/sm90/*)
 
 .PHONY: help fuzz fuzz-loader fuzz-problems install quickstart test test-all test-triton test-flashinfer test-vllm lint format docs cuda-compile sanitize table bench clean
 

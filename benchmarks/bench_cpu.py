@@ -23,6 +23,7 @@ import torch_moe_ops._C  # noqa: F401  (registers the private ops)
 from torch import Tensor
 
 from torch_moe_ops.backends.cpu_panels import layout
+from torch_moe_ops.core.call import KERNEL_FIELDS
 
 ROUTINGS = 16
 
@@ -57,13 +58,14 @@ def caller(
     alphas = torch.full((experts,), 0.01)
     gscale = torch.tensor(100.0) if act_format == "nvfp4" else None
 
+    given = {**w, "hidden_states": hidden, "g1_alphas": alphas, "g2_alphas": alphas, "activation": "silu"}
+    given |= {"a1_gscale": gscale, "a2_gscale": gscale, "swiglu_alpha": 1.0, "swiglu_beta": 0.0}
+    given |= {"swiglu_limit": float("inf"), "local_expert_offset": 0, "router_weight_on_input": False}
+
     def call(ids: Tensor, weights: Tensor) -> None:
-        torch.ops.moeq_C.experts(
-            out, hidden, None, ids, weights,
-            w["w13"], w.get("w13_scale"), None, alphas, None,
-            w["w2"], w.get("w2_scale"), None, alphas, None,
-            gscale, gscale, scheme, act_format, "silu", 1.0, 0.0, float("inf"), 0, False,
-        )  # fmt: skip
+        routed = {**given, "topk_ids": ids, "topk_weights": weights}
+        arguments = [routed.get(name) for name in KERNEL_FIELDS]
+        torch.ops.moeq_C.experts(out, *arguments, scheme=scheme, act_format=act_format)
 
     return call
 

@@ -11,15 +11,17 @@
 #include <string>
 #include <utility>
 
+#include "boxed.h"
 #include "check.h"
 #include "cpu/bind.h"
 #include "cpu/dispatch.h"
 #include "cpu/experts.h"
-#include "cpu/names.h"
 
 namespace {
 
 using namespace moeq::cpu;
+using moeq::OptionalTensor;
+using moeq::Tensor;
 using torch::headeronly::ScalarType;
 
 constexpr const char* kOp = "experts";
@@ -33,12 +35,14 @@ void run_on_torch_threads(int threads, void (*body)(void*), void* context) {
 template <class Enum>
 Enum parse_name(const char* argument, const std::string& name) {
   Enum value{};
-  MOEQ_CHECK(kOp, parse(name, value), argument, " must be a known name, got '", name, "'");
+  MOEQ_CHECK(kOp, moeq::parse(name, value), argument, " must be a known name, got '", name, "'");
   return value;
 }
 
-void bind_tokens(ExpertsArgs& args, Tensor& out, const Tensor& hidden_states, const Tensor& topk_ids,
-                 const Tensor& topk_weights) {
+void bind_tokens(ExpertsArgs& args, const moeq::LayerCall& call) {
+  MOEQ_CHECK(kOp, call.topk_ids.has_value() && call.topk_weights.has_value(), "topk_ids and topk_weights must be given");
+  const Tensor &out = call.out, &hidden_states = call.hidden_states;
+  const Tensor &topk_ids = *call.topk_ids, &topk_weights = *call.topk_weights;
   const std::pair<const char*, const Tensor*> tensors[] = {
       {"out", &out}, {"hidden_states", &hidden_states}, {"topk_ids", &topk_ids}, {"topk_weights", &topk_weights}};
   for (const auto& [name, tensor] : tensors) {
@@ -68,14 +72,10 @@ struct PackedRow {
 };
 
 PackedRow packed_row(ActFormat format, Scheme scheme, int64_t size) {
-  switch (format) {
-    case ActFormat::kNvfp4: return {size / 2, size / 16};
-    case ActFormat::kMxfp4: return {size / 2, size / 32};
-    case ActFormat::kMxfp8: return {size, size / 32};
-    case ActFormat::kFp8: return {size, scheme == Scheme::kFp8Block ? (size + 127) / 128 * 4 : 4};
-    case ActFormat::kInt8: return {size, 4};
-    default: return {0, 0};
-  }
+  const ActLayout& layout = kActLayouts[static_cast<int>(format)];
+  if (layout.pack == 0) return {0, 0};
+  const int64_t block = format == ActFormat::kFp8 ? layout_of(scheme).fp8_group : layout.block;
+  return {size / layout.pack, (block > 0 ? (size + block - 1) / block : 1) * layout.scale_bytes};
 }
 
 void bind_hidden(ExpertsArgs& args, const Tensor& hidden_states, const OptionalTensor& scale, ActFormat format) {
@@ -110,43 +110,42 @@ DotKey dot_key(const ExpertsArgs& args, ActFormat format) {
           args.w13.zero_point != nullptr, one_group(args.w13) && one_group(args.w2), format, args.hidden_dtype};
 }
 
-void experts(Tensor out, Tensor hidden_states, OptionalTensor hidden_states_scale, Tensor topk_ids,
-             Tensor topk_weights, Tensor w13, OptionalTensor w13_scale, OptionalTensor w13_zero_point,
-             OptionalTensor g1_alphas, OptionalTensor w13_bias, Tensor w2, OptionalTensor w2_scale,
-             OptionalTensor w2_zero_point, OptionalTensor g2_alphas, OptionalTensor w2_bias,
-             OptionalTensor a1_gscale, OptionalTensor a2_gscale, std::string scheme, std::string act_format,
-             std::string activation, double alpha, double beta, double limit, int64_t local_expert_offset,
-             bool router_weight_on_input) {
-  ExpertsArgs args;
-  bind_tokens(args, out, hidden_states, topk_ids, topk_weights);
-  if (args.num_tokens == 0) return;
-  args.scheme = parse_name<Scheme>("scheme", scheme);
-  args.activation = parse_name<Activation>("activation", activation);
-  const auto format = parse_name<ActFormat>("act_format", act_format);
-  bind_hidden(args, hidden_states, hidden_states_scale, format);
-  args.alpha = static_cast<float>(alpha);
-  args.beta = static_cast<float>(beta);
-  args.limit = static_cast<float>(limit);
-  args.expert_offset = local_expert_offset;
-  args.weight_on_input = router_weight_on_input;
-  MOEQ_CHECK(kOp, !router_weight_on_input || args.top_k == 1, "router_weight_on_input must go with top_k 1");
+void bind_weights(ExpertsArgs& args, const moeq::LayerCall& call) {
+  const Tensor &w13 = call.w13, &w2 = call.w2;
   MOEQ_CHECK(kOp, w13.dim() == 4 && w2.dim() == 4 && w13.size(0) == w2.size(0),
              "w13 and w2 must be packed, with as many experts");
   args.num_experts = w13.size(0);
   const int64_t halves = is_gated(args.activation) ? 2 : 1;
   const int64_t hidden_units = (args.hidden_size + kUnit - 1) / kUnit;
-  args.w13 = bind_weight("w13", {w13, w13_scale, w13_zero_point, g1_alphas, w13_bias}, args.scheme, hidden_units,
-                         halves);
-  args.w2 = bind_weight("w2", {w2, w2_scale, w2_zero_point, g2_alphas, w2_bias}, args.scheme, w2.size(2), 1);
+  args.w13 = bind_weight("w13", {w13, call.w13_scale, call.w13_zero_point, call.g1_alphas, call.w13_bias},
+                         args.scheme, hidden_units, halves);
+  args.w2 = bind_weight("w2", {w2, call.w2_scale, call.w2_zero_point, call.g2_alphas, call.w2_bias}, args.scheme,
+                        w2.size(2), 1);
   MOEQ_CHECK(kOp, args.w13.panels == halves * args.w2.units && args.w2.panels == hidden_units,
              "w13 and w2 must have matching panels");
   MOEQ_CHECK(kOp, args.w2.bias == nullptr || args.w2.bias_rows == args.hidden_size, "w2_bias must have ",
              args.hidden_size, " columns");
   if (args.scheme == Scheme::kNone) args.weight_dtype = dtype_of(w13, "w13");
-  args.a1 = bind_act("a1_gscale", format, args.hidden_dtype, a1_gscale, args.num_experts);
-  args.a2 = bind_act("a2_gscale", format, args.hidden_dtype, a2_gscale, args.num_experts);
+}
 
-  if (args.scheme == Scheme::kFp8Block && format == ActFormat::kFp8) args.a1.group = args.a2.group = 128;
+void experts(const moeq::ExpertsCall& call) {
+  ExpertsArgs args;
+  bind_tokens(args, call);
+  if (args.num_tokens == 0) return;
+  args.scheme = parse_name<Scheme>("scheme", call.scheme);
+  args.activation = parse_name<moeq::Activation>("activation", call.activation);
+  const auto format = parse_name<ActFormat>("act_format", call.act_format);
+  bind_hidden(args, call.hidden_states, call.hidden_states_scale, format);
+  args.alpha = static_cast<float>(call.swiglu_alpha);
+  args.beta = static_cast<float>(call.swiglu_beta);
+  args.limit = static_cast<float>(call.swiglu_limit);
+  args.expert_offset = call.local_expert_offset;
+  args.weight_on_input = call.router_weight_on_input;
+  MOEQ_CHECK(kOp, !args.weight_on_input || args.top_k == 1, "router_weight_on_input must go with top_k 1");
+  bind_weights(args, call);
+  args.a1 = bind_act("a1_gscale", format, args.hidden_dtype, call.a1_gscale, args.num_experts);
+  args.a2 = bind_act("a2_gscale", format, args.hidden_dtype, call.a2_gscale, args.num_experts);
+  if (format == ActFormat::kFp8) args.a1.group = args.a2.group = layout_of(args.scheme).fp8_group;
 
   const IsaTable& isa = isa_table();
   const Dot dot = isa.find_dot(dot_key(args, format));
@@ -159,17 +158,12 @@ std::string cpu_isa() { return isa_table().name; }
 }  // namespace
 
 STABLE_TORCH_LIBRARY(moeq_C, m) {
-  m.def(
-      "experts(Tensor(a!) out, Tensor hidden_states, Tensor? hidden_states_scale, Tensor topk_ids, "
-      "Tensor topk_weights, Tensor w13, Tensor? w13_scale, Tensor? w13_zero_point, Tensor? g1_alphas, "
-      "Tensor? w13_bias, Tensor w2, Tensor? w2_scale, Tensor? w2_zero_point, Tensor? g2_alphas, Tensor? w2_bias, "
-      "Tensor? a1_gscale, Tensor? a2_gscale, str scheme, str act_format, str activation, float alpha, float beta, "
-      "float limit, int local_expert_offset, bool router_weight_on_input) -> ()");
+  m.def(moeq::ExpertsCall::kSchema);
   m.def("cpu_isa() -> str");
   m.def("use_cpu_isa(str isa) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(moeq_C, CPU, m) { m.impl("experts", TORCH_BOX(&experts)); }
+STABLE_TORCH_LIBRARY_IMPL(moeq_C, CPU, m) { m.impl("experts", MOEQ_BOX(moeq::ExpertsCall, experts)); }
 
 STABLE_TORCH_LIBRARY_IMPL(moeq_C, CompositeExplicitAutograd, m) {
   m.impl("cpu_isa", TORCH_BOX(&cpu_isa));

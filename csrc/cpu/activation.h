@@ -73,10 +73,10 @@ inline Vec activate(Activation activation, Vec gate, Vec up, float alpha, float 
       return gelu_tanh(gate) * up;
     case Activation::kRelu2:
       return relu_squared(gate) * up;
-    case Activation::kSwigluOai:
+    case Activation::kSwigluoai:
       gate = limited(gate, limit);
       return (limited_both(up, limit) + splat(beta)) * gate * sigmoid(splat(alpha) * gate);
-    case Activation::kSwigluStep:
+    case Activation::kSwiglustep:
       return limited(gate * sigmoid(gate), limit) * limited_both(up, limit);
     case Activation::kSitu:
       return situ(gate, up, alpha, beta);

@@ -7,32 +7,12 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "../generated/activations.h"
+#include "../generated/cpu.h"
+
 namespace moeq::cpu {
 
-constexpr int kPanelRows = 16;  // output rows that one vector register holds
-constexpr int kUnit = 16;       // elements of K that a decoder handles at once
-
 enum class DType : int { kBFloat16, kFloat16, kFloat32 };
-
-enum class Scheme : int { kNone, kNvfp4, kMxfp4, kMxfp8, kMxfp6, kMxint4, kInt4, kFp8, kFp8Block, kInt8 };
-
-enum class ActFormat : int { kNone, kNvfp4, kMxfp4, kMxfp8, kMxfp6E3m2, kMxfp6E2m3, kFp8, kInt8 };
-
-enum class Activation : int {
-  kSilu,
-  kGelu,
-  kGeluTanh,
-  kRelu2,
-  kSwigluOai,
-  kSwigluStep,
-  kSitu,
-  kSiluNoMul,
-  kGeluNoMul,
-  kRelu2NoMul,
-  kIdentityNoMul,
-};
-
-inline bool is_gated(Activation activation) { return activation < Activation::kSiluNoMul; }
 
 // One packed weight of all experts. `alphas` multiply an accumulator: [E, alpha_columns], may be null (1).
 struct Weight {

@@ -11,36 +11,21 @@ using torch::headeronly::ScalarType;
 
 constexpr const char* kOp = "experts";
 
-// What the layout stores: bytes of one unit of sixteen rows, and of the scales of one group of a panel.
-struct Storage {
-  int64_t unit_bytes;
-  int64_t group_units;  // 0: the scales say
-  int64_t group_scale_bytes;
-  int64_t scale_panels = 1;
-};
-
-Storage storage_of(Scheme scheme, DType weight_dtype) {
-  switch (scheme) {
-    case Scheme::kNone: return {weight_dtype == DType::kFloat32 ? 1024 : 512, 2, 0};
-    case Scheme::kNvfp4: return {128, 1, kPanelRows};
-    case Scheme::kMxfp4: return {128, 2, kPanelRows};
-    case Scheme::kMxfp8:
-    case Scheme::kMxfp6: return {256, 2, kPanelRows};
-    case Scheme::kMxint4: return {128, 2, 2 * kPanelRows};
-    case Scheme::kInt4: return {128, 0, kPanelRows};
-    case Scheme::kFp8:
-    case Scheme::kInt8: return {256, 0, kPanelRows};
-    case Scheme::kFp8Block: return {256, 8, 4, 8};
+// Plain weights have no groups; a kernel reads two units at a time.
+SchemeLayout layout_of(Scheme scheme, DType weight_dtype) {
+  SchemeLayout layout = layout_of(scheme);
+  if (scheme == Scheme::kNone) {
+    layout.unit_bytes = kUnit * kPanelRows * (weight_dtype == DType::kFloat32 ? 4 : 2);
+    layout.group_units = 2;
   }
-  return {};
+  return layout;
 }
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t bytes_of(const Tensor& tensor) { return tensor.numel() * static_cast<int64_t>(tensor.element_size()); }
 
-
 // [E, panels, groups, 16], or one per tile of 128 x 128: [E, row tiles, groups].
-void bind_scale(const char* name, const Tensor& scale, Scheme scheme, const Storage& storage, int64_t experts,
+void bind_scale(const char* name, const Tensor& scale, Scheme scheme, const SchemeLayout& storage, int64_t experts,
                 Weight& weight) {
   check_memory(name, scale);
   MOEQ_CHECK(kOp, storage.group_scale_bytes > 0 && scale.dim() >= 3, name, "_scale must have 3 or 4 dimensions");
@@ -109,7 +94,7 @@ Weight bind_weight(const char* name, const WeightTensors& tensors, Scheme scheme
   MOEQ_CHECK(kOp, codes.dim() == 4 && codes.size(2) == units, name, " must have shape [experts, panels, ", units,
              ", unit]");
   const DType weight_dtype = scheme == Scheme::kNone ? dtype_of(codes, name) : DType::kFloat32;
-  const Storage storage = storage_of(scheme, weight_dtype);
+  const SchemeLayout storage = layout_of(scheme, weight_dtype);
   const int64_t experts = codes.size(0);
   Weight weight;
   weight.panels = codes.size(1);

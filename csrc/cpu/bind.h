@@ -1,17 +1,10 @@
 // Tensors of the op become the plain arguments of the kernels.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-
-#include <optional>
-#include <string>
-
+#include "../generated/calls.h"
 #include "args.h"
 
 namespace moeq::cpu {
-
-using torch::stable::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 // One weight as the op receives it.
 struct WeightTensors {

@@ -17,13 +17,17 @@ struct Weights {
   static constexpr int kPrefetchBytes = PrefetchBytes;
 };
 
-using Nvfp4Weights = Weights<Codes4<E2m1>, E4m3Scale, 1>;
-using Mxfp4Weights = Weights<Codes4<E2m1>, E8m0Scale, 2>;
-using Mxint4Weights = Weights<Codes4<Signed4>, FloatScale<DType::kBFloat16>, 2>;
-using Mxfp8Weights = Weights<Codes8<E4m3Bytes>, E8m0Scale, 2>;  // mxfp6 too: every fp6 value is an e4m3 value
+// Of a scheme whose groups the layout fixes.
+template <Scheme scheme, class Decoder, class BlockScale>
+using Blocks = Weights<Decoder, BlockScale, layout_of(scheme).group_units>;
+
+using Nvfp4Weights = Blocks<Scheme::kNvfp4, Codes4<E2m1>, E4m3Scale>;
+using Mxfp4Weights = Blocks<Scheme::kMxfp4, Codes4<E2m1>, E8m0Scale>;
+using Mxint4Weights = Blocks<Scheme::kMxint4, Codes4<Signed4>, FloatScale<DType::kBFloat16>>;
+using Mxfp8Weights = Blocks<Scheme::kMxfp8, Codes8<E4m3Bytes>, E8m0Scale>;  // mxfp6 too: its values are e4m3 values
 using Fp8Weights = Weights<Codes8<E4m3Bytes>, FloatScale<DType::kFloat32>, 0>;
 using Fp8UnscaledWeights = Weights<Codes8<E4m3Bytes>, NoScale, 8>;
-using Fp8BlockWeights = Weights<Codes8<E4m3Bytes>, TileScale, 8>;
+using Fp8BlockWeights = Blocks<Scheme::kFp8Block, Codes8<E4m3Bytes>, TileScale>;
 template <DType kType>
 using Int4Weights = Weights<Codes4<Offset8>, FloatScale<kType>, 0>;
 template <DType kType>

@@ -98,7 +98,7 @@ int answer(const Layer& layer, Found found) {
   p.tokens = layer.tokens, p.top_k = layer.top_k, p.experts = layer.experts;
   p.hidden = layer.hidden, p.inter = layer.inter;
   p.gated = layer.gated != 0;
-  p.activation = p.gated ? moeq::sm90::Activation::kSilu : moeq::sm90::Activation::kRelu2NoMul;
+  p.activation = p.gated ? moeq::Activation::kSilu : moeq::Activation::kRelu2NoMul;
   p.a1 = p.a2 = layer.dynamic != 0 ? moeq::sm90::ActScale::kToken : moeq::sm90::ActScale::kNone;
   p.format = static_cast<moeq::sm90::Format>(layer.format);
   p.partition = {layer.sms, layer.sms == kWholeDevice};

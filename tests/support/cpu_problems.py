@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops.backends.cpu_panels import layout
+from torch_moe_ops.core.call import KERNEL_FIELDS
 
 ISAS = ("avx512bf16", "avx512", "avx2", "portable")
 
@@ -170,15 +171,23 @@ class Problem:
         out_dtype: torch.dtype = torch.float32,
         scale: Tensor | None = None,
     ) -> Tensor:
-        p, layer = self.packed, self.layer
+        layer = self.layer
         out = torch.full((x.shape[0], self.hidden), 7.0, dtype=out_dtype)
-        torch.ops.moeq_C.experts(
-            out, x, scale, ids, weights,
-            p["w13"], p.get("w13_scale"), p.get("w13_zero_point"), layer.g1_alphas, layer.w13_bias,
-            p["w2"], p.get("w2_scale"), p.get("w2_zero_point"), layer.g2_alphas, layer.w2_bias,
-            layer.a1_gscale, layer.a2_gscale, self.scheme, layer.act_format, layer.activation, *layer.constants,
-            layer.offset, layer.weight_on_input,
-        )  # fmt: skip
+        given = {
+            **self.packed,
+            "hidden_states": x,
+            "hidden_states_scale": scale,
+            "topk_ids": ids,
+            "topk_weights": weights,
+            "activation": layer.activation,
+            **dict(zip(("swiglu_alpha", "swiglu_beta", "swiglu_limit"), layer.constants, strict=True)),
+            "local_expert_offset": layer.offset,
+            "router_weight_on_input": layer.weight_on_input,
+        }
+        for name in ("g1_alphas", "w13_bias", "g2_alphas", "w2_bias", "a1_gscale", "a2_gscale"):
+            given[name] = getattr(layer, name)
+        arguments = [given.get(name) for name in KERNEL_FIELDS]
+        torch.ops.moeq_C.experts(out, *arguments, scheme=self.scheme, act_format=layer.act_format)
         return out
 
 

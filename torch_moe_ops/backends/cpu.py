@@ -8,7 +8,7 @@ from torch import Tensor
 from torch_moe_ops.backends.cpu_panels import pack as cpu_pack
 from torch_moe_ops.backends.registry import Backend, available, formats, one_of, register, written_for
 from torch_moe_ops.core import extension
-from torch_moe_ops.core.call import ExpertsCall
+from torch_moe_ops.core.call import ExpertsCall, for_kernels_with
 from torch_moe_ops.core.layout import Layout
 from torch_moe_ops.core.problem import Problem
 from torch_moe_ops.core.schemes import SCHEMES, ZERO_POINT_DTYPES
@@ -25,33 +25,16 @@ def run(call: ExpertsCall, out: Tensor) -> None:
     g1_alphas = _alphas(call, call.g1_alphas, w13_scale, call.a1_gscale)
     g2_alphas = _alphas(call, call.g2_alphas, w2_scale, call.a2_gscale)
     w13_zero_point, w2_zero_point = _both(call)
-    torch.ops.moeq_C.experts(
-        out,
-        call.hidden_states,
-        call.hidden_states_scale,
-        call.topk_ids,
-        call.topk_weights,
-        call.w13,
-        _of_rows(w13_scale),
-        w13_zero_point,
-        g1_alphas,
-        call.w13_bias,
-        call.w2,
-        _of_rows(w2_scale),
-        w2_zero_point,
-        g2_alphas,
-        call.w2_bias,
-        call.a1_gscale,
-        call.a2_gscale,
-        cpu_pack.kernel_scheme(scheme),
-        call.act_format,
-        call.activation,
-        call.swiglu_alpha,
-        call.swiglu_beta,
-        call.swiglu_limit,
-        call.local_expert_offset,
-        call.router_weight_on_input,
+    arguments = for_kernels_with(
+        call,
+        w13_scale=_of_rows(w13_scale),
+        w13_zero_point=w13_zero_point,
+        g1_alphas=g1_alphas,
+        w2_scale=_of_rows(w2_scale),
+        w2_zero_point=w2_zero_point,
+        g2_alphas=g2_alphas,
     )
+    torch.ops.moeq_C.experts(out, *arguments, scheme=cpu_pack.kernel_scheme(scheme), act_format=call.act_format)
 
 
 def _unpack_fp6(call: ExpertsCall) -> ExpertsCall:

@@ -17,15 +17,13 @@ from torch_moe_ops.backends.sm90.choice import choice_of, decode_max_tokens, swi
 from torch_moe_ops.backends.sm90.common import (
     NEEDS,
     NO_ROUTER,
-    Router,
     check_device,
-    plain_arguments,
     router_of,
-    tensor_arguments,
 )
 from torch_moe_ops.backends.sm90.formats import prepare, restore, scales_reason, specs
 from torch_moe_ops.backends.sm90.layout import TILE
-from torch_moe_ops.core.call import ExpertsCall
+from torch_moe_ops.core.call import ExpertsCall, for_kernels
+from torch_moe_ops.core.kernel_facts import Router, Sm90Few
 from torch_moe_ops.core.layout import Layout
 from torch_moe_ops.core.problem import Problem
 from torch_moe_ops.numerics import nvfp4
@@ -35,7 +33,6 @@ from torch_moe_ops.tuning.tuned_kernels import key_of
 FORMATS: dict[str, tuple[str, ...]] = {"nvfp4": ("nvfp4", "none"), "mxfp4": ("none",)}
 # Their weights are rounded to bfloat16, which is more than docs/numerics.md allows a backend that nobody asked for.
 ROUNDED_FORMATS: dict[str, tuple[str, ...]] = {"mxint4": ("none",), "int4": ("none",)}
-FEW_TOKENS, FEW_SLOTS = 8, 128  # that the decode kernel takes without grid barriers (csrc/cuda/sm90/decode_few.h)
 
 
 def run(call: ExpertsCall, out: Tensor) -> None:
@@ -61,21 +58,20 @@ def _kernel(call: ExpertsCall, out: Tensor, top_k: int) -> int:
 
 def run_kernel(call: ExpertsCall, out: Tensor, kernel: int, router: Router = NO_ROUTER) -> None:
     """`run` on a kernel by its number in KERNELS; with a router, call.topk_ids and topk_weights are None."""
-    x, quantize = call.hidden_states, call.act_format == "nvfp4"
-    packed = call.hidden_states_scale is not None
+    quantize = call.act_format == "nvfp4"
+    quantize_hidden = quantize
     if call.hidden_states_scale is not None:
         # Code times block scale has six significant bits: bfloat16 holds it, and the alphas have the rest.
-        x = nvfp4.dequantize(x, call.hidden_states_scale).to(torch.bfloat16)
+        x = nvfp4.dequantize(call.hidden_states, call.hidden_states_scale).to(torch.bfloat16)
+        call, quantize_hidden = call._replace(hidden_states=x, hidden_states_scale=None), False
     check_device(call)
     torch.ops.moeq_C.experts_sm90(
         out,
-        x,
-        *tensor_arguments(call),
-        quantize and not packed,
-        quantize,
-        *plain_arguments(call),
-        kernel,
+        *for_kernels(call),
         *router,
+        quantize_hidden=quantize_hidden,
+        quantize_intermediate=quantize,
+        kernel=kernel,
     )
 
 
@@ -103,7 +99,7 @@ def _notes(problem: Problem) -> str:
 def _described(kernel: str, most: int | None, top_k: int) -> str:
     if kernel != "decode":
         return f"{kernel} tiles of the prefill kernel " + ("beyond" if most is None else f"up to {most}")
-    few = min(FEW_TOKENS, FEW_SLOTS // top_k, most or 0)
+    few = min(Sm90Few.MAX_TOKENS, Sm90Few.MAX_SLOTS // top_k, most or 0)
     return f"decode kernel up to {most} tokens (without grid barriers up to {few}, while its buffers fit an SM)"
 
 

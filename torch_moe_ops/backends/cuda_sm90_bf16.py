@@ -13,11 +13,12 @@ from torch import Tensor
 
 from torch_moe_ops.backends import linear
 from torch_moe_ops.backends.registry import Backend, Requirement, available, formats, register
-from torch_moe_ops.backends.sm90.common import NEEDS, check_device, plain_arguments
-from torch_moe_ops.core.call import ExpertsCall
+from torch_moe_ops.backends.sm90.common import NEEDS, check_device
+from torch_moe_ops.core.call import ExpertsCall, for_kernels
+from torch_moe_ops.core.kernel_facts import Sm90
 from torch_moe_ops.core.problem import Problem
 
-SIZE_MULTIPLE = 16  # bytes that a copy moves, and eight rows of gate beside eight of up
+SIZE_MULTIPLE = Sm90.BF16_SIZE_MULTIPLE
 MIN_TOKENS_OF_EXPERT = 40  # in the mean, from which on these kernels run
 
 
@@ -50,17 +51,7 @@ def run(call: ExpertsCall, out: Tensor) -> None:
 def run_kernel(call: ExpertsCall, out: Tensor) -> None:
     """`run` on these kernels, whatever the number of tokens."""
     check_device(call)
-    torch.ops.moeq_C.experts_sm90_bf16(
-        out,
-        call.hidden_states,
-        call.topk_ids,
-        call.topk_weights,
-        call.w13,
-        call.w13_bias,
-        call.w2,
-        call.w2_bias,
-        *plain_arguments(call),
-    )
+    torch.ops.moeq_C.experts_sm90_bf16(out, *for_kernels(call))
 
 
 def _sizes_reason(problem: Problem) -> str | None:

@@ -15,14 +15,15 @@ from torch import Tensor
 
 from torch_moe_ops.backends.registry import Backend, Requirement, formats, one_of, register
 from torch_moe_ops.backends.sm90 import w4a8_layout as tiled
-from torch_moe_ops.backends.sm90.common import NEEDS, check_device, plain_arguments, tensor_arguments
-from torch_moe_ops.core.call import ExpertsCall
+from torch_moe_ops.backends.sm90.common import NEEDS, check_device
+from torch_moe_ops.core.call import ExpertsCall, for_kernels
+from torch_moe_ops.core.kernel_facts import Sm90W4a8
 from torch_moe_ops.core.layout import Layout, Sizes, Spec
 from torch_moe_ops.core.problem import Problem
 from torch_moe_ops.core.schemes import Scheme
 from torch_moe_ops.weights.raw_weights import RawWeights
 
-MAX_SIZE = 65536  # hidden and intermediate: a thread block quantizes a row
+MAX_SIZE = Sm90W4a8.MAX_K  # hidden and intermediate
 PACKED, FOLDED = "cuda_sm90_packed", "cuda_sm90_folded"
 
 
@@ -90,17 +91,10 @@ def restore_folded(scheme: Scheme, tensors: Mapping[str, Tensor], sizes: Sizes) 
 def run(weights: str, call: ExpertsCall, out: Tensor) -> None:
     """Fill `out` [num_tokens, hidden_size] (bfloat16, float16 or float32, contiguous) from a checked call.
 
-    weights: "packed", "rows" or "blocks", as csrc/cuda/sm90/w4a8.h says.
+    weights: one of SM90_WEIGHTS, as csrc/cuda/sm90/w4a8.h says.
     """
     check_device(call)
-    torch.ops.moeq_C.experts_sm90_w4a8(
-        out,
-        call.hidden_states,
-        *tensor_arguments(call),
-        *plain_arguments(call),
-        weights,
-        call.hidden_states_scale,
-    )
+    torch.ops.moeq_C.experts_sm90_w4a8(out, *for_kernels(call), weights=weights)
 
 
 def sizes_reason(problem: Problem) -> str | None:

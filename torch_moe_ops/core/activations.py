@@ -88,19 +88,20 @@ def _relu2(x: Tensor) -> Tensor:
     return x * F.relu(x)  # -infinity * 0 is NaN
 
 
+# In the order of their numbers in compiled kernels (scripts/kernel_headers.py): those with a gate come first.
 ACTIVATIONS: dict[str, Activation] = {
     a.name: a
     for a in (
         # silu's limit is DeepSeek-V4's clamp of both halves.
         Activation("silu", _swiglu, takes=("limit",)),
-        Activation("gelu", lambda g, u, *_: F.gelu(g) * u),
-        Activation("gelu_tanh", lambda g, u, *_: F.gelu(g, approximate="tanh") * u),
-        Activation("relu2", lambda g, u, *_: _relu2(g) * u),
         # gpt-oss: 1.702, 1, 7.
         Activation("swigluoai", _swiglu, takes=("alpha", "beta", "limit"), alpha=1.702, beta=1.0, limit=7.0),
         Activation("swiglustep", _swiglustep, takes=("limit",), limit=7.0),
         # Kimi-K3: 4 bounds the gate, 25 the up half (the defaults of FlashInfer's CUTLASS kernels).
         Activation("situ", _situ, takes=("alpha", "beta"), alpha=4.0, beta=25.0, positive=("alpha", "beta", "limit")),
+        Activation("gelu", lambda g, u, *_: F.gelu(g) * u),
+        Activation("gelu_tanh", lambda g, u, *_: F.gelu(g, approximate="tanh") * u),
+        Activation("relu2", lambda g, u, *_: _relu2(g) * u),
         Activation("silu_no_mul", lambda _g, x, *_: F.silu(x)),
         Activation("gelu_no_mul", lambda _g, x, *_: F.gelu(x)),
         Activation("relu2_no_mul", lambda _g, x, *_: _relu2(x)),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,3 +52,18 @@ class ExpertsCall(NamedTuple):
 
 FIELDS: tuple[str, ...] = ExpertsCall._fields
 INDEX: dict[str, int] = {name: i for i, name in enumerate(FIELDS)}
+
+# What compiled ops get of a call, behind `out` and in this order: scripts/kernel_headers.py writes their arguments from
+# it, so that the two sides cannot differ. The rest is about the choice of a kernel.
+_OF_THE_CHOICE = ("scheme", "backend", "act_format", "num_experts", "weight_policy", "out_dtype")
+KERNEL_FIELDS: tuple[str, ...] = tuple(name for name in FIELDS if name not in _OF_THE_CHOICE)
+_PLACES: dict[str, int] = {name: i for i, name in enumerate(KERNEL_FIELDS)}
+for_kernels = itemgetter(*(INDEX[name] for name in KERNEL_FIELDS))
+
+
+def for_kernels_with(call: ExpertsCall, **changed: Any) -> list[Any]:
+    """`for_kernels(call)` with other values for some names (KeyError where there is no such)."""
+    values = list(for_kernels(call))
+    for name, value in changed.items():
+        values[_PLACES[name]] = value
+    return values

@@ -48,8 +48,10 @@ class RoutingMethod:
 
     name: str
     type: RoutingMethodType
-    score: str  # key of _SCORES, applied to all logits; experts are chosen by it (plus the bias)
-    weight: str = ""  # key of _SCORES, applied to the chosen logits; "": the chosen scores themselves
+    score: str  # key of SCORES (routing/reference.py), applied to all logits; experts are chosen by it (plus the bias)
+    weight: str = (
+        ""  # key of SCORES (routing/reference.py), applied to the chosen logits; "": the chosen scores themselves
+    )
     renormalizes: bool = False  # divides the weights by their sum, unless told otherwise
     can_choose_renormalize: bool = False
     takes_bias: bool = False

@@ -50,12 +50,12 @@ def route_reference(
     method = METHODS[routing_method]
     # Contiguous, because vectorised and strided loops may round differently.
     logits = router_logits.to(dtype).contiguous()
-    scores = _SCORES[method.score](logits)
+    scores = SCORES[method.score](logits)
     choice = scores if routing_bias is None else scores + routing_bias.to(dtype)
     excluded = _outside_best_groups(choice, n_group, topk_group, routing_bias is not None) if n_group > 1 else None
     topk_ids = _top_k(choice, top_k, excluded)
 
-    weights = _SCORES[method.weight](logits.gather(1, topk_ids)) if method.weight else scores.gather(1, topk_ids)
+    weights = SCORES[method.weight](logits.gather(1, topk_ids)) if method.weight else scores.gather(1, topk_ids)
     weights = torch.where(weights.isnan(), 0.0, weights)
     if method.renormalizes if renormalize is None else renormalize:
         weights = _renormalize(weights)
@@ -78,7 +78,7 @@ def _sqrtsoftplus(logits: Tensor) -> Tensor:
     return torch.logaddexp(logits, torch.zeros_like(logits)).sqrt()
 
 
-_SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda logits: logits,
     "softmax": _softmax,
     "sigmoid": torch.sigmoid,

@@ -19,15 +19,15 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+from torch_moe_ops.core.kernel_facts import SM90_KERNELS, Sm90, Sm90Decode
 from torch_moe_ops.core.version import __version__
 from torch_moe_ops.tuning import tuned
 from torch_moe_ops.tuning.tuned import Key
 
 FORMAT = 1
-# By their numbers (kKernels of csrc/cuda/sm90/op_experts.cu).
-KERNELS = ("decode", "slim", "narrow", "wide")
-DECODE_MAX_SLOTS = 2048  # tokens * top_k that the decode kernel takes (csrc/cuda/sm90/decode_plan.h)
-INTERMEDIATE_STEP = 64  # what the layout pads the intermediate size to: layers that are padded alike are one
+KERNELS = SM90_KERNELS
+DECODE_MAX_SLOTS = Sm90Decode.MAX_SLOTS
+INTERMEDIATE_STEP = Sm90.TILE_K  # what the layout pads the intermediate size to: layers that are padded alike are one
 
 Switches = tuple[tuple[str, int | None], ...]  # kernels and the tokens that they run up to
 Table = dict[str, dict[Key, Switches]]

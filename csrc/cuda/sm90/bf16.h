@@ -4,8 +4,6 @@
 
 namespace moeq::sm90 {
 
-constexpr int kBf16SizeMultiple = 16;   // of the hidden and the intermediate size
-
 // As prefill_run does, of a problem without scales and without quantization; `format` says nothing here.
 size_t bf16_workspace(const Problem& p);
 cudaError_t bf16_run(const Problem& p);

@@ -3,6 +3,7 @@
 // constant has to be taken off. Code minus zero point, times scale, has more bits than bfloat16 holds; it is rounded
 // once.
 #pragma once
+#include "../../generated/sm90.h"
 #include "bf16x2.cuh"
 
 namespace moeq::sm90 {
@@ -16,7 +17,8 @@ constexpr uint32_t kInt4High = 0x00F000F0u;
 template <int kScaleK>
 struct Int4Format {
   static_assert(kScaleK == 32 || kScaleK == 64, "a tile holds 64 values of K");
-  static constexpr int kTileScaleBytes = 2 * 64 * (64 / kScaleK);
+  static constexpr int kTileScaleBytes =
+      tile_scale_bytes(kScaleK == 32 ? Format::kInt4Per32 : Format::kInt4Per64);
   static constexpr float kAccumulatorScale = kInt4AccumulatorScale;
   static constexpr int kTerms = 1;
   using ScaleWord = uint32_t;
@@ -52,7 +54,7 @@ struct alignas(8) PairOfWords {
 // A zero point for every scale, and scales of float16 as well: a scale is the sum of two bfloat16, of which the second
 // has two bits, so that its product with a difference of codes is exact and the sum of both products is rounded once.
 struct Int4ZeroFormat {
-  static constexpr int kTileScaleBytes = 256;
+  static constexpr int kTileScaleBytes = tile_scale_bytes(Format::kInt4Zero);
   static constexpr float kAccumulatorScale = kInt4AccumulatorScale;
   static constexpr int kTerms = 1;
   using ScaleWord = PairOfWords;

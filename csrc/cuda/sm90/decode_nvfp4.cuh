@@ -1,5 +1,6 @@
 // NVFP4 weights of the tiled layout -> fragments of bfloat16, by placing bits. Exact: e2m1 times e4m3 needs six bits.
 #pragma once
+#include "../../generated/sm90.h"
 #include "bf16x2.cuh"
 
 namespace moeq::sm90 {
@@ -20,7 +21,7 @@ MOEQ_HOST_DEVICE void decode_step(uint32_t w, uint32_t scale_low_row, uint32_t s
 
 // See formats.cuh for what the members of a format are.
 struct Nvfp4Format {
-  static constexpr int kTileScaleBytes = 256;
+  static constexpr int kTileScaleBytes = tile_scale_bytes(Format::kNvfp4);
   static constexpr float kAccumulatorScale = 0x1p38f;   // codes come out as 2^-126 of their value, scales as 2^88
   static constexpr int kTerms = 1;
   using ScaleWord = uint16_t;

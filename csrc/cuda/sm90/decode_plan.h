@@ -13,7 +13,6 @@ constexpr int kBlockThreads = kThreads + 64;
 constexpr int kStageTiles = 16;             // tiles of one row that a stage holds at most; fewer where tokens need room
 constexpr int kLeastStageTiles = 8;         // with fewer, some sizes would not divide among the workers
 constexpr int kMaxStages = 16;
-constexpr int kMaxSlots = 2048;             // tokens * top_k
 constexpr int kPrivateBlocks = 1024;        // of 16 values; more of an operand are made by all thread blocks together
 constexpr int kGscales = 64;
 constexpr int kGroupTokens = 8;             // the N of mma.m16n8k16

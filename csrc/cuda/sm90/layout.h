@@ -39,12 +39,10 @@
 #pragma once
 #include <cstdint>
 
+#include "../../generated/sm90.h"
+
 namespace moeq::sm90 {
 
-constexpr int kTileRows = 64;
-constexpr int kTileK = 64;
-constexpr int kTileCodeBytes = kTileRows * kTileK / 2;
-constexpr int kTileScaleBytes = kTileRows * kTileK / 16;
 // What an accumulator of decoded weights lacks: codes come out as 2^-126, scales as 2^88.
 constexpr float kAccumulatorScale = 274877906944.0f;  // 2^38
 

@@ -3,38 +3,20 @@
 #pragma once
 #include <torch/csrc/stable/library.h>
 
-#include <array>
-#include <optional>
 #include <string>
-#include <utility>
 
+#include "../../generated/calls.h"
 #include "../launch.cuh"
 #include "problem.h"
 
 namespace moeq::sm90 {
 
-using OptionalTensor = std::optional<Tensor>;
-
-constexpr std::array<std::pair<const char*, Activation>, 11> kActivations = {{
-    {"silu", Activation::kSilu},
-    {"swigluoai", Activation::kSwigluoai},
-    {"swiglustep", Activation::kSwiglustep},
-    {"situ", Activation::kSitu},
-    {"gelu", Activation::kGelu},
-    {"gelu_tanh", Activation::kGeluTanh},
-    {"relu2", Activation::kRelu2},
-    {"silu_no_mul", Activation::kSiluNoMul},
-    {"gelu_no_mul", Activation::kGeluNoMul},
-    {"relu2_no_mul", Activation::kRelu2NoMul},
-    {"identity_no_mul", Activation::kIdentityNoMul},
-}};
-
-inline Activation activation_of(const char* op, const std::string& name) {
-  for (const auto& [known, activation] : kActivations) {
-    if (name == known) return activation;
-  }
-  STD_TORCH_CHECK(false, "moeq_C::", op, ": activation must be a known name, got '", name, "'");
-  return Activation::kSilu;  // not reached
+// An enum by the name that Python gives it.
+template <class Enum>
+Enum named(const char* op, const char* argument, const std::string& name) {
+  Enum value{};
+  STD_TORCH_CHECK(parse(name, value), "moeq_C::", op, ": ", argument, " must be a known name, got '", name, "'");
+  return value;
 }
 
 inline OutType out_type_of(const char* op, const Tensor& out) {

@@ -23,23 +23,18 @@ void bind_weights(Problem& p, const LayerCall& call) {
   p.w2 = matrix_of("w2", call.w2, each, call.out);
 }
 
-// Fills out [tokens, hidden].
-void experts_sm90_bf16(Tensor out, Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Tensor w13,
-                       OptionalTensor w13_bias, Tensor w2, OptionalTensor w2_bias, std::string activation, double alpha,
-                       double beta, double limit, int64_t expert_offset, bool weight_on_input) {
-  const OptionalTensor none;
-  // There are no scales; the weights stand where a call has them.
-  const LayerCall call{kOp,
-                       out,        hidden_states, topk_ids, topk_weights, w13,           w13,
-                       none,       w13_bias,      w2,       w2,           none,          w2_bias,
-                       none,       none,          false,    false,        activation,    alpha,
-                       beta,       limit,         expert_offset, weight_on_input, {}};
+// Fills out [tokens, hidden]. What belongs to quantized weights is absent.
+void experts_sm90_bf16(const ExpertsSm90Bf16Call& call) {
+  const bool scaled = call.w13_scale.has_value() || call.w2_scale.has_value() || call.hidden_states_scale.has_value();
+  STD_TORCH_CHECK(!scaled, "moeq_C::", kOp, ": nothing must have scales");
   Problem p{};
-  run_layer(p, call, Kernels<Problem>{"bf16", bf16_workspace, bf16_run, nullptr},
+  run_layer(p, Layer(kOp, call), Kernels<Problem>{"bf16", bf16_workspace, bf16_run, nullptr},
             [&](Problem& problem) { bind_weights(problem, call); });
 }
 
 }  // namespace
 }  // namespace moeq::sm90
 
-STABLE_TORCH_LIBRARY_IMPL(moeq_C, CUDA, m) { m.impl("experts_sm90_bf16", TORCH_BOX(&moeq::sm90::experts_sm90_bf16)); }
+STABLE_TORCH_LIBRARY_IMPL(moeq_C, CUDA, m) {
+  m.impl("experts_sm90_bf16", MOEQ_BOX(moeq::ExpertsSm90Bf16Call, moeq::sm90::experts_sm90_bf16));
+}

@@ -9,29 +9,14 @@ namespace {
 
 constexpr const char* kOp = "experts_sm90";
 
-// Two dtypes and a size tell the formats apart, as their layouts have them.
+// The size of a scale and that of a tile's scales tell the formats apart.
 Format format_of(const Tensor& scale) {
-  const int64_t each = scale.size(scale.dim() - 1);
-  if (scale.scalar_type() == ScalarType::Byte) {
-    return each == Nvfp4Format::kTileScaleBytes ? Format::kNvfp4 : Format::kMxfp4;
+  const int64_t each = scale.element_size(), all = each * scale.size(scale.dim() - 1);
+  for (int format = 0; format < kFormats; ++format) {
+    if (each == kEachScaleBytes[format] && all == kTileScaleBytes[format]) return static_cast<Format>(format);
   }
-  if (scale.scalar_type() == ScalarType::Int) return Format::kInt4Zero;
-  return each == 2 * kTileRows ? Format::kInt4Per32 : Format::kInt4Per64;
-}
-
-int tile_scale_bytes(Format format) {
-  switch (format) {
-    case Format::kMxfp4:
-      return Mxfp4Format::kTileScaleBytes;
-    case Format::kInt4Per32:
-      return Int4Format<32>::kTileScaleBytes;
-    case Format::kInt4Per64:
-      return Int4Format<64>::kTileScaleBytes;
-    case Format::kInt4Zero:
-      return Int4ZeroFormat::kTileScaleBytes;
-    default:
-      return Nvfp4Format::kTileScaleBytes;
-  }
+  STD_TORCH_CHECK(false, "moeq_C::", kOp, ": scales must be those of a known format, got ", all, " bytes a tile");
+  return Format::kNvfp4;  // not reached
 }
 
 const uint8_t* scales_of(const char* name, const Tensor& scale, int64_t bytes, const Tensor& beside) {
@@ -43,19 +28,21 @@ const uint8_t* scales_of(const char* name, const Tensor& scale, int64_t bytes, c
 void bind_weights(Problem& p, const LayerCall& call) {
   STD_TORCH_CHECK(call.w13.dim() == 4 && call.w2.dim() == 4, "moeq_C::", kOp, ": w13 and w2 must be tiled");
   STD_TORCH_CHECK(p.hidden % kTileK == 0, "moeq_C::", kOp, ": the hidden size must be a multiple of 64");
-  p.format = format_of(call.w13_scale);
-  STD_TORCH_CHECK(p.format == format_of(call.w2_scale), "moeq_C::", kOp, ": w13 and w2 must have one format");
+  STD_TORCH_CHECK(call.w13_scale.has_value() && call.w2_scale.has_value(), "moeq_C::", kOp,
+                  ": w13_scale and w2_scale must be given");
+  p.format = format_of(*call.w13_scale);
+  STD_TORCH_CHECK(p.format == format_of(*call.w2_scale), "moeq_C::", kOp, ": w13 and w2 must have one format");
   STD_TORCH_CHECK((p.format == Format::kNvfp4) == (call.g1_alphas.has_value() && call.g2_alphas.has_value()),
                   "moeq_C::", kOp, ": alphas must come with nvfp4 weights alone");
   p.experts = size_of(kOp, call.w13, 0);
   p.inter = size_of(kOp, call.w2, 2) * kTileK;
   const int64_t tiles13 = int64_t{p.experts} * row_tiles13(p.inter, p.gated) * k_tiles(p.hidden);
   const int64_t tiles2 = int64_t{p.experts} * k_tiles(p.hidden) * k_tiles(p.inter);
-  const int scale_bytes = tile_scale_bytes(p.format);
+  const int64_t scale_bytes = tile_scale_bytes(p.format);
   p.w13 = tiles_of(kOp, "w13", call.w13, tiles13 * kTileCodeBytes, call.out);
-  p.w13_scale = scales_of("w13_scale", call.w13_scale, tiles13 * scale_bytes, call.out);
+  p.w13_scale = scales_of("w13_scale", *call.w13_scale, tiles13 * scale_bytes, call.out);
   p.w2 = tiles_of(kOp, "w2", call.w2, tiles2 * kTileCodeBytes, call.out);
-  p.w2_scale = scales_of("w2_scale", call.w2_scale, tiles2 * scale_bytes, call.out);
+  p.w2_scale = scales_of("w2_scale", *call.w2_scale, tiles2 * scale_bytes, call.out);
 }
 
 template <Shape shape>
@@ -69,18 +56,19 @@ cudaError_t prefill_run_of(const Problem& p) {
 }
 
 template <Shape shape>
-constexpr Kernels<Problem> prefill_of(const char* name) {
-  return {name, prefill_workspace_of<shape>, prefill_run_of<shape>, nullptr};
+constexpr Kernels<Problem> prefill_of() {
+  return {kKernelNames[1 + static_cast<int>(shape)], prefill_workspace_of<shape>, prefill_run_of<shape>, nullptr};
 }
 
-// By the numbers that Python gives them (KERNELS of torch_moe_ops/tuning/tuned_kernels.py).
+// By their numbers, in the order of kKernelNames.
 constexpr Kernels<Problem> kKernels[] = {
-    {"decode", decode_workspace, decode_run, decode_takes_logits},
-    prefill_of<Shape::kSlim>("slim"),
-    prefill_of<Shape::kNarrow>("narrow"),
-    prefill_of<Shape::kWide>("wide"),
+    {kKernelNames[0], decode_workspace, decode_run, decode_takes_logits},
+    prefill_of<Shape::kSlim>(),
+    prefill_of<Shape::kNarrow>(),
+    prefill_of<Shape::kWide>(),
 };
-constexpr int64_t kKernelCount = sizeof(kKernels) / sizeof(kKernels[0]);
+constexpr int64_t kKernelCount = 1 + kShapes;
+static_assert(kKernelCount == sizeof(kKernels) / sizeof(kKernels[0]), "a kernel for each number");
 
 void check_kernel(int64_t kernel, const Problem& p) {
   STD_TORCH_CHECK(kernel != 0 || p.tokens <= decode_max_tokens(p), "moeq_C::", kOp, ": kernel decode takes up to ",
@@ -88,25 +76,17 @@ void check_kernel(int64_t kernel, const Problem& p) {
 }
 
 // Fills out [tokens, hidden] from ids and weights, or from logits.
-void experts_sm90(Tensor out, Tensor hidden_states, OptionalTensor topk_ids, OptionalTensor topk_weights, Tensor w13,
-                  Tensor w13_scale, OptionalTensor g1_alphas, OptionalTensor w13_bias, Tensor w2, Tensor w2_scale,
-                  OptionalTensor g2_alphas, OptionalTensor w2_bias, OptionalTensor a1_gscale, OptionalTensor a2_gscale,
-                  bool quantize_hidden, bool quantize_intermediate, std::string activation, double alpha, double beta,
-                  double limit, int64_t expert_offset, bool weight_on_input, int64_t kernel,
-                  OptionalTensor router_logits, OptionalTensor routing_bias, std::string score, std::string weight,
-                  bool renormalize, int64_t top_k, int64_t n_group, int64_t topk_group, double factor) {
-  const RouterCall router{router_logits, routing_bias, score, weight, renormalize, top_k, n_group, topk_group, factor};
-  const LayerCall call{kOp,
-                       out,       hidden_states, topk_ids,   topk_weights,    w13,
-                       w13_scale, g1_alphas,     w13_bias,   w2,              w2_scale,
-                       g2_alphas, w2_bias,       a1_gscale,  a2_gscale,       quantize_hidden,
-                       quantize_intermediate,    activation, alpha,           beta,
-                       limit,     expert_offset, weight_on_input, router};
+void experts_sm90(const ExpertsSm90Call& call) {
   Problem p{};
-  STD_TORCH_CHECK(kernel >= 0 && kernel < kKernelCount, "moeq_C::", kOp, ": kernel must be 0 to below ", kKernelCount,
-                  ", got ", kernel);
-  run_layer(p, call, kKernels[kernel], [&](Problem& problem) {
-    check_kernel(kernel, problem);
+  STD_TORCH_CHECK(call.kernel >= 0 && call.kernel < kKernelCount, "moeq_C::", kOp, ": kernel must be 0 to below ",
+                  kKernelCount, ", got ", call.kernel);
+  STD_TORCH_CHECK(!call.hidden_states_scale.has_value(), "moeq_C::", kOp, ": hidden_states_scale must be absent");
+  Layer layer(kOp, call);
+  layer.router = &call;
+  layer.quantize_hidden = call.quantize_hidden;
+  layer.quantize_intermediate = call.quantize_intermediate;
+  run_layer(p, layer, kKernels[call.kernel], [&](Problem& problem) {
+    check_kernel(call.kernel, problem);
     bind_weights(problem, call);
   });
 }
@@ -114,4 +94,6 @@ void experts_sm90(Tensor out, Tensor hidden_states, OptionalTensor topk_ids, Opt
 }  // namespace
 }  // namespace moeq::sm90
 
-STABLE_TORCH_LIBRARY_IMPL(moeq_C, CUDA, m) { m.impl("experts_sm90", TORCH_BOX(&moeq::sm90::experts_sm90)); }
+STABLE_TORCH_LIBRARY_IMPL(moeq_C, CUDA, m) {
+  m.impl("experts_sm90", MOEQ_BOX(moeq::ExpertsSm90Call, moeq::sm90::experts_sm90));
+}

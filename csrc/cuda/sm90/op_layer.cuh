@@ -1,29 +1,24 @@
 // What the Hopper ops have in common: a call's tensors become a Problem, and a workspace is made for its launches.
 #pragma once
+#include "../../boxed.h"
 #include "op_arguments.cuh"
 #include "op_router.cuh"
 #include "partition.h"
 
 namespace moeq::sm90 {
 
-// A call as the op gets it. a1_gscale, a2_gscale: f32 [], [experts], or absent (a scale per token) where the hidden
-// states, and the intermediate, are quantized; g1_alphas f32 [experts] or [experts, 2]. See problem.h for the rest.
-struct LayerCall {
+// A call and how its op runs it. a1_gscale, a2_gscale: f32 [], [experts], or absent (a scale per token) where the hidden
+// states, and the intermediate, are quantized; g1_alphas f32 [experts] or [experts, 2], with g2_alphas or absent: 1. See
+// problem.h for the rest.
+struct Layer {
   const char* op;
-  Tensor out, hidden_states;
-  OptionalTensor topk_ids, topk_weights;  // absent where a router is there
-  Tensor w13, w13_scale;
-  OptionalTensor g1_alphas;               // with g2_alphas; absent: 1
-  OptionalTensor w13_bias;
-  Tensor w2, w2_scale;
-  OptionalTensor g2_alphas, w2_bias, a1_gscale, a2_gscale;
-  bool quantize_hidden, quantize_intermediate;
-  std::string activation;
-  double alpha, beta, limit;
-  int64_t expert_offset;
-  bool weight_on_input;
-  RouterCall router;
+  const LayerCall& call;
+  const RouterCall* router = nullptr;   // where the op takes one; without logits it does not count
+  bool quantize_hidden = false, quantize_intermediate = false;
   ScalarType hidden_type = ScalarType::BFloat16;
+
+  Layer(const char* name, const LayerCall& arguments) : op(name), call(arguments) {}
+  bool has_logits() const { return router != nullptr && router->router_logits.has_value(); }
 };
 
 // A kernel (or several) for a layer.
@@ -35,43 +30,47 @@ struct Kernels {
   bool (*takes_logits)(const Problem&);  // null: never
 };
 
-inline void bind_sizes(Problem& p, const LayerCall& call) {
-  STD_TORCH_CHECK(call.out.is_cuda() && call.out.is_contiguous() && call.out.dim() == 2, "moeq_C::", call.op,
+inline void bind_sizes(Problem& p, const Layer& layer) {
+  const LayerCall& call = layer.call;
+  STD_TORCH_CHECK(call.out.is_cuda() && call.out.is_contiguous() && call.out.dim() == 2, "moeq_C::", layer.op,
                   ": out must be a contiguous CUDA matrix");
-  STD_TORCH_CHECK(call.router.logits.has_value() || (call.topk_ids.has_value() && call.topk_weights.has_value()),
-                  "moeq_C::", call.op, ": topk_ids and topk_weights, or router_logits, must be given");
-  p.activation = activation_of(call.op, call.activation);
-  p.gated = p.activation < Activation::kSiluNoMul;
-  p.tokens = size_of(call.op, call.out, 0);
-  p.hidden = size_of(call.op, call.out, 1);
-  if (call.router.logits.has_value()) {
-    bind_router(call.op, p.router, call.router, p.tokens, call.out);
+  STD_TORCH_CHECK(layer.has_logits() || (call.topk_ids.has_value() && call.topk_weights.has_value()), "moeq_C::",
+                  layer.op, ": topk_ids and topk_weights, or router_logits, must be given");
+  p.activation = named<Activation>(layer.op, "activation", call.activation);
+  p.gated = is_gated(p.activation);
+  p.tokens = size_of(layer.op, call.out, 0);
+  p.hidden = size_of(layer.op, call.out, 1);
+  if (layer.has_logits()) {
+    bind_router(layer.op, p.router, *layer.router, p.tokens, call.out);
     p.top_k = p.router.top_k;
   } else {
-    p.top_k = size_of(call.op, *call.topk_ids, 1);
+    p.top_k = size_of(layer.op, *call.topk_ids, 1);
   }
-  STD_TORCH_CHECK(!call.weight_on_input || p.top_k == 1, "moeq_C::", call.op, ": weight_on_input must go with top_k 1");
-  STD_TORCH_CHECK(int64_t{p.tokens} * p.top_k <= INT32_MAX, "moeq_C::", call.op, ": tokens * top_k must be below 2^31");
+  STD_TORCH_CHECK(!call.router_weight_on_input || p.top_k == 1, "moeq_C::", layer.op,
+                  ": router_weight_on_input must go with top_k 1");
+  STD_TORCH_CHECK(int64_t{p.tokens} * p.top_k <= INT32_MAX, "moeq_C::", layer.op, ": tokens * top_k must be below 2^31");
 }
 
 // p.experts and p.inter are known by now, as the weights' shapes say them.
-inline void bind_scalars(Problem& p, const LayerCall& call) {
+inline void bind_scalars(Problem& p, const Layer& layer) {
+  const LayerCall& call = layer.call;
+  const char* op = layer.op;
   const Tensor& out = call.out;
   const int64_t halves = p.gated ? 2 : 1;
-  p.alphas13 = call.g1_alphas.has_value() && call.g1_alphas->dim() == 2 ? size_of(call.op, *call.g1_alphas, 1) : 1;
-  STD_TORCH_CHECK(p.alphas13 <= halves, "moeq_C::", call.op, ": g1_alphas must have one column per half of w13");
-  p.g1_alphas = floats_of(call.op, "g1_alphas", call.g1_alphas, int64_t{p.experts} * p.alphas13, out);
-  p.g2_alphas = floats_of(call.op, "g2_alphas", call.g2_alphas, p.experts, out);
-  p.w13_bias = floats_of(call.op, "w13_bias", call.w13_bias, halves * p.experts * p.inter, out);
-  p.w2_bias = floats_of(call.op, "w2_bias", call.w2_bias, int64_t{p.experts} * p.hidden, out);
-  p.a1 = bind_gscale(call.op, "a1_gscale", call.quantize_hidden, call.a1_gscale, p.a1_gscale, p, out);
-  p.a2 = bind_gscale(call.op, "a2_gscale", call.quantize_intermediate, call.a2_gscale, p.a2_gscale, p, out);
-  p.out_type = out_type_of(call.op, out);
-  p.expert_offset = static_cast<int>(call.expert_offset);
-  p.alpha = static_cast<float>(call.alpha);
-  p.beta = static_cast<float>(call.beta);
-  p.limit = static_cast<float>(call.limit);
-  p.weight_on_input = call.weight_on_input;
+  p.alphas13 = call.g1_alphas.has_value() && call.g1_alphas->dim() == 2 ? size_of(op, *call.g1_alphas, 1) : 1;
+  STD_TORCH_CHECK(p.alphas13 <= halves, "moeq_C::", op, ": g1_alphas must have one column per half of w13");
+  p.g1_alphas = floats_of(op, "g1_alphas", call.g1_alphas, int64_t{p.experts} * p.alphas13, out);
+  p.g2_alphas = floats_of(op, "g2_alphas", call.g2_alphas, p.experts, out);
+  p.w13_bias = floats_of(op, "w13_bias", call.w13_bias, halves * p.experts * p.inter, out);
+  p.w2_bias = floats_of(op, "w2_bias", call.w2_bias, int64_t{p.experts} * p.hidden, out);
+  p.a1 = bind_gscale(op, "a1_gscale", layer.quantize_hidden, call.a1_gscale, p.a1_gscale, p, out);
+  p.a2 = bind_gscale(op, "a2_gscale", layer.quantize_intermediate, call.a2_gscale, p.a2_gscale, p, out);
+  p.out_type = out_type_of(op, out);
+  p.expert_offset = static_cast<int>(call.local_expert_offset);
+  p.alpha = static_cast<float>(call.swiglu_alpha);
+  p.beta = static_cast<float>(call.swiglu_beta);
+  p.limit = static_cast<float>(call.swiglu_limit);
+  p.weight_on_input = call.router_weight_on_input;
 }
 
 // Ids and weights: given, or made by a launch of their own unless the kernel routes by itself.
@@ -79,11 +78,12 @@ struct Chosen {
   OptionalTensor ids, weights;
 };
 
-inline Chosen choose(Problem& p, const LayerCall& call, bool kernel_routes) {
+inline Chosen choose(Problem& p, const Layer& layer, bool kernel_routes) {
+  const LayerCall& call = layer.call;
   const int64_t slots = int64_t{p.tokens} * p.top_k;
   if (p.router.logits == nullptr) {
-    p.topk_ids = data_of<int32_t>(call.op, "topk_ids", *call.topk_ids, ScalarType::Int, slots, call.out);
-    p.topk_weights = data_of<float>(call.op, "topk_weights", *call.topk_weights, ScalarType::Float, slots, call.out);
+    p.topk_ids = data_of<int32_t>(layer.op, "topk_ids", *call.topk_ids, ScalarType::Int, slots, call.out);
+    p.topk_weights = data_of<float>(layer.op, "topk_weights", *call.topk_weights, ScalarType::Float, slots, call.out);
     return {};
   }
   if (kernel_routes) return {};
@@ -91,7 +91,7 @@ inline Chosen choose(Problem& p, const LayerCall& call, bool kernel_routes) {
   const Tensor weights = torch::stable::new_empty(call.out, {slots}, ScalarType::Float);
   int32_t* to = static_cast<int32_t*>(ids.mutable_data_ptr());
   const cudaError_t error = route_run(p, to, static_cast<float*>(weights.mutable_data_ptr()));
-  STD_TORCH_CHECK(error == cudaSuccess, "moeq_C::", call.op, ": routing kernel: ", cudaGetErrorString(error));
+  STD_TORCH_CHECK(error == cudaSuccess, "moeq_C::", layer.op, ": routing kernel: ", cudaGetErrorString(error));
   p.topk_ids = to;
   p.topk_weights = static_cast<const float*>(weights.const_data_ptr());
   p.router.logits = nullptr;
@@ -108,27 +108,28 @@ inline std::string hint_at(cudaError_t error, const Partition& partition) {
 
 // bind_weights(p) sets the weights and what their shapes say.
 template <class AnyProblem, class BindWeights>
-void run_layer(AnyProblem& p, const LayerCall& call, const Kernels<AnyProblem>& kernels, BindWeights bind_weights) {
-  const Tensor& out = call.out;
-  bind_sizes(p, call);
+void run_layer(AnyProblem& p, const Layer& layer, const Kernels<AnyProblem>& kernels, BindWeights bind_weights) {
+  const Tensor& out = layer.call.out;
+  bind_sizes(p, layer);
   const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
   bind_weights(p);
-  bind_scalars(p, call);
+  bind_scalars(p, layer);
   p.stream = current_stream(out);
   cudaError_t error = partition_of(p.stream, p.partition);
-  STD_TORCH_CHECK(error == cudaSuccess, "moeq_C::", call.op, ": stream of device ", out.get_device_index(), ": ",
+  STD_TORCH_CHECK(error == cudaSuccess, "moeq_C::", layer.op, ": stream of device ", out.get_device_index(), ": ",
                   cudaGetErrorString(error));
-  const Chosen chosen = choose(p, call, kernels.takes_logits != nullptr && kernels.takes_logits(p));
+  const Chosen chosen = choose(p, layer, kernels.takes_logits != nullptr && kernels.takes_logits(p));
   // A view may start anywhere; the kernels move 16 bytes at a time.
-  const Tensor x = is_aligned(call.hidden_states) ? call.hidden_states : torch::stable::clone(call.hidden_states);
-  p.x = data_of<void>(call.op, "hidden_states", x, call.hidden_type, out.numel(), out);
+  const Tensor& given = layer.call.hidden_states;
+  const Tensor x = is_aligned(given) ? given : torch::stable::clone(given);
+  p.x = data_of<void>(layer.op, "hidden_states", x, layer.hidden_type, out.numel(), out);
   Tensor aligned_out = is_aligned(out) ? out : torch::stable::empty_like(out);
   p.out = aligned_out.mutable_data_ptr();
   // From torch's allocator at every call, so that a CUDA graph owns its own.
   const Tensor bytes = torch::stable::new_empty(out, {static_cast<int64_t>(kernels.workspace(p))}, ScalarType::Byte);
   p.workspace = const_cast<void*>(bytes.const_data_ptr());
   error = kernels.run(p);
-  STD_TORCH_CHECK(error == cudaSuccess, "moeq_C::", call.op, ": ", kernels.name, " kernel: ",
+  STD_TORCH_CHECK(error == cudaSuccess, "moeq_C::", layer.op, ": ", kernels.name, " kernel: ",
                   cudaGetErrorString(error), hint_at(error, p.partition));
   if (!is_aligned(out)) {
     Tensor target = out;

@@ -5,23 +5,6 @@
 
 namespace moeq::sm90 {
 
-// As moeq::route has them, the method as what experts are chosen and weighted by. Without logits nothing else counts.
-struct RouterCall {
-  OptionalTensor logits, bias;
-  std::string score, weight;
-  bool renormalize;
-  int64_t top_k, groups, topk_group;
-  double factor;
-};
-
-inline Score score_of_name(const char* op, const char* argument, const std::string& name) {
-  if (name == "identity") return Score::kIdentity;
-  if (name == "softmax") return Score::kSoftmax;
-  if (name == "sigmoid") return Score::kSigmoid;
-  STD_TORCH_CHECK(name == "sqrtsoftplus", "moeq_C::", op, ": ", argument, " must be a known score, got '", name, "'");
-  return Score::kSqrtSoftplus;
-}
-
 inline LogitType logit_type_of(const char* op, const Tensor& logits) {
   switch (logits.scalar_type()) {
     case ScalarType::BFloat16:
@@ -36,7 +19,7 @@ inline LogitType logit_type_of(const char* op, const Tensor& logits) {
 }
 
 inline void bind_router(const char* op, Router& router, const RouterCall& call, int tokens, const Tensor& beside) {
-  const Tensor& logits = *call.logits;
+  const Tensor& logits = *call.router_logits;
   STD_TORCH_CHECK(logits.is_cuda() && logits.get_device_index() == beside.get_device_index() && logits.dim() == 2 &&
                       logits.size(0) == tokens && logits.stride(1) == 1,
                   "moeq_C::", op, ": router_logits must be a matrix on the device of out, a row a token");
@@ -44,11 +27,11 @@ inline void bind_router(const char* op, Router& router, const RouterCall& call, 
   router.type = logit_type_of(op, logits);
   router.row_stride = logits.stride(0);
   router.experts = size_of(op, logits, 1);
-  router.bias = floats_of(op, "routing_bias", call.bias, router.experts, beside);
-  router.score = score_of_name(op, "score", call.score);
-  router.weight = score_of_name(op, "weight", call.weight);
+  router.bias = floats_of(op, "routing_bias", call.routing_bias, router.experts, beside);
+  router.score = named<Score>(op, "score", call.score);
+  router.weight = named<Score>(op, "weight", call.weight);
   router.renormalize = call.renormalize;
-  const int64_t groups = call.groups > 1 ? call.groups : 1;
+  const int64_t groups = call.n_group > 1 ? call.n_group : 1;
   STD_TORCH_CHECK(router.experts <= kRouteExperts && call.top_k >= 1 && call.top_k <= kRouteTopK &&
                       call.top_k <= router.experts && groups <= kRouteGroups && router.experts % groups == 0,
                   "moeq_C::", op, ": routing must be to at most ", kRouteTopK, " of ", kRouteExperts, " experts in ",
@@ -56,7 +39,7 @@ inline void bind_router(const char* op, Router& router, const RouterCall& call, 
   router.top_k = static_cast<int>(call.top_k);
   router.groups = static_cast<int>(groups);
   router.topk_group = groups > 1 ? static_cast<int>(call.topk_group) : 1;
-  router.factor = static_cast<float>(call.factor);
+  router.factor = static_cast<float>(call.routed_scaling_factor);
 }
 
 }  // namespace moeq::sm90

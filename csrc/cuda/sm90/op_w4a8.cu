@@ -8,20 +8,6 @@ namespace {
 
 constexpr const char* kOp = "experts_sm90_w4a8";
 
-constexpr std::array<std::pair<const char*, Weights>, 3> kWeights = {{
-    {"packed", Weights::kPacked},
-    {"rows", Weights::kRows},
-    {"blocks", Weights::kBlocks},
-}};
-
-Weights weights_of(const std::string& name) {
-  for (const auto& [known, weights] : kWeights) {
-    if (name == known) return weights;
-  }
-  STD_TORCH_CHECK(false, "moeq_C::", kOp, ": weights must be packed, rows or blocks, got '", name, "'");
-  return Weights::kPacked;  // not reached
-}
-
 // Scales of e4m3 weights of `rows` rows in `halves` halves: [experts, rows, 1], [experts, halves] or [experts, 1];
 // kBlocks: [experts, tiles of rows, tiles of K].
 WeightScales scales_of(const char* name, const Tensor& tensor, Weights weights, int experts, int64_t rows, int halves,
@@ -53,10 +39,12 @@ const uint8_t* strip_of(const char* name, const Tensor& tensor, int64_t row_tile
 // Weights and what follows from their shapes; see w4a8_layout.h.
 void bind_weights(W4a8Problem& p, const LayerCall& call) {
   STD_TORCH_CHECK(call.w13.dim() == 4 && call.w2.dim() == 4, "moeq_C::", kOp, ": w13 and w2 must be tiled");
+  STD_TORCH_CHECK(call.w13_scale.has_value() && call.w2_scale.has_value(), "moeq_C::", kOp,
+                  ": w13_scale and w2_scale must be given");
   STD_TORCH_CHECK(p.hidden % 8 == 0, "moeq_C::", kOp, ": the hidden size must be a multiple of 8");
   p.experts = size_of(kOp, call.w13, 0);
   p.inter = size_of(kOp, call.w2, 2) * w4a8::kTileK;
-  STD_TORCH_CHECK(p.experts <= w4a8::kMaxExperts, "moeq_C::", kOp, ": at most ", w4a8::kMaxExperts, " experts");
+  STD_TORCH_CHECK(p.experts <= kMaxExperts, "moeq_C::", kOp, ": at most ", kMaxExperts, " experts");
   STD_TORCH_CHECK(p.hidden <= w4a8::kMaxK && p.inter <= w4a8::kMaxK, "moeq_C::", kOp, ": sizes up to ", w4a8::kMaxK);
   const bool packed = p.weights == Weights::kPacked;
   const int64_t tile = packed ? w4a8::kPackedBytes : w4a8::kFp8Bytes;
@@ -67,40 +55,35 @@ void bind_weights(W4a8Problem& p, const LayerCall& call) {
   p.w13 = tiles_of(kOp, "w13", call.w13, tiles13 * k13 * tile, call.out);
   p.w2 = tiles_of(kOp, "w2", call.w2, tiles2 * k2 * tile, call.out);
   if (packed) {
-    p.w13_scale = strip_of("w13_scale", call.w13_scale, tiles13, k13, call.out);
-    p.w2_scale = strip_of("w2_scale", call.w2_scale, tiles2, k2, call.out);
+    p.w13_scale = strip_of("w13_scale", *call.w13_scale, tiles13, k13, call.out);
+    p.w2_scale = strip_of("w2_scale", *call.w2_scale, tiles2, k2, call.out);
     return;
   }
-  p.scales13 = scales_of("w13_scale", call.w13_scale, p.weights, p.experts, int64_t{halves} * p.inter, halves, p.hidden,
+  p.scales13 = scales_of("w13_scale", *call.w13_scale, p.weights, p.experts, int64_t{halves} * p.inter, halves, p.hidden,
                          call.out);
-  p.scales2 = scales_of("w2_scale", call.w2_scale, p.weights, p.experts, p.hidden, 1, p.inter, call.out);
+  p.scales2 = scales_of("w2_scale", *call.w2_scale, p.weights, p.experts, p.hidden, 1, p.inter, call.out);
 }
 
 // Fills out [tokens, hidden]. With hidden_states_scale (float32 [tokens, 1], blocks: [tokens, hidden / 128]) the hidden
 // states are e4m3 codes, else bfloat16.
-void experts_sm90_w4a8(Tensor out, Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Tensor w13,
-                       Tensor w13_scale, OptionalTensor g1_alphas, OptionalTensor w13_bias, Tensor w2, Tensor w2_scale,
-                       OptionalTensor g2_alphas, OptionalTensor w2_bias, OptionalTensor a1_gscale,
-                       OptionalTensor a2_gscale, std::string activation, double alpha, double beta, double limit,
-                       int64_t expert_offset, bool weight_on_input, std::string weights,
-                       OptionalTensor hidden_states_scale) {
-  LayerCall call{kOp,
-                 out,       hidden_states, topk_ids,  topk_weights, w13,       w13_scale, g1_alphas, w13_bias,
-                 w2,        w2_scale,      g2_alphas, w2_bias,      a1_gscale, a2_gscale, true,      true,
-                 activation, alpha,        beta,      limit,        expert_offset, weight_on_input, {}};
+void experts_sm90_w4a8(const ExpertsSm90W4a8Call& call) {
   W4a8Problem p{};
-  p.weights = weights_of(weights);
-  if (hidden_states_scale.has_value()) call.hidden_type = ScalarType::Float8_e4m3fn;
+  p.weights = named<Weights>(kOp, "weights", call.weights);
+  Layer layer(kOp, call);
+  layer.quantize_hidden = layer.quantize_intermediate = true;
+  if (call.hidden_states_scale.has_value()) layer.hidden_type = ScalarType::Float8_e4m3fn;
   const auto bind = [&](W4a8Problem& problem) {
     bind_weights(problem, call);
-    const int columns = problem.weights == Weights::kBlocks ? w4a8::tiles(problem.hidden, w4a8::kTileK) : 1;
+    const int64_t columns = problem.weights == Weights::kBlocks ? w4a8::tiles(problem.hidden, w4a8::kTileK) : 1;
     problem.x_scale =
-        floats_of(kOp, "hidden_states_scale", hidden_states_scale, int64_t{problem.tokens} * columns, call.out);
+        floats_of(kOp, "hidden_states_scale", call.hidden_states_scale, problem.tokens * columns, call.out);
   };
-  run_layer(p, call, {"fp8", w4a8_workspace, w4a8_run, nullptr}, bind);
+  run_layer(p, layer, {"fp8", w4a8_workspace, w4a8_run, nullptr}, bind);
 }
 
 }  // namespace
 }  // namespace moeq::sm90
 
-STABLE_TORCH_LIBRARY_IMPL(moeq_C, CUDA, m) { m.impl("experts_sm90_w4a8", TORCH_BOX(&moeq::sm90::experts_sm90_w4a8)); }
+STABLE_TORCH_LIBRARY_IMPL(moeq_C, CUDA, m) {
+  m.impl("experts_sm90_w4a8", MOEQ_BOX(moeq::ExpertsSm90W4a8Call, moeq::sm90::experts_sm90_w4a8));
+}

@@ -4,30 +4,17 @@
 #include <cstdint>
 #include <cuda_runtime.h>
 
-namespace moeq::sm90 {
+#include "../../generated/activations.h"
+#include "../../generated/sm90.h"
 
-enum class Activation : int {
-  kSilu, kSwigluoai, kSwiglustep, kSitu, kGelu, kGeluTanh, kRelu2,          // gated
-  kSiluNoMul, kGeluNoMul, kRelu2NoMul, kIdentityNoMul,                      // not gated
-};
+namespace moeq::sm90 {
 
 // How activations are quantized to NVFP4 before they are multiplied.
 enum class ActScale : int { kNone, kTensor, kExpert, kToken };              // kNone: not at all (W4A16)
 
 enum class OutType : int { kBfloat16, kFloat16, kFloat32 };
 
-// What the weights are: the formats of formats.cuh.
-enum class Format : int { kNvfp4, kMxfp4, kInt4Per32, kInt4Per64, kInt4Zero };
-constexpr int kFormats = 5;
-
-// Of prefill's tiles (gemm_config.cuh); the caller chooses.
-enum class Shape : int { kSlim, kNarrow, kWide };
-constexpr int kShapes = 3;
-
 enum class LogitType : int { kBfloat16, kFloat16, kFloat32 };
-
-// What a router makes of logits: of all of them where experts are chosen, of the chosen ones where they are weighted.
-enum class Score : int { kIdentity, kSoftmax, kSigmoid, kSqrtSoftplus };
 
 // How logits become ids and weights, as moeq::route does it (route.cuh).
 struct Router {

@@ -15,9 +15,6 @@
 namespace moeq::sm90 {
 
 constexpr int kRouteInPlace = 512;       // experts up to which route_token serves
-constexpr int kRouteExperts = 2048;      // for which there is a kernel at all
-constexpr int kRouteTopK = 32;           // a lane has a chosen expert
-constexpr int kRouteGroups = 32;         // a lane has a group's key
 constexpr int kKeyOfTaken = INT_MIN;     // of what cannot be chosen (any more)
 constexpr int kKeyOfNan = INT_MIN + 1;   // below every number
 constexpr unsigned kAllLanes = 0xffffffffu;
@@ -95,7 +92,7 @@ __device__ __forceinline__ void make_scores(Score score, Softmax softmax, float 
     replace([&](float x) { return softmax_mass(x, softmax.top) / softmax.total; });
   } else if (score == Score::kSigmoid) {
     replace([](float x) { return 1.0f / (1.0f + expf(-x)); });
-  } else if (score == Score::kSqrtSoftplus) {
+  } else if (score == Score::kSqrtsoftplus) {
     replace(sqrt_softplus);
   }
 }

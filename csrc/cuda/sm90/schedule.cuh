@@ -2,9 +2,9 @@
 #pragma once
 #include <cstdint>
 
-namespace moeq::sm90 {
+#include "../../generated/sm90.h"
 
-constexpr int kMaxExperts = 1024;
+namespace moeq::sm90 {
 
 // One tile of tokens. Tiles of an expert are neighbours in the list; their widths differ by 8 at most, so that no more
 // than the expert's last 7 tokens are multiplied in vain.

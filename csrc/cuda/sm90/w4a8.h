@@ -4,10 +4,6 @@
 
 namespace moeq::sm90 {
 
-// kPacked: NVFP4 codes and block scales. kRows: e4m3 with a scale for each row, half of the rows, or matrix. kBlocks:
-// e4m3 with a scale for 128 x 128, and activations with one for 128 of a row. w4a8_layout.h says how they lie.
-enum class Weights : int { kPacked, kRows, kBlocks };
-
 // Float32 scales of e4m3 weights, which multiply. kRows: that of row r of a half at expert * e + half * h + row * r;
 // kBlocks: at expert * e + half * h + row * (r / 128) + K / 128.
 struct WeightScales {
@@ -17,6 +13,9 @@ struct WeightScales {
   int rows;      // of a half, without padding
 };
 
+// weights: kPacked: NVFP4 codes and block scales. kRows: e4m3 with a scale for each row, half of the rows, or matrix.
+// kBlocks: e4m3 with a scale for 128 x 128, and activations with one for 128 of a row. w4a8_layout.h says how they lie.
+//
 // `inter` is a multiple of 128, `hidden` one of 16; both count padded rows, scales do not. a1 and a2 are kTensor,
 // kExpert (a calibrated gscale multiplies) or kToken; kBlocks takes kToken only. Everything else as in Problem.
 struct W4a8Problem : Problem {

@@ -24,19 +24,9 @@
 #pragma once
 #include <cstdint>
 
-namespace moeq::sm90::w4a8 {
+#include "../../generated/sm90.h"
 
-constexpr int kMaxExperts = 1024;
-constexpr int kMaxK = 65536;      // of either GEMM: a row is quantized by one thread block
-constexpr int kTileRows = 64;
-constexpr int kTileK = 128;
-constexpr int kPackedBytes = kTileRows * kTileK / 2;
-constexpr int kScaleBytes = kTileRows * kTileK / 16;
-constexpr int kFp8Bytes = kTileRows * kTileK;
-constexpr int kExponentBias = 64;
-constexpr int kSlowScale = 128;   // bit of a block scale whose products may be subnormal
-constexpr int kZeroScale = 248;
-constexpr int kSignBits[8] = {7, 15, 23, 31, 3, 11, 19, 27};
+namespace moeq::sm90::w4a8 {
 
 constexpr int tiles(int size, int tile) { return (size + tile - 1) / tile; }
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from paths import ROOT
 from problems import Case, make_raw
 
 import torch_moe_ops as moe
@@ -20,7 +19,6 @@ from torch_moe_ops.numerics import nvfp4
 from torch_moe_ops.prepared.prepared_weights import PreparedWeights
 from torch_moe_ops.prepared.problem import settings_of
 from torch_moe_ops.prepared.tensors import plain_values, tensors_of
-from torch_moe_ops.tuning import tuned_kernels
 
 NVFP4 = SCHEMES["nvfp4"]
 
@@ -264,11 +262,3 @@ def test_explain_tells_which_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     assert notes(hopper_layer(256, 7168, 2048, None)).startswith("decode kernel up to 14 to 448")
     assert "SM), narrow tiles of the prefill kernel up to 320, wide" in notes(hopper_layer(8, 4096, 14336, 2))
-
-
-def test_limits_are_those_of_the_kernels() -> None:
-    folder = ROOT / "csrc" / "cuda" / "sm90"
-    few, plan = (folder / "decode_few.h").read_text(), (folder / "decode_plan.h").read_text()
-    assert f"kMaxSlots = {cuda_sm90.FEW_SLOTS};" in few
-    assert f"kMaxTokens = {cuda_sm90.FEW_TOKENS};" in few
-    assert f"kMaxSlots = {tuned_kernels.DECODE_MAX_SLOTS};" in plan

@@ -32,8 +32,7 @@ def route(logits: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     assert router is not None
     ids = torch.full((logits.shape[0], router.top_k), -7, dtype=torch.int32, device="cuda")
     weights = torch.full(ids.shape, math.nan, device="cuda")
-    scores, groups = (router.score, router.weight, router.renormalize), (router.n_group, router.topk_group)
-    torch.ops.moeq_C.route_sm90(ids, weights, router.logits, router.bias, *scores, *groups, router.factor)
+    torch.ops.moeq_C.route_sm90(*router, ids=ids, weights=weights)
     return ids, weights
 
 

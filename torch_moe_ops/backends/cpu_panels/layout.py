@@ -23,9 +23,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-PANEL = 16
-UNIT = 16
-TILE = 128
+from torch_moe_ops.core.kernel_facts import CpuPanels
+
+PANEL, UNIT, TILE = CpuPanels.PANEL_ROWS, CpuPanels.UNIT, CpuPanels.TILE
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,8 @@ class SchemeLayout:
     tiles: bool = False  # one scale per 128 x 128
 
 
-_SCHEMES: dict[str, SchemeLayout] = {
+# By the kernels' names of schemes (pack.py).
+LAYOUTS: dict[str, SchemeLayout] = {
     "none": SchemeLayout(),
     "nvfp4": SchemeLayout(_CODES4, torch.uint8, 16, torch.float8_e4m3fn),
     "mxfp4": SchemeLayout(_CODES4, torch.uint8, 32, torch.uint8),
@@ -120,7 +121,7 @@ _SCHEMES: dict[str, SchemeLayout] = {
 
 
 def _codes_of(scheme: str, dtype: torch.dtype) -> Codes:
-    return _SCHEMES[scheme].codes or (_PAIRS if dtype == torch.bfloat16 else _COLUMNS)
+    return LAYOUTS[scheme].codes or (_PAIRS if dtype == torch.bfloat16 else _COLUMNS)
 
 
 def fp6_to_e4m3(codes: Tensor, element: str) -> Tensor:
@@ -166,7 +167,7 @@ def packed_shapes(
     scale_dtype and group (elements of K per scale, 0 for a whole row) say what int4, int8 and fp8 leave open;
     without a scale_dtype those have no scales here.
     """
-    layout = _SCHEMES[scheme]
+    layout = LAYOUTS[scheme]
     dtype = layout.dtype or weight_dtype
     scale_dtype = layout.scale_dtype or scale_dtype
     halves = 2 if gated else 1
@@ -202,14 +203,14 @@ def unpack_weight(scheme: str, packed: Tensor, size_n: int, size_k: int, gated: 
 
 def pack_scale(scheme: str, scale: Tensor, gated: bool) -> Tensor:
     """Block scales or zero points [E, N, groups] -> [E, panels, groups, 16]; tiles [E, row tiles, groups] stay 3-d."""
-    if _SCHEMES[scheme].tiles:
+    if LAYOUTS[scheme].tiles:
         return scale.unflatten(1, (2 if gated else 1, -1)).transpose(1, 2).flatten(1, 2).contiguous()
     return _expert_by_expert(scale, gated, lambda half: _tile(half, 1).squeeze(3).transpose(1, 2))
 
 
 def unpack_scale(scheme: str, packed: Tensor, size_n: int, groups: int, gated: bool) -> Tensor:
     """Inverse of pack_scale for N = size_n rows of weights in all and `groups` scales along K."""
-    if _SCHEMES[scheme].tiles:
+    if LAYOUTS[scheme].tiles:
         return packed.unflatten(1, (-1, 2 if gated else 1)).transpose(1, 2).flatten(1, 2).contiguous()
     return _rows_back(packed, gated, size_n, groups, lambda x: x.transpose(1, 2).unsqueeze(3))
 

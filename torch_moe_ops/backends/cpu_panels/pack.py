@@ -12,7 +12,7 @@ from torch_moe_ops.core.layout import Sizes, Spec
 from torch_moe_ops.core.schemes import SCHEMES, Scheme
 from torch_moe_ops.weights.raw_weights import RawWeights
 
-# Scheme -> the kernels' name of it (csrc/cpu/names.cpp). fp6 codes of either element are kept as the e4m3 codes of
+# Scheme -> the kernels' name of it. fp6 codes of either element are kept as the e4m3 codes of
 # the same values.
 KERNEL_SCHEMES = {
     name: name for name in ("none", "nvfp4", "mxfp4", "mxfp8", "mxint4", "int4", "fp8", "fp8_block", "int8")

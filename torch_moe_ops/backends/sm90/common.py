@@ -1,22 +1,21 @@
-"""What the backends of the Hopper kernels have in common: what they need, and the arguments of their ops."""
+"""What the backends of the Hopper kernels have in common: what they need, and routers as their ops take them."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from torch_moe_ops.backends.registry import Requirement, available, one_of
 from torch_moe_ops.core import device_code, extension
 from torch_moe_ops.core.call import ExpertsCall
+from torch_moe_ops.core.kernel_facts import Router, Sm90
 from torch_moe_ops.core.problem import Problem
 from torch_moe_ops.core.routing_methods import METHODS
 from torch_moe_ops.core.schemes import SCHEMES
 
 CAPABILITY = (9, 0)
-MAX_EXPERTS = 1024  # local ones, that one thread block sorts
-MAX_GROUPS = 32  # of the router's experts: a lane each
+MAX_EXPERTS = Sm90.MAX_EXPERTS
 
 
 def _capability_reason(problem: Problem) -> str | None:
@@ -60,61 +59,27 @@ NEEDS = (
 )
 
 
-def tensor_arguments(call: ExpertsCall) -> tuple[Any, ...]:
-    """The tensors behind the hidden states, in the order of every moeq_C::experts_sm90* op."""
-    return (
-        call.topk_ids,
-        call.topk_weights,
-        call.w13,
-        call.w13_scale,
-        call.g1_alphas,
-        call.w13_bias,
-        call.w2,
-        call.w2_scale,
-        call.g2_alphas,
-        call.w2_bias,
-        call.a1_gscale,
-        call.a2_gscale,
-    )
-
-
-def plain_arguments(call: ExpertsCall) -> tuple[Any, ...]:
-    """The activation and what the router says besides ids and weights, in the order of those ops."""
-    return (
-        call.activation,
-        call.swiglu_alpha,
-        call.swiglu_beta,
-        call.swiglu_limit,
-        call.local_expert_offset,
-        call.router_weight_on_input,
-    )
-
-
-class Router(NamedTuple):
-    """A router as moeq_C::experts_sm90 takes it: moeq::route's arguments, the method as its two scores."""
-
-    logits: Tensor | None
-    bias: Tensor | None
-    score: str
-    weight: str
-    renormalize: bool
-    top_k: int
-    n_group: int
-    topk_group: int
-    factor: float
-
-
 NO_ROUTER = Router(None, None, "identity", "identity", False, 1, 0, 0, 1.0)
 
 
 def router_of(routing: tuple[Any, ...]) -> Router | None:
     """The arguments of moeq::route, checked; None where the kernels do not do it (more than 32 groups)."""
     router_logits, routing_bias, routing_method, top_k, n_group, topk_group, factor, renormalize = routing
-    if n_group > MAX_GROUPS:
+    if n_group > Sm90.ROUTE_GROUPS:
         return None
     method = METHODS[routing_method]
     logits = router_logits if router_logits.stride(1) == 1 else router_logits.contiguous()
     bias = None if routing_bias is None else routing_bias.contiguous()
     divide = method.renormalizes if renormalize is None else renormalize
     weight = method.weight or method.score
-    return Router(logits, bias, method.score, weight, divide, top_k, n_group, topk_group, float(factor))
+    return Router(
+        router_logits=logits,
+        routing_bias=bias,
+        score=method.score,
+        weight=weight,
+        renormalize=divide,
+        top_k=top_k,
+        n_group=n_group,
+        topk_group=topk_group,
+        routed_scaling_factor=float(factor),
+    )

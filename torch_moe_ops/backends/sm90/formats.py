@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops.backends.sm90 import layout, scales
+from torch_moe_ops.core.kernel_facts import SM90_FORMATS
 from torch_moe_ops.core.layout import Sizes, Spec
 from torch_moe_ops.core.problem import Problem
 from torch_moe_ops.core.schemes import Scheme
 from torch_moe_ops.weights.raw_weights import RawWeights
 from torch_moe_ops.weights.shared_scales import int4_scales_of
 
+_PER32, _PER64 = SM90_FORMATS["int4_per32"], SM90_FORMATS["int4_per64"]
 _CODES = {"nvfp4": layout.E2M1, "mxfp4": layout.E2M1, "mxint4": layout.INT4, "int4": layout.INT4}
 
 
@@ -24,13 +26,12 @@ def specs(scheme: Scheme, sizes: Sizes) -> dict[str, Spec]:
         outer = layout.tiled_shape(sizes.num_experts, rows, k, gated)
         table[name] = (((*outer, layout.CODE_BYTES),), (torch.uint8,))
         if scheme.name in ("nvfp4", "mxfp4"):
-            count = 4 * layout.TILE if scheme.name == "nvfp4" else 2 * layout.TILE
-            table[f"{name}_scale"] = (((*outer, count),), (torch.uint8,))
+            table[f"{name}_scale"] = (((*outer, SM90_FORMATS[scheme.name].in_tile),), (torch.uint8,))
             continue
-        shapes = scales.int4_shapes(sizes.num_experts, rows, k, gated, 2)
+        shapes = scales.int4_shapes(sizes.num_experts, rows, k, gated, _PER32.in_row)
         dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
         if scheme.name == "int4":
-            shapes += scales.int4_shapes(sizes.num_experts, rows, k, gated, 1)
+            shapes += scales.int4_shapes(sizes.num_experts, rows, k, gated, _PER64.in_row)
             dtypes += (torch.int32,)
         table[f"{name}_scale"] = (shapes, dtypes)
     return table
@@ -58,8 +59,8 @@ def _pack_scales(raw: RawWeights, name: str, gated: bool) -> Tensor:
     if raw.scheme == "mxfp4":
         return scales.pack_mxfp4(scale, gated, argument)
     k = raw.hidden_size if name == "w13" else raw.intermediate_size
-    blocks = 2 if raw.scheme == "mxint4" or " per 32" in int4_scales_of(raw) else 1
-    return scales.pack_int4(scale, getattr(raw, f"{name}_zero_point"), k, gated, argument, blocks, _is_wide(raw))
+    kind = _PER32 if raw.scheme == "mxint4" or " per 32" in int4_scales_of(raw) else _PER64
+    return scales.pack_int4(scale, getattr(raw, f"{name}_zero_point"), k, gated, argument, kind.in_row, _is_wide(raw))
 
 
 def _is_wide(raw: RawWeights) -> bool:

@@ -21,8 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-TILE = 64  # rows of a tile, and values of K
-CODE_BYTES = TILE * TILE // 2
+from torch_moe_ops.core.kernel_facts import Sm90
+
+TILE = Sm90.TILE_ROWS  # and values of K
+CODE_BYTES = Sm90.TILE_CODE_BYTES
 _LANES = 16  # of four codes, in a row of a tile
 
 

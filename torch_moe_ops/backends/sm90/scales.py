@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops.backends.sm90.layout import TILE, from_tiles, look_up, tiled_shape, to_tiles
+from torch_moe_ops.core.kernel_facts import SM90_FORMATS
 from torch_moe_ops.numerics.int4 import SYMMETRIC_ZERO
 
+_NVFP4, _MXFP4 = SM90_FORMATS["nvfp4"].in_row, SM90_FORMATS["mxfp4"].in_row
 LARGEST_E4M3 = 126  # code of 448
 LARGEST_EXPONENT = 160  # of e8m0: 2^33
 LARGEST_INT4 = 65280  # the largest bfloat16 below 2^16
@@ -36,7 +38,9 @@ def pack_nvfp4(scales: Tensor, gated: bool, name: str) -> Tensor:
     """
     codes = scales.contiguous().view(torch.uint8)
     need = f"positive finite scales or zero (e4m3 codes up to {LARGEST_E4M3:#x})"
-    return _pack_bytes(codes, gated, 4, _bytes_of_e4m3().to(codes.device), f"{name} must hold {need}", LARGEST_E4M3)
+    return _pack_bytes(
+        codes, gated, _NVFP4, _bytes_of_e4m3().to(codes.device), f"{name} must hold {need}", LARGEST_E4M3
+    )
 
 
 def unpack_nvfp4(packed: Tensor, rows: int, k: int, gated: bool) -> Tensor:
@@ -44,7 +48,7 @@ def unpack_nvfp4(packed: Tensor, rows: int, k: int, gated: bool) -> Tensor:
     out = packed.new_empty((packed.shape[0], rows, k // 16))
     table = _e4m3_of_bytes().to(packed.device)
     for e in range(packed.shape[0]):
-        from_tiles(_in_rows(look_up(table, packed[e]), 4), gated, out[e])
+        from_tiles(_in_rows(look_up(table, packed[e]), _NVFP4), gated, out[e])
     return out.view(torch.float8_e4m3fn)
 
 
@@ -54,14 +58,14 @@ def pack_mxfp4(scales: Tensor, gated: bool, name: str) -> Tensor:
     Raises ValueError where an exponent is NaN or above 2^33: bfloat16 operands could not hold it.
     """
     text = f"{name} must hold exponents of at most 2^33 (byte {LARGEST_EXPONENT:#x})"
-    return _pack_bytes(scales.contiguous(), gated, 2, None, text, LARGEST_EXPONENT)
+    return _pack_bytes(scales.contiguous(), gated, _MXFP4, None, text, LARGEST_EXPONENT)
 
 
 def unpack_mxfp4(packed: Tensor, rows: int, k: int, gated: bool) -> Tensor:
     """Inverse of pack_mxfp4 for a weight of `rows` rows in all and K = k."""
     out = packed.new_empty((packed.shape[0], rows, k // 32))
     for e in range(packed.shape[0]):
-        from_tiles(_in_rows(packed[e], 2), gated, out[e])
+        from_tiles(_in_rows(packed[e], _MXFP4), gated, out[e])
     return out
 
 

@@ -11,20 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torch_moe_ops.core.kernel_facts import Sm90W4a8
 from torch_moe_ops.numerics import e4m3, nvfp4, w4a8
 
-ROWS = 64  # of a tile
-TILE_K = 128
-PACKED_BYTES = ROWS * TILE_K // 2
-FP8_BYTES = ROWS * TILE_K
-SCALE_BYTES = ROWS * TILE_K // 16
+ROWS, TILE_K = Sm90W4a8.TILE_ROWS, Sm90W4a8.TILE_K
+PACKED_BYTES, FP8_BYTES, SCALE_BYTES = Sm90W4a8.PACKED_BYTES, Sm90W4a8.FP8_BYTES, Sm90W4a8.SCALE_BYTES
+EXPONENT_BIAS, ZERO_SCALE = Sm90W4a8.EXPONENT_BIAS, Sm90W4a8.ZERO_SCALE
 BLOCK = 16
-EXPONENT_BIAS = 64
 LARGEST_SCALE = 126  # e4m3 code of 448
-ZERO_SCALE = 248
 NO_SCALE = 40  # of padding: its table is not a slow one
 # Bit of a code's sign in a word: as the checkpoint has it, and as the kernel wants it.
-_SIGNS = tuple(zip(range(3, 32, 4), (7, 15, 23, 31, 3, 11, 19, 27), strict=True))
+_SIGNS = tuple(zip(range(3, 32, 4), Sm90W4a8.SIGN_BITS, strict=True))
 _MAGNITUDES = 0x77777777
 
 
