@@ -34,6 +34,17 @@ def test_a_module_that_loads_has_no_reason(tmp_path: Path, monkeypatch: pytest.M
     assert "moeq_good_extension" in sys.modules
 
 
+@pytest.mark.skipif(not extension.has_cpu_extension(), reason="the CPU extension is not compiled")
+def test_an_extension_of_other_sources_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = extension.Extension("torch_moe_ops._C", "")
+    assert extension.of_these_sources(loaded, "build it") is loaded
+    monkeypatch.setitem(extension.OWN_ARGUMENTS, "experts", {"act_format": "str", "scheme": "str"})
+    with pytest.warns(RuntimeWarning, match="compiled from other sources"):
+        other = extension.of_these_sources(loaded, "build it")
+    text = "torch_moe_ops._C was compiled from other sources (moeq_C::experts has other arguments): build it"
+    assert not other.loaded and other.reason == text
+
+
 @pytest.mark.parametrize(
     ("present", "reason", "op"),
     [

@@ -9,11 +9,17 @@ from torch_moe_ops.backends.cpu_panels import pack as cpu_pack
 from torch_moe_ops.backends.registry import Backend, available, formats, one_of, register, written_for
 from torch_moe_ops.core import extension
 from torch_moe_ops.core.call import ExpertsCall, for_kernels_with
+from torch_moe_ops.core.kernel_facts import own_of
 from torch_moe_ops.core.layout import Layout
 from torch_moe_ops.core.problem import Problem
 from torch_moe_ops.core.schemes import SCHEMES, ZERO_POINT_DTYPES
 from torch_moe_ops.numerics import mx
 
+_own = own_of["experts"]
+_arguments = for_kernels_with(
+    *("w13_scale", "w13_zero_point", "g1_alphas"),
+    *("w2_scale", "w2_zero_point", "g2_alphas"),
+)
 FORMATS = written_for(cpu_pack.KERNEL_SCHEMES, cpu_pack.KERNEL_ACT_FORMATS)
 
 
@@ -25,16 +31,11 @@ def run(call: ExpertsCall, out: Tensor) -> None:
     g1_alphas = _alphas(call, call.g1_alphas, w13_scale, call.a1_gscale)
     g2_alphas = _alphas(call, call.g2_alphas, w2_scale, call.a2_gscale)
     w13_zero_point, w2_zero_point = _both(call)
-    arguments = for_kernels_with(
-        call,
-        w13_scale=_of_rows(w13_scale),
-        w13_zero_point=w13_zero_point,
-        g1_alphas=g1_alphas,
-        w2_scale=_of_rows(w2_scale),
-        w2_zero_point=w2_zero_point,
-        g2_alphas=g2_alphas,
-    )
-    torch.ops.moeq_C.experts(out, *arguments, scheme=cpu_pack.kernel_scheme(scheme), act_format=call.act_format)
+    w13 = (_of_rows(w13_scale), w13_zero_point, g1_alphas)
+    w2 = (_of_rows(w2_scale), w2_zero_point, g2_alphas)
+    arguments = _arguments((*call, *w13, *w2))
+    own = _own({"scheme": cpu_pack.kernel_scheme(scheme), "act_format": call.act_format})
+    torch.ops.moeq_C.experts(out, *arguments, *own)
 
 
 def _unpack_fp6(call: ExpertsCall) -> ExpertsCall:

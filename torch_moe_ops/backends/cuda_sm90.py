@@ -23,13 +23,14 @@ from torch_moe_ops.backends.sm90.common import (
 from torch_moe_ops.backends.sm90.formats import prepare, restore, scales_reason, specs
 from torch_moe_ops.backends.sm90.layout import TILE
 from torch_moe_ops.core.call import ExpertsCall, for_kernels
-from torch_moe_ops.core.kernel_facts import Router, Sm90Few
+from torch_moe_ops.core.kernel_facts import Router, Sm90Few, own_of
 from torch_moe_ops.core.layout import Layout
 from torch_moe_ops.core.problem import Problem
 from torch_moe_ops.numerics import nvfp4
 from torch_moe_ops.tuning import tuned
 from torch_moe_ops.tuning.tuned_kernels import key_of
 
+_own = own_of["experts_sm90"]
 FORMATS: dict[str, tuple[str, ...]] = {"nvfp4": ("nvfp4", "none"), "mxfp4": ("none",)}
 # Their weights are rounded to bfloat16, which is more than docs/numerics.md allows a backend that nobody asked for.
 ROUNDED_FORMATS: dict[str, tuple[str, ...]] = {"mxint4": ("none",), "int4": ("none",)}
@@ -65,14 +66,8 @@ def run_kernel(call: ExpertsCall, out: Tensor, kernel: int, router: Router = NO_
         x = nvfp4.dequantize(call.hidden_states, call.hidden_states_scale).to(torch.bfloat16)
         call, quantize_hidden = call._replace(hidden_states=x, hidden_states_scale=None), False
     check_device(call)
-    torch.ops.moeq_C.experts_sm90(
-        out,
-        *for_kernels(call),
-        *router,
-        quantize_hidden=quantize_hidden,
-        quantize_intermediate=quantize,
-        kernel=kernel,
-    )
+    own = _own({"quantize_hidden": quantize_hidden, "quantize_intermediate": quantize, "kernel": kernel})
+    torch.ops.moeq_C.experts_sm90(out, *for_kernels(call), *router, *own)
 
 
 def _hidden_size_reason(problem: Problem) -> str | None:

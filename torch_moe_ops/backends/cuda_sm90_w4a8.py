@@ -94,7 +94,7 @@ def run(weights: str, call: ExpertsCall, out: Tensor) -> None:
     weights: one of SM90_WEIGHTS, as csrc/cuda/sm90/w4a8.h says.
     """
     check_device(call)
-    torch.ops.moeq_C.experts_sm90_w4a8(out, *for_kernels(call), weights=weights)
+    torch.ops.moeq_C.experts_sm90_w4a8(out, *for_kernels(call), weights)
 
 
 def sizes_reason(problem: Problem) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -57,13 +58,12 @@ INDEX: dict[str, int] = {name: i for i, name in enumerate(FIELDS)}
 # it, so that the two sides cannot differ. The rest is about the choice of a kernel.
 _OF_THE_CHOICE = ("scheme", "backend", "act_format", "num_experts", "weight_policy", "out_dtype")
 KERNEL_FIELDS: tuple[str, ...] = tuple(name for name in FIELDS if name not in _OF_THE_CHOICE)
-_PLACES: dict[str, int] = {name: i for i, name in enumerate(KERNEL_FIELDS)}
 for_kernels = itemgetter(*(INDEX[name] for name in KERNEL_FIELDS))
 
 
-def for_kernels_with(call: ExpertsCall, **changed: Any) -> list[Any]:
-    """`for_kernels(call)` with other values for some names (KeyError where there is no such)."""
-    values = list(for_kernels(call))
-    for name, value in changed.items():
-        values[_PLACES[name]] = value
-    return values
+def for_kernels_with(*names: str) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """`for_kernels` of (*call, *values), where the values stand for the call's own of these names (KeyError: no such)."""
+    other = dict(zip(names, range(len(FIELDS), len(FIELDS) + len(names)), strict=True))
+    if not other.keys() <= set(KERNEL_FIELDS):
+        raise KeyError(*(other.keys() - set(KERNEL_FIELDS)))
+    return itemgetter(*(other.get(name, INDEX[name]) for name in KERNEL_FIELDS))

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from torch_moe_ops.core.kernel_facts import OWN_ARGUMENTS, arguments_of
+
 _SOURCES = Path(__file__).resolve().parents[2]
 _INSTALL = "pip install --force-reinstall --no-deps --no-build-isolation "
 _INSTALL += str(_SOURCES) if (_SOURCES / "setup.py").exists() else "<folder of torch-moe-ops' sources>"
@@ -55,8 +57,22 @@ def load(module: str, build_hint: str) -> Extension:
     return Extension(module, "")
 
 
+def of_these_sources(extension: Extension, build: str) -> Extension:
+    """The same, or absent where its ops take other arguments than Python gives: calls would mix them up."""
+    for op in OWN_ARGUMENTS:
+        compiled = getattr(torch.ops.moeq_C, op, None) if extension.loaded else None
+        if compiled is None:
+            continue
+        if tuple(a.name for a in compiled.default._schema.arguments) != arguments_of(op):
+            reason = f"{extension.module} was compiled from other sources (moeq_C::{op} has other arguments): {build}"
+            warnings.warn(reason, RuntimeWarning, stacklevel=2)
+            return Extension(extension.module, reason)
+    return extension
+
+
 def _load_cpu() -> Extension:
-    return load("torch_moe_ops._C", "it is built by pip where a C++17 compiler and torch are found")
+    loaded = load("torch_moe_ops._C", "it is built by pip where a C++17 compiler and torch are found")
+    return of_these_sources(loaded, BUILD_CPU)
 
 
 def _load_cuda() -> Extension:
@@ -64,7 +80,8 @@ def _load_cuda() -> Extension:
     # It links against torch's CUDA libraries, so that a CPU-only torch could but fail to load it.
     if torch.version.cuda is None:
         return Extension(module, f"torch {torch.__version__} was built without CUDA")
-    return load(module, "it is built by pip where nvcc is found and a GPU is visible, or MOEQ_CUDA=1 is set")
+    loaded = load(module, "it is built by pip where nvcc is found and a GPU is visible, or MOEQ_CUDA=1 is set")
+    return of_these_sources(loaded, BUILD_CUDA)
 
 
 _CPU = _load_cpu()

@@ -9,11 +9,13 @@ MAX_SLOTS is kMaxSlots in C++. Tuples of names become enums, in their order.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
 
 from torch import Tensor
 
 from torch_moe_ops.core import routing_methods
+from torch_moe_ops.core.call import KERNEL_FIELDS
 
 
 class CpuPanels:
@@ -110,7 +112,7 @@ class Router(NamedTuple):
 
 
 # The compiled ops that run experts: what they get besides `out`, what they have of a call, and a router where they
-# take one. Callers name these.
+# take one. Callers name those of an op that has several (own_of: a microsecond less than keywords of a torch op).
 OWN_ARGUMENTS: dict[str, dict[str, str]] = {
     "experts": {"scheme": "str", "act_format": "str"},
     "experts_sm90": {"quantize_hidden": "bool", "quantize_intermediate": "bool", "kernel": "int"},
@@ -118,3 +120,10 @@ OWN_ARGUMENTS: dict[str, dict[str, str]] = {
     "experts_sm90_w4a8": {"weights": "str"},
 }
 TAKES_ROUTER = ("experts_sm90",)
+own_of = {op: itemgetter(*names) for op, names in OWN_ARGUMENTS.items() if len(names) > 1}  # of a dictionary
+
+
+def arguments_of(op: str) -> tuple[str, ...]:
+    """The names of a compiled op's arguments, in order."""
+    router = Router._fields if op in TAKES_ROUTER else ()
+    return ("out", *KERNEL_FIELDS, *router, *OWN_ARGUMENTS[op])
