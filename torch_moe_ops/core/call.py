@@ -62,7 +62,7 @@ for_kernels = itemgetter(*(INDEX[name] for name in KERNEL_FIELDS))
 
 
 def for_kernels_with(*names: str) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """`for_kernels` of (*call, *values), where the values stand for the call's own of these names (KeyError: no such)."""
+    """`for_kernels` of (*call, *values), the values instead of what the call has under these names (KeyError: none)."""
     other = dict(zip(names, range(len(FIELDS), len(FIELDS) + len(names)), strict=True))
     if not other.keys() <= set(KERNEL_FIELDS):
         raise KeyError(*(other.keys() - set(KERNEL_FIELDS)))
