@@ -2,10 +2,11 @@
 
     import torch_moe_ops.transformers as moeq_transformers
     moeq_transformers.register()
-    model = AutoModelForCausalLM.from_pretrained(folder)      # ModelOpt export: experts stay packed
+    model = AutoModelForCausalLM.from_pretrained(folder)      # quantized experts stay packed
 
-`register` adds the experts implementation "moeq" and a quantizer for quant_method "modelopt".
-`attach_experts` gives a model that was built in any other way the experts of a checkpoint.
+`register` adds the experts implementation "moeq" and a quantizer for every format that `load_experts` reads.
+`attach_experts` gives a model that was built in any other way the experts of a checkpoint; `quantize_model`
+quantizes those that a model has, `MoeqConfig` those of an unquantized checkpoint while they are loaded.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ except ImportError as error:
 
 from torch_moe_ops.transformers.attach import attach_experts
 from torch_moe_ops.transformers.experts import ExpertWeights, moeq_experts
+from torch_moe_ops.transformers.quantize import quantize_model
+from torch_moe_ops.transformers.quantizer import MoeqConfig
 from torch_moe_ops.transformers.registration import register
 
-__all__ = ["ExpertWeights", "attach_experts", "moeq_experts", "register"]
+__all__ = ["ExpertWeights", "MoeqConfig", "attach_experts", "moeq_experts", "quantize_model", "register"]

@@ -21,6 +21,7 @@ from torch_moe_ops.transformers.experts import IMPLEMENTATION, ExpertWeights
 from torch_moe_ops.transformers.implementation import register_implementation
 from torch_moe_ops.transformers.linears import check_linears_loaded
 from torch_moe_ops.transformers.saving import AttachedExperts
+from torch_moe_ops.weights.quantize_experts import quantized
 from torch_moe_ops.weights.raw_weights import RawWeights
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -132,28 +133,36 @@ def attach_to(
     act_format: str | None = AUTO,
     input_scales: bool = True,
     device: torch.device | str | None = None,
+    scheme: str | None = None,
     **prepare_options: Any,
 ) -> dict[str, PreparedWeights]:
-    """attach_experts for modules that were found before."""
+    """attach_experts for modules that were found before; `scheme` quantizes experts that a checkpoint does not."""
     register_implementation()
     attached, choices = {}, Choices()
     quantization = open_checkpoint(path).model.quantization
     for found in track(modules, "experts"):
         target = torch.device(device) if device is not None else _device_beside(model, found.name)
         raw = load_experts(path, layer=found.layer, input_scales=input_scales)
-        _check_sizes(found, raw)
+        if scheme is not None:
+            raw = quantized(raw, scheme)
         stored = stored_act_format(raw, quantization)
         act = chosen_act_format(raw, stored, target, prepare_options) if act_format == AUTO else act_format
-        w = prepare(raw, act_format=act, device=target, **prepare_options)
-        choices.add(stored, w)
-        _check_activation(found, w)
-        remove_parameters(found.module)
-        found.module.moeq_weights = ExpertWeights(w)
-        attached[found.name] = w
+        attached[found.name] = attach_raw(found, raw, target, act_format=act, **prepare_options)
+        choices.add(stored, attached[found.name])
     model.set_experts_implementation(IMPLEMENTATION)
     if act_format == AUTO:
         choices.log(os.fspath(path))
     return attached
+
+
+def attach_raw(found: ExpertsModule, raw: RawWeights, device: torch.device, **prepare_options: Any) -> PreparedWeights:
+    """Prepare one layer and give it to its module, whose own parameters are dropped once everything fits."""
+    _check_sizes(found, raw)
+    w = prepare(raw, device=device, **prepare_options)
+    _check_activation(found, w)
+    remove_parameters(found.module)
+    found.module.moeq_weights = ExpertWeights(w)
+    return w
 
 
 def _device_beside(model: nn.Module, name: str) -> torch.device:

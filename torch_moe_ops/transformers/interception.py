@@ -9,7 +9,7 @@ from typing import Any
 
 from torch_moe_ops.checkpoints.index import QUANT_CONFIG
 from torch_moe_ops.checkpoints.model_config import NUM_EXPERTS
-from torch_moe_ops.transformers.quantizer import MODELOPT, CheckpointConfig, PackedExperts
+from torch_moe_ops.transformers.quantizer import MODELOPT, CheckpointConfig, MoeqConfig, PackedExperts
 
 # Methods of transformers whose experts `load_experts` reads. Models without experts keep transformers' quantizer.
 METHODS = ("compressed-tensors", "mxfp4", "fp8", "gptq", "awq")
@@ -36,9 +36,13 @@ def _intercepting(theirs: Callable[..., Any]) -> Callable[..., Any]:
         # Settings given to from_pretrained ask for one of transformers' own quantizers.
         named = quantization_config is not None or kwargs.get("gguf_file") is not None
         settings = None if named else packed_settings(config)
-        if settings is None:
+        if isinstance(quantization_config, MoeqConfig):
+            _check_unquantized(config)
+            config.quantization_config = quantization_config
+        elif settings is None:
             return theirs(config, quantization_config, device_map, weights_only, *args, **kwargs)
-        config.quantization_config = CheckpointConfig(**settings)
+        else:
+            config.quantization_config = CheckpointConfig(**settings)
         quantizer = PackedExperts(config.quantization_config, pre_quantized=True)
         quantizer.validate_environment(device_map=device_map, weights_only=weights_only)
         return quantizer, config, device_map
@@ -47,10 +51,20 @@ def _intercepting(theirs: Callable[..., Any]) -> Callable[..., Any]:
     return get_hf_quantizer
 
 
+def _check_unquantized(config: Any) -> None:
+    said = _said(config)
+    if said is not None:
+        raise ValueError(f"MoeqConfig: the checkpoint must be unquantized, got quantization_config {said}")
+
+
+def _said(config: Any) -> Any:
+    own = getattr(config, "quantization_config", None)
+    return own or getattr(config.get_text_config(decoder=True), "quantization_config", None)
+
+
 def packed_settings(config: Any) -> dict[str, Any] | None:
     """quantization_config of a model whose experts are to stay packed; None for any other model."""
-    said = getattr(config, "quantization_config", None)
-    said = said or getattr(config.get_text_config(decoder=True), "quantization_config", None)
+    said = _said(config)
     if said is None:
         return _older_modelopt(config) if _has_experts(config) else None
     settings = dict(said) if isinstance(said, dict) else said.to_dict()

@@ -16,6 +16,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from torch_moe_ops.checkpoints.index import CheckpointIndex, open_checkpoint
 from torch_moe_ops.checkpoints.layer import LayerSource
 from torch_moe_ops.checkpoints.naming import ExpertLayer
+from torch_moe_ops.core.schemes import get_scheme
 from torch_moe_ops.files.tensor_reader import TensorReader
 from torch_moe_ops.transformers.attach import ExpertsModule, attach_to, find_experts, remove_parameters
 from torch_moe_ops.transformers.dequantize import DequantizeLinear, parameter_dtype, weight_conversions
@@ -34,6 +35,31 @@ class CheckpointConfig(QuantizationConfigMixin):
     def __init__(self, **settings: Any) -> None:
         self.__dict__.update(settings)
         self.quant_method: Any = settings.get("quant_method", MODELOPT)
+
+
+class MoeqConfig(QuantizationConfigMixin):
+    """quantization_config for from_pretrained of an unquantized checkpoint: its experts are quantized while loading.
+
+        from_pretrained(folder, quantization_config=MoeqConfig(scheme="nvfp4"))
+
+    Layer by layer from the files: unquantized experts of more than one layer are never in memory.
+
+    Args:
+        scheme: as in `quantize_experts`; "none" runs the unquantized op.
+        act_format: as in `prepare`.
+        prepare_options: given to `prepare` for every layer.
+    """
+
+    def __init__(self, scheme: str = "nvfp4", act_format: str = "none", **prepare_options: Any) -> None:
+        get_scheme(scheme)
+        self.scheme = scheme
+        self.act_format = act_format
+        self.prepare_options = prepare_options
+        self.quant_method: Any = IMPLEMENTATION
+
+    @property
+    def load_options(self) -> dict[str, Any]:
+        return {"scheme": self.scheme, "act_format": self.act_format, **self.prepare_options}
 
 
 class PackedExperts(HfQuantizer):
@@ -60,7 +86,8 @@ class PackedExperts(HfQuantizer):
         self._experts: list[ExpertsModule] = []
         self._dtypes: dict[str, torch.dtype] = {}
         self._missing: list[str] = []
-        self._options = dict(self.load_options)
+        own = quantization_config.load_options if isinstance(quantization_config, MoeqConfig) else self.load_options
+        self._options = dict(own)
 
     @property
     def method(self) -> str:
@@ -108,7 +135,7 @@ class PackedExperts(HfQuantizer):
 
     def _not_ours(self, model: Any, index: CheckpointIndex, modules: list[ExpertsModule]) -> str:
         """Why transformers' own quantizer is the one to load this, "" where it is not."""
-        if self.method == MODELOPT:
+        if self.method in (MODELOPT, IMPLEMENTATION):
             return ""  # transformers has none
         layers = _layers_of(model, index)
         if not _any_quantized(layers, index):

@@ -45,6 +45,14 @@ def quantize_experts(w13: Tensor, w2: Tensor, scheme: str = "nvfp4", **fields: A
     return RawWeights(scheme=scheme, **tensors, **fields)
 
 
+def quantized(raw: RawWeights, scheme: str) -> RawWeights:
+    """Unquantized experts in another scheme; activation, biases and source stay. ValueError for quantized ones."""
+    if raw.scheme != "none":
+        raise ValueError(f"{raw.source}: experts must be unquantized to quantize them, got scheme {raw.scheme!r}")
+    kept = ("activation", "swiglu_alpha", "swiglu_beta", "swiglu_limit", "w13_bias", "w2_bias", "source")
+    return quantize_experts(raw.w13, raw.w2, scheme, **{name: getattr(raw, name) for name in kept})
+
+
 def _quantize_matrix(scheme: str, weight: Tensor, halves: int) -> dict[str, Tensor]:
     """All experts of one weight, one at a time into preallocated storage."""
     if scheme == "none":

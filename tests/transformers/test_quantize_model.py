@@ -1,0 +1,116 @@
+"""quantize_model against transformers' own experts on the weights that it should have taken."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+from tolerances import F32, relative_l2
+from torch import Tensor
+
+import torch_moe_ops as moe
+
+transformers = pytest.importorskip("transformers", minversion="5.17", reason="needs transformers >= 5.17")
+
+from fixture_layers import CHECKPOINTS  # noqa: E402
+from quantized_models import tiny_model  # noqa: E402
+
+import torch_moe_ops.transformers as moeq_transformers  # noqa: E402
+from torch_moe_ops.transformers.attach import find_experts  # noqa: E402
+
+IDS = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS, use_cache=False).logits
+
+
+def random_model(name: str) -> Any:
+    """gpt_oss: interleaved, transposed, biases. nemotron_h: no gate."""
+    if name in ("gpt_oss", "nemotron_h"):
+        config = transformers.AutoConfig.from_pretrained(CHECKPOINTS / f"{name}_modelopt_nvfp4")
+        del config.quantization_config
+        config.intermediate_size = 96
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        for found in find_experts(model):
+            for parameter in found.module.parameters():
+                torch.nn.init.normal_(parameter, std=0.3)
+        return model
+    return tiny_model(name)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "nemotron_h"])
+def test_unquantized_weights_give_the_logits_of_the_model(name: str) -> None:
+    model = random_model(name)
+    want = logits(model)
+    prepared = moeq_transformers.quantize_model(model, "none")
+    assert prepared and {w.scheme for w in prepared.values()} == {"none"}
+    assert all(not list(found.module.parameters()) for found in find_experts(model))
+    assert relative_l2(logits(model), want) < F32
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4", "mxfp4", "mxfp8", "fp8", "fp8_block", "int8", "int4"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_schemes_give_the_logits_of_dequantized_weights(name: str, scheme: str) -> None:
+    model = random_model(name)
+    before = logits(model)
+    oracle = copy.deepcopy(model)
+    prepared = moeq_transformers.quantize_model(model, scheme)
+    for found in find_experts(oracle):
+        w13, w2 = moe.dequantize_experts(moe.restore(prepared[found.name]))
+        if not found.module.is_concatenated:
+            w13 = torch.stack(w13.chunk(2, dim=1), 2).flatten(1, 2)
+        found.module.gate_up_proj.data = w13.mT if found.module.is_transposed else w13
+        found.module.down_proj.data = w2.mT if found.module.is_transposed else w2
+    assert relative_l2(logits(model), logits(oracle)) < F32
+    assert 1e-4 < relative_l2(logits(model), before) < 0.5
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"model must have experts modules .* got Linear without"):
+        moeq_transformers.quantize_model(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"weights of model.layers.0.mlp.experts must be loaded floats, got them on"):
+        moeq_transformers.quantize_model(tiny_model("qwen3_moe").to("meta"))
+    model = tiny_model("qwen3_moe")
+    with pytest.raises(ValueError, match=r"activation must be the one of model.layers.0.mlp.experts"):
+        moeq_transformers.quantize_model(model, "none", activation="gelu")
+    moeq_transformers.quantize_model(model, "none")
+    with pytest.raises(ValueError, match=r"model.layers.0.mlp.experts must hold two weights of all experts, got 0"):
+        moeq_transformers.quantize_model(model)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_quantizing_while_loading_equals_quantizing_in_memory(name: str, tmp_path: Path) -> None:
+    model = random_model(name)
+    model.save_pretrained(tmp_path)
+    moeq_transformers.register()
+    config = moeq_transformers.MoeqConfig(scheme="nvfp4")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=config, dtype=torch.float32
+    )
+    prepared = moeq_transformers.quantize_model(model, "nvfp4")
+    for found in find_experts(loaded):
+        here, there = (moe.restore(w) for w in (found.module.moeq_weights.prepared, prepared[found.name]))
+        assert dataclasses.replace(here, source="").equal(dataclasses.replace(there, source=""))
+    assert torch.equal(logits(loaded), logits(model))
+    with pytest.raises(ValueError, match="quantized with moeq and is not serializable"):
+        loaded.save_pretrained(tmp_path / "again")
+
+
+def test_quantized_checkpoints_are_not_quantized_again() -> None:
+    moeq_transformers.register()
+    with pytest.raises(ValueError, match="MoeqConfig: the checkpoint must be unquantized, got quantization_config"):
+        transformers.AutoModelForCausalLM.from_pretrained(
+            CHECKPOINTS / "gpt_oss_mxfp4", quantization_config=moeq_transformers.MoeqConfig()
+        )
+    with pytest.raises(ValueError, match="scheme must be one of"):
+        moeq_transformers.MoeqConfig(scheme="int3")
