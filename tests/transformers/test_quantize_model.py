@@ -106,6 +106,17 @@ def test_quantizing_while_loading_equals_quantizing_in_memory(name: str, tmp_pat
         loaded.save_pretrained(tmp_path / "again")
 
 
+def test_moeq_on_an_unquantized_checkpoint_runs_the_unquantized_op(tmp_path: Path) -> None:
+    model = random_model("mixtral")
+    model.save_pretrained(tmp_path)
+    moeq_transformers.register()
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    loaded = load(tmp_path, experts_implementation="moeq", dtype=torch.float32)
+    assert {found.module.moeq_weights.prepared.scheme for found in find_experts(loaded)} == {"none"}
+    assert relative_l2(logits(loaded), logits(model)) < F32
+    assert not hasattr(find_experts(load(tmp_path))[0].module, "moeq_weights")
+
+
 def test_quantized_checkpoints_are_not_quantized_again() -> None:
     moeq_transformers.register()
     with pytest.raises(ValueError, match="MoeqConfig: the checkpoint must be unquantized, got quantization_config"):

@@ -74,7 +74,7 @@ def moeq_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, to
     if weights is None:
         raise RuntimeError(
             f"experts_implementation {IMPLEMENTATION!r}: {type(self).__name__} must hold prepared weights, got none: "
-            "call torch_moe_ops.transformers.attach_experts(model, checkpoint) first, or quantize_model(model, scheme); "
-            "scheme 'none' keeps the weights that it has"
+            "call torch_moe_ops.transformers.attach_experts(model, checkpoint) first, or quantize_model(model, scheme) "
+            "(scheme 'none' keeps the weights that it has)"
         )
     return fused_moe_routed(hidden_states, top_k_index, top_k_weights, weights.prepared)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch_moe_ops.checkpoints.index import QUANT_CONFIG
 from torch_moe_ops.checkpoints.model_config import NUM_EXPERTS
+from torch_moe_ops.transformers.experts import IMPLEMENTATION
 from torch_moe_ops.transformers.quantizer import MODELOPT, CheckpointConfig, MoeqConfig, PackedExperts
 
 # Methods of transformers whose experts `load_experts` reads. Models without experts keep transformers' quantizer.
@@ -39,6 +40,8 @@ def _intercepting(theirs: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(quantization_config, MoeqConfig):
             _check_unquantized(config)
             config.quantization_config = quantization_config
+        elif settings is None and not named and _asks_for_moeq(config):
+            config.quantization_config = MoeqConfig(scheme="none")
         elif settings is None:
             return theirs(config, quantization_config, device_map, weights_only, *args, **kwargs)
         else:
@@ -49,6 +52,12 @@ def _intercepting(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
     get_hf_quantizer.moeq_original = theirs  # type: ignore[attr-defined]
     return get_hf_quantizer
+
+
+def _asks_for_moeq(config: Any) -> bool:
+    """experts_implementation="moeq" of an unquantized checkpoint."""
+    asked = getattr(config, "_experts_implementation", None) == IMPLEMENTATION
+    return asked and _said(config) is None and _has_experts(config)
 
 
 def _check_unquantized(config: Any) -> None:
