@@ -278,6 +278,15 @@ def test_leftovers_are_ignored(tmp_path, name):
     assert load_experts(folder, 0).equal(load_experts_like(folder))
 
 
+@pytest.mark.parametrize("source", ["\x00", "\x1b[2J", "\ud800", "a" * 100_000])
+def test_what_a_saved_file_says_of_its_source_is_shown_as_text(tmp_path, source):
+    raw = load_experts(changed(tmp_path, NAME, lambda t: None), 0)
+    with pytest.raises(ValueError, match="RawWeights: w2 must have 3 dimensions") as error:
+        type(raw)(**{**vars(raw), "source": source, "w2": raw.w2[0]})
+    text = str(error.value)
+    assert text.isprintable() and len(text) < 6000 and (source[0] == "a" or ascii(source) in text)
+
+
 def load_experts_like(folder: Path):
     """The untouched fixture, as if it lay in `folder`."""
     clean = write(folder.parent / "clean" / folder.name, stored(folder.name), config_of(folder.name))

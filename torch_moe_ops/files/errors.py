@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 _LENGTH = 120
+PATH_LENGTH = 4096  # the most that paths have
 
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be loaded; the text names the file, the tensor and, where there is one, the expert."""
 
 
-def short(value: Any) -> str:
-    """A value of a file for a message: printable text as it is, anything else by its repr; at most 120 characters."""
+def short(value: Any, most: int = _LENGTH) -> str:
+    """A value of a file for a message, `most` characters at most: printable text as it is, else its repr."""
     text = value if isinstance(value, str) else repr(value)
     text = text if text.isprintable() else ascii(text)
-    return text if len(text) <= _LENGTH else text[: _LENGTH - 3] + "..."
+    return text if len(text) <= most else text[: most - 3] + "..."

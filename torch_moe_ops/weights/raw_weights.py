@@ -17,7 +17,7 @@ from torch_moe_ops.core.activations import ACTIVATIONS
 from torch_moe_ops.core.same_bits import same_bits
 from torch_moe_ops.core.schemes import FLOATS, ZERO_POINT_DTYPES, Scheme, get_scheme
 from torch_moe_ops.files import serialization
-from torch_moe_ops.files.errors import CheckpointError
+from torch_moe_ops.files.errors import PATH_LENGTH, CheckpointError, short
 from torch_moe_ops.weights.from_quant_config import fields_of_quant_config
 
 FORMAT_VERSION = 1
@@ -169,7 +169,7 @@ class RawWeights:
 def _require(condition: bool, raw: RawWeights, field: str, requirement: str, got: Any) -> None:
     if not condition:
         got = tuple(got) if isinstance(got, torch.Size) else got
-        where = f" ({raw.source})" if raw.source else ""
+        where = f" ({short(raw.source, PATH_LENGTH)})" if raw.source else ""  # a saved file may say anything
         raise ValueError(f"RawWeights: {field} must {requirement}, got {got}{where}")
 
 
