@@ -267,6 +267,18 @@ def test_layers_that_are_filled_instead_of_loaded_run(case: str) -> None:
     assert found.isfinite().all()
 
 
+def test_gate_and_up_keep_their_calibrated_scales_apart() -> None:
+    """vLLM's loader does so for methods with "ModelOpt" in their name alone; else the second one takes the whole row."""
+    model, config = _config("qwen3_moe_modelopt_nvfp4")
+    with _vllm():
+        layer = _layer(model, config, (1, 1, "linear"), 0)
+    for shard, value in (("w1", 0.5), ("w3", 0.25)):
+        name = f"{NAME}.w13_input_scale"
+        layer.weight_loader(layer.w13_input_scale, torch.tensor(value), name, shard, 1, return_success=False)
+    assert layer.w13_input_scale[1].tolist() == [0.5, 0.25]
+    assert layer.w13_input_scale[0].isnan().all()
+
+
 def test_mixed_precision_asks_for_each_layer() -> None:
     from vllm.model_executor.layers.quantization import get_quantization_config
 
