@@ -10,6 +10,8 @@ STAMP  := $(VENV)/.installed
 
 SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/cpu/*.cpp csrc/cpu/*.h csrc/generated/* csrc/cuda/* csrc/cuda/sm90/*)
 
+CXX_SOURCES := find csrc tests/cpp -name '*.c[pu]*' -o -name '*.h'
+
 .PHONY: help fuzz fuzz-loader fuzz-problems install quickstart test test-all test-triton test-flashinfer test-vllm lint format docs cuda-compile sanitize table bench clean
 
 help:
@@ -71,11 +73,14 @@ fuzz-loader: install
 lint: install ## formatter, linter and types, without changing anything
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
+	$(CXX_SOURCES) | xargs $(VENV)/bin/clang-format --dry-run --Werror
+	$(VENV)/bin/codespell
 	$(VENV)/bin/mypy
 
 format: install ## what the formatter and the linter can mend
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
+	$(CXX_SOURCES) | xargs $(VENV)/bin/clang-format -i
 
 docs: install ## the site, into site/; a warning is an error
 	$(PY) -m pip install --quiet --requirement docs/requirements.txt

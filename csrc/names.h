@@ -1,4 +1,5 @@
-// Enums by the names that Python gives them. No include: kernels that are compiled for other instruction sets read this.
+// Enums by the names that Python gives them. No include: kernels that are compiled for other instruction sets read
+// this.
 #pragma once
 
 namespace moeq {

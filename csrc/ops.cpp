@@ -40,7 +40,8 @@ Enum parse_name(const char* argument, const std::string& name) {
 }
 
 void bind_tokens(ExpertsArgs& args, const moeq::LayerCall& call) {
-  MOEQ_CHECK(kOp, call.topk_ids.has_value() && call.topk_weights.has_value(), "topk_ids and topk_weights must be given");
+  MOEQ_CHECK(kOp, call.topk_ids.has_value() && call.topk_weights.has_value(),
+             "topk_ids and topk_weights must be given");
   const Tensor &out = call.out, &hidden_states = call.hidden_states;
   const Tensor &topk_ids = *call.topk_ids, &topk_weights = *call.topk_weights;
   const std::pair<const char*, const Tensor*> tensors[] = {
@@ -90,8 +91,8 @@ void bind_hidden(ExpertsArgs& args, const Tensor& hidden_states, const OptionalT
              " bytes, got ", args.hidden_row_bytes);
   check_memory("hidden_states_scale", *scale);
   const int64_t bytes = scale->numel() * static_cast<int64_t>(scale->element_size());
-  MOEQ_CHECK(kOp, bytes == args.num_tokens * row.scales,
-             "hidden_states_scale must have ", row.scales, " bytes per token");
+  MOEQ_CHECK(kOp, bytes == args.num_tokens * row.scales, "hidden_states_scale must have ", row.scales,
+             " bytes per token");
   args.hidden_scale = static_cast<const uint8_t*>(scale->const_data_ptr());
   args.hidden_scale_row_bytes = row.scales;
   args.hidden_dtype = args.out_dtype;
@@ -106,8 +107,14 @@ DotKey dot_key(const ExpertsArgs& args, ActFormat format) {
   MOEQ_CHECK(kOp, agree, "w13 and w2 must have scales of one dtype, and zero points both or neither");
   const bool integers = args.scheme == Scheme::kInt4 || args.scheme == Scheme::kInt8;
   MOEQ_CHECK(kOp, integers || args.w13.zero_point == nullptr, "zero points must go with int4 or int8 weights");
-  return {args.scheme, args.weight_dtype, args.w13.scale_dtype, args.w13.scale != nullptr,
-          args.w13.zero_point != nullptr, one_group(args.w13) && one_group(args.w2), format, args.hidden_dtype};
+  return {args.scheme,
+          args.weight_dtype,
+          args.w13.scale_dtype,
+          args.w13.scale != nullptr,
+          args.w13.zero_point != nullptr,
+          one_group(args.w13) && one_group(args.w2),
+          format,
+          args.hidden_dtype};
 }
 
 void bind_weights(ExpertsArgs& args, const moeq::LayerCall& call) {
@@ -117,8 +124,8 @@ void bind_weights(ExpertsArgs& args, const moeq::LayerCall& call) {
   args.num_experts = w13.size(0);
   const int64_t halves = is_gated(args.activation) ? 2 : 1;
   const int64_t hidden_units = (args.hidden_size + kUnit - 1) / kUnit;
-  args.w13 = bind_weight("w13", {w13, call.w13_scale, call.w13_zero_point, call.g1_alphas, call.w13_bias},
-                         args.scheme, hidden_units, halves);
+  args.w13 = bind_weight("w13", {w13, call.w13_scale, call.w13_zero_point, call.g1_alphas, call.w13_bias}, args.scheme,
+                         hidden_units, halves);
   args.w2 = bind_weight("w2", {w2, call.w2_scale, call.w2_zero_point, call.g2_alphas, call.w2_bias}, args.scheme,
                         w2.size(2), 1);
   MOEQ_CHECK(kOp, args.w13.panels == halves * args.w2.units && args.w2.panels == hidden_units,

@@ -113,8 +113,9 @@ Weight bind_weight(const char* name, const WeightTensors& tensors, Scheme scheme
   weight.alphas = bind_floats("alphas", tensors.alphas, -1);
   if (weight.alphas != nullptr) {
     weight.alpha_columns = tensors.alphas->numel() / (experts > 0 ? experts : 1);
-    MOEQ_CHECK(kOp, tensors.alphas->numel() == experts * weight.alpha_columns && weight.alpha_columns >= 1 &&
-                        weight.alpha_columns <= 2,
+    MOEQ_CHECK(kOp,
+               tensors.alphas->numel() == experts * weight.alpha_columns && weight.alpha_columns >= 1 &&
+                   weight.alpha_columns <= 2,
                "alphas must have shape [experts] or [experts, 2]");
   }
   weight.bias = bind_floats("bias", tensors.bias, -1);
@@ -126,8 +127,7 @@ Weight bind_weight(const char* name, const WeightTensors& tensors, Scheme scheme
   return weight;
 }
 
-ActQuant bind_act(const char* name, ActFormat format, DType dtype, const OptionalTensor& gscale,
-                  int64_t num_experts) {
+ActQuant bind_act(const char* name, ActFormat format, DType dtype, const OptionalTensor& gscale, int64_t num_experts) {
   ActQuant quant;
   quant.format = format;
   quant.dtype = dtype;

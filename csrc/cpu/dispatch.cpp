@@ -28,7 +28,8 @@ bool has_avx512bf16() {
 }
 #endif
 
-const Candidate kCandidates[] = {  // the best one first
+// The best one first.
+const Candidate kCandidates[] = {
 #ifdef MOEQ_X86
     {"avx512bf16", avx512bf16_table, has_avx512bf16},
     {"avx512", avx512_table, has_avx512},

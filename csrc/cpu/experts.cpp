@@ -8,7 +8,12 @@ namespace moeq::cpu {
 
 Chunk::Chunk(const ExpertsArgs& args, const IsaTable& isa, const Dot& dot, const Parallel& parallel, int64_t first,
              int64_t count)
-    : args_(args), isa_(isa), dot_(dot), parallel_(parallel), first_(first), count_(count),
+    : args_(args),
+      isa_(isa),
+      dot_(dot),
+      parallel_(parallel),
+      first_(first),
+      count_(count),
       routing_(group_by_expert(args, first, count)),
       slots_(static_cast<int64_t>(routing_.tokens.size())),
       inter_(args.w2.units * kUnit),

@@ -31,9 +31,12 @@ MOEQ_INLINE float packed_element(ActFormat format, const uint8_t* codes, int64_t
                                   -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
   switch (format) {
     case ActFormat::kNvfp4:
-    case ActFormat::kMxfp4: return kE2m1[codes[k / 2] >> (4 * (k & 1)) & 15];
-    case ActFormat::kInt8: return (float)(int8_t)codes[k];
-    default: return e4m3_to_float(codes[k]);
+    case ActFormat::kMxfp4:
+      return kE2m1[codes[k / 2] >> (4 * (k & 1)) & 15];
+    case ActFormat::kInt8:
+      return (float)(int8_t)codes[k];
+    default:
+      return e4m3_to_float(codes[k]);
   }
 }
 

@@ -165,14 +165,22 @@ MOEQ_INLINE void round_row(const RowCall& call) {
 
 inline void quantize_row(const RowCall& call) {
   switch (call.quant->format) {
-    case ActFormat::kNone: return round_row(call);
-    case ActFormat::kNvfp4: return quantize_nvfp4(call);
-    case ActFormat::kMxfp4: return quantize_mx(call, {6.0f, 1, 0});
-    case ActFormat::kMxfp8: return quantize_mx(call, {448.0f, 3, -6});
-    case ActFormat::kMxfp6E3m2: return quantize_mx(call, {28.0f, 2, -2});
-    case ActFormat::kMxfp6E2m3: return quantize_mx(call, {7.5f, 3, 0});
-    case ActFormat::kFp8: return quantize_uniform(call, {448.0f, false});
-    case ActFormat::kInt8: return quantize_uniform(call, {127.0f, true});
+    case ActFormat::kNone:
+      return round_row(call);
+    case ActFormat::kNvfp4:
+      return quantize_nvfp4(call);
+    case ActFormat::kMxfp4:
+      return quantize_mx(call, {6.0f, 1, 0});
+    case ActFormat::kMxfp8:
+      return quantize_mx(call, {448.0f, 3, -6});
+    case ActFormat::kMxfp6E3m2:
+      return quantize_mx(call, {28.0f, 2, -2});
+    case ActFormat::kMxfp6E2m3:
+      return quantize_mx(call, {7.5f, 3, 0});
+    case ActFormat::kFp8:
+      return quantize_uniform(call, {448.0f, false});
+    case ActFormat::kInt8:
+      return quantize_uniform(call, {127.0f, true});
   }
 }
 

@@ -30,9 +30,7 @@ MOEQ_INLINE Vec at_most(Vec value, Vec bound) { return value > bound ? bound : v
 MOEQ_INLINE Vec at_least(Vec value, Vec bound) { return value < bound ? bound : value; }
 
 MOEQ_INLINE Vec abs(Vec v) { return (Vec)((IVec)v & isplat(0x7fffffff)); }
-MOEQ_INLINE Vec with_sign(Vec magnitude, Vec sign) {
-  return (Vec)((IVec)magnitude | ((IVec)sign & isplat(INT32_MIN)));
-}
+MOEQ_INLINE Vec with_sign(Vec magnitude, Vec sign) { return (Vec)((IVec)magnitude | ((IVec)sign & isplat(INT32_MIN))); }
 
 // 0, or NaN where v is NaN or infinite: added to a bounded function of v, it shows what the bound hides.
 MOEQ_INLINE Vec nan_unless_finite(Vec v) { return v * Vec{}; }

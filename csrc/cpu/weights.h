@@ -75,16 +75,24 @@ inline Dot find_plain(const DotKey& key) {
 
 inline Dot find_dot(const DotKey& key) {
   switch (key.scheme) {
-    case Scheme::kNone: return find_plain(key);
-    case Scheme::kNvfp4: return choose<Nvfp4Weights>(key);
-    case Scheme::kMxfp4: return choose<Mxfp4Weights>(key);
-    case Scheme::kMxint4: return choose<Mxint4Weights>(key);
+    case Scheme::kNone:
+      return find_plain(key);
+    case Scheme::kNvfp4:
+      return choose<Nvfp4Weights>(key);
+    case Scheme::kMxfp4:
+      return choose<Mxfp4Weights>(key);
+    case Scheme::kMxint4:
+      return choose<Mxint4Weights>(key);
     case Scheme::kMxfp6:
-    case Scheme::kMxfp8: return choose<Mxfp8Weights>(key);
-    case Scheme::kFp8: return key.has_scale ? choose<Fp8Weights>(key) : choose<Fp8UnscaledWeights>(key);
-    case Scheme::kFp8Block: return choose<Fp8BlockWeights>(key);
+    case Scheme::kMxfp8:
+      return choose<Mxfp8Weights>(key);
+    case Scheme::kFp8:
+      return key.has_scale ? choose<Fp8Weights>(key) : choose<Fp8UnscaledWeights>(key);
+    case Scheme::kFp8Block:
+      return choose<Fp8BlockWeights>(key);
     case Scheme::kInt4:
-    case Scheme::kInt8: break;
+    case Scheme::kInt8:
+      break;
   }
   if (key.scale_dtype == DType::kBFloat16) return choose_integers<DType::kBFloat16>(key);
   if (key.scale_dtype == DType::kFloat16) return choose_integers<DType::kFloat16>(key);

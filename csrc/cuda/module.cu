@@ -1,7 +1,7 @@
 // The extension torch_moe_ops._C_cuda: schemas of its ops, and the symbol that lets Python import it.
 //
-// Every schema of this extension is defined here; generated/calls.h has those of ops that run experts. A fragment, because
-// the CPU extension shares the namespace and either may be absent.
+// Every schema of this extension is defined here; generated/calls.h has those of ops that run experts. A fragment,
+// because the CPU extension shares the namespace and either may be absent.
 #include <Python.h>
 #include <torch/csrc/stable/library.h>
 

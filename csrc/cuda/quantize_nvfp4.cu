@@ -74,8 +74,7 @@ std::tuple<Tensor, Tensor> quantize_nvfp4(const Tensor& x_given, const Tensor& g
     auto* kernel = per_row ? &quantize_nvfp4_kernel<Element, true> : &quantize_nvfp4_kernel<Element, false>;
     kernel<<<grid_of(kOp, (blocks + kThreads - 1) / kThreads), kThreads, 0, current_stream(x)>>>(
         static_cast<const uint4*>(x.const_data_ptr()), static_cast<const float*>(gscale.const_data_ptr()),
-        static_cast<uint2*>(codes.mutable_data_ptr()), static_cast<uint8_t*>(scale.mutable_data_ptr()), blocks,
-        row_of);
+        static_cast<uint2*>(codes.mutable_data_ptr()), static_cast<uint8_t*>(scale.mutable_data_ptr()), blocks, row_of);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   });
   return {codes, scale};
@@ -84,6 +83,4 @@ std::tuple<Tensor, Tensor> quantize_nvfp4(const Tensor& x_given, const Tensor& g
 }  // namespace
 }  // namespace moeq
 
-STABLE_TORCH_LIBRARY_IMPL(moeq_C, CUDA, m) {
-  m.impl("quantize_nvfp4_cuda", TORCH_BOX(&moeq::quantize_nvfp4));
-}
+STABLE_TORCH_LIBRARY_IMPL(moeq_C, CUDA, m) { m.impl("quantize_nvfp4_cuda", TORCH_BOX(&moeq::quantize_nvfp4)); }

@@ -1,4 +1,5 @@
-// The functions of sigmoid and tanh of the Hopper kernels behind a C interface, so that a test can run them without a GPU.
+// The functions of sigmoid and tanh of the Hopper kernels behind a C interface, so that a test can run them without a
+// GPU.
 #include "../../csrc/cuda/sm90/sigmoids.cuh"
 
 extern "C" void tanhs(const float* numbers, int64_t count, float* results) {

@@ -1,5 +1,5 @@
-// The wait of prefill's persistent kernel for an intermediate that nobody makes, by its own code: the kernel goes on, and
-// the launch that comes last tells it.
+// The wait of prefill's persistent kernel for an intermediate that nobody makes, by its own code: the kernel goes on,
+// and the launch that comes last tells it.
 #include "../../csrc/cuda/sm90/combine.cu"
 #include "../../csrc/cuda/sm90/gemm_producer.cuh"
 #include "timed_wait.cuh"

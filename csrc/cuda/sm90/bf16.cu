@@ -59,9 +59,8 @@ cudaError_t map_weights(CUtensorMap& map, const uint8_t* weights, int experts, i
                                   {kTileK, 8, 2, u32(box_rows / 16), 1}};
     return encode_bf16_map(map, weights, shape);
   }
-  const TensorMapShape shape = {{u64(k), u64(rows), 1, 1, u64(experts)},
-                                {row, all, all, all},
-                                {kTileK, u32(box_rows), 1, 1, 1}};
+  const TensorMapShape shape = {
+      {u64(k), u64(rows), 1, 1, u64(experts)}, {row, all, all, all}, {kTileK, u32(box_rows), 1, 1, 1}};
   return encode_bf16_map(map, weights, shape);
 }
 

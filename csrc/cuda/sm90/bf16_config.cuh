@@ -20,7 +20,7 @@ struct Bf16Config {
   static constexpr int kWarpgroupTiles = 2;
   static constexpr int kTokenSteps = 1;
   static constexpr int kTokenStages = 3;
-  static constexpr int kWeightStages = 3;   // of one step of 64 in K
+  static constexpr int kWeightStages = 3;  // of one step of 64 in K
   static constexpr int kBlocks = 1;
   static constexpr int kProducerRegisters = 24;
   static constexpr int kConsumerRegisters = 240;

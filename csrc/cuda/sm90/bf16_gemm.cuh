@@ -46,8 +46,7 @@ struct Consumer<Bf16Config> {
   Ring<Bf16Config::kWeightStages> weights;
   int first_tile;   // of the warpgroup's in a stage of weights
 
-  __device__ Consumer(GemmShared<Bf16Config>&, int warpgroup)
-      : first_tile(warpgroup * Bf16Config::kWarpgroupTiles) {}
+  __device__ Consumer(GemmShared<Bf16Config>&, int warpgroup) : first_tile(warpgroup * Bf16Config::kWarpgroupTiles) {}
 };
 
 // One warpgroup's multiplication of a tile, with both operands in shared memory.

@@ -7,8 +7,8 @@
 namespace moeq::sm90 {
 
 // The weights as the copy engine sees them: K, eight rows, halves (gate and up), eights of rows, experts. A box is 64
-// of K by 256 rows, gate and up rows of w13 in turns of eight as the epilogue wants them, swizzled over 128 bytes. Where
-// there are no halves, the rows of an expert are the second dimension.
+// of K by 256 rows, gate and up rows of w13 in turns of eight as the epilogue wants them, swizzled over 128 bytes.
+// Where there are no halves, the rows of an expert are the second dimension.
 struct Bf16Args {
   GemmArgs gemm;
   CUtensorMap w13, w2;

@@ -28,18 +28,18 @@ class BoundedWait {
   __device__ __forceinline__ bool rests() const { return looks_ >= kAtOnce; }
 
  private:
-  static constexpr uint32_t kAtOnce = 1 << 12;   // some milliseconds
+  static constexpr uint32_t kAtOnce = 1 << 12;  // some milliseconds
   static constexpr uint32_t kLooks = 1 << 21;
-  static constexpr unsigned int kRest = 1000;    // ns, about; a look takes as long
+  static constexpr unsigned int kRest = 1000;  // ns, about; a look takes as long
 
   uint32_t looks_ = 0;
 };
 
-static __device__ uint32_t gave_up;   // whether a thread has, which then tells it
+static __device__ uint32_t gave_up;  // whether a thread has, which then tells it
 
 // Ends the launch, and with it all that the process does on the GPU. CUDA prints kernel, block and text, once: threads
 // that come here later wait for the end. A kernel with wgmma must not call it: ptxas would put its wgmma in sequence.
-__device__ __noinline__ inline void give_up [[noreturn]] (const char* kernel, const char* text) {
+__device__ __noinline__ inline void give_up [[noreturn]](const char* kernel, const char* text) {
   if (atomicExch(&gave_up, 1u) == 0) {
     __assert_fail(text, "torch_moe_ops", __LINE__, kernel);
   }

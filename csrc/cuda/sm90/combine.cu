@@ -91,8 +91,8 @@ cudaError_t launch_combine(const CombineArgs& args) {
   const Problem& p = args.problem;
   const int pieces = (p.hidden + kThreads * kColumns - 1) / (kThreads * kColumns);
   const int threads = pieces > 1 ? kThreads : (p.hidden / kColumns + 31) / 32 * 32;
-  return launch_dependent(args.y_wide ? combine_kernel<true> : combine_kernel<false>, args,
-                          dim3(p.tokens, pieces), threads, 0);
+  return launch_dependent(args.y_wide ? combine_kernel<true> : combine_kernel<false>, args, dim3(p.tokens, pieces),
+                          threads, 0);
 }
 
 }  // namespace moeq::sm90

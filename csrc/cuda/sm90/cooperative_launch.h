@@ -1,5 +1,5 @@
-// The launch of a kernel whose blocks wait for each other: one on each multiprocessor, all of them at once. It begins when
-// all kernels in front are over, whatever they trigger (docs/design.md, section 11).
+// The launch of a kernel whose blocks wait for each other: one on each multiprocessor, all of them at once. It begins
+// when all kernels in front are over, whatever they trigger (docs/design.md, section 11).
 #pragma once
 #include "known_devices.h"
 

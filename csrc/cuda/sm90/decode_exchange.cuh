@@ -15,7 +15,7 @@
 
 namespace moeq::sm90::few {
 
-constexpr uint32_t kOnlyEpoch = 2;   // of a launch with an exchange of its own: even, for the first half
+constexpr uint32_t kOnlyEpoch = 2;  // of a launch with an exchange of its own: even, for the first half
 
 __device__ __forceinline__ uint32_t epoch_of(const uint32_t* epochs, int block) {
   uint32_t epoch;

@@ -36,7 +36,7 @@ __device__ __forceinline__ void load_shares(const Args& args, Fixed& fixed) {
       const float* of = p.g1_alphas + static_cast<int64_t>(expert) * p.alphas13;
       alphas = {of[0], of[p.alphas13 - 1]};
     }
-    fixed.alphas[fixed.place[slot]] = alphas;   // the same from all slots of an entry
+    fixed.alphas[fixed.place[slot]] = alphas;  // the same from all slots of an entry
   }
 }
 static_assert(kHelperThreads >= kMaxSlots, "a thread for each slot");
@@ -61,7 +61,7 @@ __device__ __forceinline__ void copy(const Args& args, Fixed& fixed, uint8_t* ba
   const int lane = lane_of_warp();
   int id = -1;
   if (lane < args.slots && args.p.router.logits == nullptr) {
-    id = args.p.topk_ids[lane];   // on its way while barriers are made
+    id = args.p.topk_ids[lane];  // on its way while barriers are made
   }
   touch_parameters(args, lane);
   const Work work = Case<kKind>::kShared ? share_of_whole(args, lane & 3) : share_of(args, lane & 1, args.slots);
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1) decode_few_kernel(const __gr
     help<kKind>(args, fixed, base);
   }
   named_barrier(kMultiplied, kThreads + kHelperThreads);
-  if (warp == 0 && args.epochs != nullptr) {   // it has nothing to combine, or comes last
+  if (warp == 0 && args.epochs != nullptr) {  // it has nothing to combine, or comes last
     await_epochs(args.epochs, fixed.epoch);
   }
   combine<kKind>(args, fixed);
@@ -156,8 +156,8 @@ cudaError_t run(Plan& plan) {
   static KnownDevices known[kFormats][kKinds];
   const Problem& p = plan.args.p;
   const void* kernel = kernel_of(p.format, plan.kind);
-  cudaError_t error = allow_shared_memory(kernel, plan.shared_bytes,
-                                          known[static_cast<int>(p.format)][static_cast<int>(plan.kind)]);
+  cudaError_t error =
+      allow_shared_memory(kernel, plan.shared_bytes, known[static_cast<int>(p.format)][static_cast<int>(plan.kind)]);
   if (error == cudaSuccess) {
     error = give_exchange(plan, plan.args);
   }

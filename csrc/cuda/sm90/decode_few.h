@@ -30,37 +30,37 @@ constexpr bool shares_units(Kind kind) { return kind == Kind::kPlainShared || ki
 
 // How the units of a GEMM are dealt to the thread blocks: `each` of them to every one, and `more` are left.
 struct Deal {
-  int bits;          // a unit is one of 2^bits parts of K
+  int bits;  // a unit is one of 2^bits parts of K
   int each, more;
-  int shared_bits;   // those left are cut into 2^shared_bits parts, one for a block; 0: some blocks have one more
+  int shared_bits;  // those left are cut into 2^shared_bits parts, one for a block; 0: some blocks have one more
 };
 
 struct Args {
   Problem p;
-  uint4* exchange;                               // see decode_exchange.cuh
+  uint4* exchange;  // see decode_exchange.cuh
   uint32_t* epochs;
-  int row_tiles[2], k_tiles[2];                  // of GEMM1 and GEMM2
+  int row_tiles[2], k_tiles[2];  // of GEMM1 and GEMM2
   int slots;
-  int columns;                                   // of an entry at most: 1, 2, 4 or 8
+  int columns;  // of an entry at most: 1, 2, 4 or 8
   int stage_tiles, stages;
-  int x_stride, h_stride;                        // bytes of an operand's row in shared memory
-  int h_buffers;                                 // 2, or 1 where there is no room
-  int x_offset, h_offset, sums_offset, ring_offset;   // in shared memory
-  float inverse_grid, inverse_row_tiles[2], inverse_top_k, inverse_pairs;   // of divisors; pairs: of a token's columns
-  float inverse_part_pairs[kMaxPartBits + 1];    // of the intermediate's columns
+  int x_stride, h_stride;  // bytes of an operand's row in shared memory
+  int h_buffers;  // 2, or 1 where there is no room
+  int x_offset, h_offset, sums_offset, ring_offset;  // in shared memory
+  float inverse_grid, inverse_row_tiles[2], inverse_top_k, inverse_pairs;  // of divisors; pairs: of a token's columns
+  float inverse_part_pairs[kMaxPartBits + 1];  // of the intermediate's columns
   int part_tiles[2][kMaxPartBits + 1], part_stage_tiles[2][kMaxPartBits + 1];
-  int part_groups[2][kMaxPartBits + 1];          // of the warps that multiply, each takes every other unit: 1 or 2
-  float scale;                                   // what sums of decoded weights lack
-  int outputs;                                   // where GEMM2's sums begin in the exchange
-  int partials;                                  // and those of units that blocks share
-  Deal whole[2];                                 // of one token, all of whose experts are this rank's
-  uint8_t part_bits[2][kMaxSlots + 1];           // parts of K for that many entries: all blocks get the same
+  int part_groups[2][kMaxPartBits + 1];  // of the warps that multiply, each takes every other unit: 1 or 2
+  float scale;  // what sums of decoded weights lack
+  int outputs;  // where GEMM2's sums begin in the exchange
+  int partials;  // and those of units that blocks share
+  Deal whole[2];  // of one token, all of whose experts are this rank's
+  uint8_t part_bits[2][kMaxSlots + 1];  // parts of K for that many entries: all blocks get the same
 };
 
 struct Plan {
   Args args;
   Kind kind;
-  size_t exchange_pairs;                         // that the launch may use
+  size_t exchange_pairs;  // that the launch may use
   int grid;
   int shared_bytes;
 };

@@ -133,8 +133,8 @@ __device__ __forceinline__ void skip_stages(const Args& args, const Work& work, 
 template <Kind kKind>
 __device__ __forceinline__ void find_row(const Args& args, const Fixed& fixed, uint8_t* base, int gemm,
                                          const Work& work, Place& place) {
-  const int operand = Case<kKind>::kShared ? (work.entry << kMaxPartBits) + work.part
-                                           : (work.entry << work.part_bits) + work.part;
+  const int operand =
+      Case<kKind>::kShared ? (work.entry << kMaxPartBits) + work.part : (work.entry << work.part_bits) + work.part;
   if (operand == place.known) {
     return;
   }

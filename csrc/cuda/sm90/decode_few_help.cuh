@@ -13,8 +13,8 @@ __device__ __forceinline__ void send_hidden(const Args& args, const Fixed& fixed
   const Problem& p = args.p;
   const int lane = threadIdx.x % 32;
   const bool is_up = Case<kKind>::gated(p) && lane % 8 >= 4;
-  const int pair = Case<kKind>::gated(p) ? row_tile * (kTileRows / 4) + lane / 8 * 4 + lane % 4
-                                         : row_tile * (kTileRows / 2) + lane;
+  const int pair =
+      Case<kKind>::gated(p) ? row_tile * (kTileRows / 4) + lane / 8 * 4 + lane % 4 : row_tile * (kTileRows / 2) + lane;
   const float2 alphas = fixed.alphas[entry_number];
   const float alpha = (is_up ? alphas.y : alphas.x) * args.scale;
   float2 v = {sums.x * alpha, sums.y * alpha};

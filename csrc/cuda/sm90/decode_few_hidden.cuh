@@ -74,7 +74,7 @@ __device__ __forceinline__ float hidden_gscale(const Args& args, Fixed& fixed, c
   if (!Case<kKind>::dynamic_hidden(p)) {
     return p.a2_gscale[p.a2 == ActScale::kExpert ? row.expert : 0];
   }
-  const int column = row.column & (kColumns - 1);   // beyond the entry's rows lanes come along that write nothing else
+  const int column = row.column & (kColumns - 1);  // beyond the entry's rows lanes come along that write nothing else
   const float gscale = nvfp4_dynamic_gscale(fixed.amax[column]);
   fixed.h_factor[buffer][column] = reciprocal(gscale);
   return gscale;
@@ -89,8 +89,8 @@ __device__ __forceinline__ bool finishes_hidden(const Problem& p) {
 // A place in the rows that are being made: a slot's column of the intermediate.
 struct HiddenPlace {
   Row row;
-  int in_part, pair;   // of columns
-  bool inside, real;   // the buffer; the intermediate
+  int in_part, pair;  // of columns
+  bool inside, real;  // the buffer; the intermediate
 };
 
 __device__ __forceinline__ HiddenPlace place_of(const Args& args, const Fixed& fixed, const Work& work,
@@ -147,8 +147,8 @@ __device__ __forceinline__ void make_from_sums(const Args& args, Fixed& fixed, c
 }
 
 // The same where GEMM1's blocks have finished the intermediate: copies it, four columns at a time.
-__device__ __forceinline__ void make_from_finished(const Args& args, Fixed& fixed, const Work& work,
-                                                   const Entry& entry, uint8_t* h) {
+__device__ __forceinline__ void make_from_finished(const Args& args, Fixed& fixed, const Work& work, const Entry& entry,
+                                                   uint8_t* h) {
   constexpr int kAtOnce = 4;
   const int all = entry.count * work.part_tiles * (kTileK / 4), thread = threadIdx.x - 32 * kFirstHelper;
   const int per_slot = args.row_tiles[0] * (kTileRows / 2);

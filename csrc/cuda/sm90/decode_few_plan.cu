@@ -61,9 +61,7 @@ bool fits_kernel(const Problem& p) {
 // The odd 16 bytes spread eight tokens' reads over all banks.
 constexpr int operand_stride(int k_tiles) { return k_tiles * kTileK * 2 + 16; }
 
-constexpr int sums_bytes(int columns) {
-  return 2 * kWorkers * columns * kTileRows * static_cast<int>(sizeof(float));
-}
+constexpr int sums_bytes(int columns) { return 2 * kWorkers * columns * kTileRows * static_cast<int>(sizeof(float)); }
 
 // What lies before the ring in shared memory. `h_tiles`: of a part of GEMM2's K.
 constexpr int bytes_before_ring(int tokens, int columns, int x_tiles, int h_tiles, int h_buffers) {

@@ -118,7 +118,8 @@ __device__ __forceinline__ void run_gemm(const Args& args, const Shared& s, cons
       }
     } else {
       for (int tile = 0; tile < tiles; ++tile) {
-        multiply_tile<Format>(stage, tile, tile_row, last && beyond && tile == tiles - 1 ? s.fixed->zeros : nullptr, sums);
+        multiply_tile<Format>(stage, tile, tile_row, last && beyond && tile == tiles - 1 ? s.fixed->zeros : nullptr,
+                              sums);
       }
     }
     leave_stage(ring, turn);

@@ -17,20 +17,17 @@ constexpr uint32_t kInt4High = 0x00F000F0u;
 template <int kScaleK>
 struct Int4Format {
   static_assert(kScaleK == 32 || kScaleK == 64, "a tile holds 64 values of K");
-  static constexpr int kTileScaleBytes =
-      tile_scale_bytes(kScaleK == 32 ? Format::kInt4Per32 : Format::kInt4Per64);
+  static constexpr int kTileScaleBytes = tile_scale_bytes(kScaleK == 32 ? Format::kInt4Per32 : Format::kInt4Per64);
   static constexpr float kAccumulatorScale = kInt4AccumulatorScale;
   static constexpr int kTerms = 1;
   using ScaleWord = uint32_t;
 
   struct Scales {
-    uint32_t low, high;             // {s, s} of rows g and g + 8
-    uint32_t zero_low, zero_high;   // -8 s
+    uint32_t low, high;  // {s, s} of rows g and g + 8
+    uint32_t zero_low, zero_high;  // -8 s
   };
 
-  MOEQ_HOST_DEVICE static int scale_offset(int thread) {
-    return kScaleK == 32 ? thread / 2 * 4 : thread / 4 * 4;
-  }
+  MOEQ_HOST_DEVICE static int scale_offset(int thread) { return kScaleK == 32 ? thread / 2 * 4 : thread / 4 * 4; }
 
   MOEQ_HOST_DEVICE static Scales scales(ScaleWord word) {
     constexpr uint32_t kMinusEightLow = 0x80088008u, kMinusEightHigh = 0x80808080u;
@@ -60,7 +57,7 @@ struct Int4ZeroFormat {
   using ScaleWord = PairOfWords;
 
   struct Row {
-    uint32_t scale, rest, zero;   // each twice; zero where the codes are
+    uint32_t scale, rest, zero;  // each twice; zero where the codes are
   };
   struct Scales {
     Row low, high;

@@ -24,8 +24,8 @@ struct RowTile {
   int entry, row_tile;
   Entry what;
   int groups;
-  int scale_offset;          // of this thread's scales in a stage
-  int row_offset[kGroups];   // of this thread's token
+  int scale_offset;  // of this thread's scales in a stage
+  int row_offset[kGroups];  // of this thread's token
 };
 
 template <class Format, int kGroups>

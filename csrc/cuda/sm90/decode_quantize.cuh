@@ -56,7 +56,7 @@ __device__ __forceinline__ float dynamic_gscale(int blocks, Load load) {
     load(block, values);
     amax = max_magnitude(amax, block_amax(values));
   }
-  const uint32_t of_row = __reduce_max_sync(0xffffffffu, bits_of(amax));   // of magnitudes: the order is the same
+  const uint32_t of_row = __reduce_max_sync(0xffffffffu, bits_of(amax));  // of magnitudes: the order is the same
   return nvfp4_dynamic_gscale(of_row);
 }
 
@@ -134,9 +134,7 @@ __device__ __forceinline__ void load_hidden_states(const Args& args, int64_t row
 }
 
 // A foreign slot's row may hold anything: nobody reads it.
-__device__ __forceinline__ int expert_or_first(const Problem& p, int64_t slot) {
-  return max(local_expert(p, slot), 0);
-}
+__device__ __forceinline__ int expert_or_first(const Problem& p, int64_t slot) { return max(local_expert(p, slot), 0); }
 
 // GEMM1's operand, where it is not x as it is.
 __device__ __noinline__ inline void make_operand(const Args& args, Fixed& fixed) {

@@ -1,5 +1,5 @@
-// A launch that may begin before the previous kernel of the stream has ended, be it anyone's. The kernel itself waits for
-// it (wait_for_previous_kernel in gemm_async.cuh): every thread, before it touches global memory at all, weights
+// A launch that may begin before the previous kernel of the stream has ended, be it anyone's. The kernel itself waits
+// for it (wait_for_previous_kernel in gemm_async.cuh): every thread, before it touches global memory at all, weights
 // included, and before it ends. docs/design.md, section 11, has the rule;
 // tests/programs/sass_order.py holds machine code to it.
 #pragma once

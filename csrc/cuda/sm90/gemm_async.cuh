@@ -64,8 +64,7 @@ __device__ __forceinline__ uint64_t swizzled_operand(uint32_t address) {
 }
 
 // Four 8 x 8 matrices of 16-bit values, transposed; lane l gives the address of row l % 8 of matrix l / 8.
-__device__ __forceinline__ void store_transposed(uint32_t address, uint32_t m0, uint32_t m1, uint32_t m2,
-                                                 uint32_t m3) {
+__device__ __forceinline__ void store_transposed(uint32_t address, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m0),
                "r"(m1), "r"(m2), "r"(m3)
                : "memory");

@@ -45,10 +45,10 @@ __device__ __forceinline__ void apply_scaled(const GemmArgs& args, const Work& w
   s.synchronize();
 }
 
-#define MOEQ_ACTIVATION(name)                                                                            \
-  case Activation::name:                                                                                 \
-    return apply_scaled<C>(args, work, acc, s,                                                              \
-                        [&](float gate, float up) { return activate(Activation::name, p, gate, up); });
+#define MOEQ_ACTIVATION(name)                  \
+  case Activation::name:                       \
+    return apply_scaled<C>(args, work, acc, s, \
+                           [&](float gate, float up) { return activate(Activation::name, p, gate, up); });
 
 // The switch is outside of the loops over the accumulators, which are unrolled.
 template <class C, Finish finish>

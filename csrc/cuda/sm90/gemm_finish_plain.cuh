@@ -24,8 +24,8 @@ __device__ __forceinline__ void quantize_plain(const Work& work, TileSums<C>& ac
 }
 
 template <class C, Activation activation>
-__device__ __forceinline__ void activate_plain(const Problem& p, const Work& work, TileSums<C>& acc,
-                                               const Staging& s, const RowScales& scales, const bool (&real)[2]) {
+__device__ __forceinline__ void activate_plain(const Problem& p, const Work& work, TileSums<C>& acc, const Staging& s,
+                                               const RowScales& scales, const bool (&real)[2]) {
   transform<C>(work, acc, s, [&](float sum, int half, int token) {
     const float x = scales.of(sum, half, factor_of<true>(s, token));
     return real[half] ? activate(activation, p, 0.0f, x) : 0.0f;
@@ -33,8 +33,8 @@ __device__ __forceinline__ void activate_plain(const Problem& p, const Work& wor
 }
 
 template <class C>
-__device__ __forceinline__ void activate_plain(const Problem& p, const Work& work, TileSums<C>& acc,
-                                               const Staging& s, const RowScales& scales, const bool (&real)[2]) {
+__device__ __forceinline__ void activate_plain(const Problem& p, const Work& work, TileSums<C>& acc, const Staging& s,
+                                               const RowScales& scales, const bool (&real)[2]) {
   switch (p.activation) {
     case Activation::kSiluNoMul:
       return activate_plain<C, Activation::kSiluNoMul>(p, work, acc, s, scales, real);

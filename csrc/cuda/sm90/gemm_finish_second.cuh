@@ -21,8 +21,8 @@ __device__ __forceinline__ void store_output(const GemmArgs& args, const Work& w
 }
 
 template <class C>
-__device__ __forceinline__ void store_output_wide(const GemmArgs& args, const Work& work,
-                                                  const TileSums<C>& acc, const Staging& s, int first_row) {
+__device__ __forceinline__ void store_output_wide(const GemmArgs& args, const Work& work, const TileSums<C>& acc,
+                                                  const Staging& s, int first_row) {
   const int hidden = args.problem.hidden;
   store_wide<C>(acc, s, hidden - first_row, [&](int token) {
     if (token >= work.rows) return static_cast<float*>(nullptr);
@@ -65,7 +65,7 @@ __device__ __forceinline__ void finish_second(const GemmArgs& args, const Work& 
     } else {
       stage_factors(work, s, [&](int row) { return args.h_factor[row]; });
       transform<C>(work, acc[m], s,
-                [&](float sum, int half, int token) { return scales.of(sum, half, factor_of<true>(s, token)); });
+                   [&](float sum, int half, int token) { return scales.of(sum, half, factor_of<true>(s, token)); });
       s.synchronize();
     }
     if (args.y_wide) {

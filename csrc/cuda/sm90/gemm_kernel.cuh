@@ -40,8 +40,8 @@ __device__ __forceinline__ void consume(const GemmArgs& args, GemmShared<C>& sha
 template <class C, Finish finish, class WeightArgs>
 __device__ __forceinline__ void run_block(const GemmArgs& args, const WeightArgs& weights) {
   extern __shared__ uint8_t dynamic_shared[];
-  auto& shared = *reinterpret_cast<GemmShared<C>*>(
-      dynamic_shared + (1024 - shared_address(dynamic_shared) % 1024) % 1024);
+  auto& shared =
+      *reinterpret_cast<GemmShared<C>*>(dynamic_shared + (1024 - shared_address(dynamic_shared) % 1024) % 1024);
   if (threadIdx.x == 0) init_barriers(shared);
   __syncthreads();
   wait_for_previous_kernel();
@@ -66,8 +66,9 @@ __global__ void __launch_bounds__(Sizes<C>::kThreads, C::kBlocks) gemm_kernel(co
 
 template <class C, Finish finish>
 GemmVariant variant_of() {
-  return {gemm_kernel<C, finish>, sizeof(GemmShared<C>) + 1024, Sizes<C>::kThreads, C::kBlocks, Sizes<C>::kBlockTiles,
-          C::kMaxWidth};
+  return {gemm_kernel<C, finish>, sizeof(GemmShared<C>) + 1024,
+          Sizes<C>::kThreads,     C::kBlocks,
+          Sizes<C>::kBlockTiles,  C::kMaxWidth};
 }
 
 template <class Format, Finish finish>

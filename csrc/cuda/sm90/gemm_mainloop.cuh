@@ -167,8 +167,7 @@ struct Multiplication {
   }
 
   template <int term>
-  __device__ __forceinline__ void multiply_steps(Accumulators<C>& acc, Fragments& fragments, int steps,
-                                                 Raw& second) {
+  __device__ __forceinline__ void multiply_steps(Accumulators<C>& acc, Fragments& fragments, int steps, Raw& second) {
     settle(fragments);
     next.template decode<term>(fragments[0]);
     if (steps > 1) {

@@ -71,10 +71,10 @@ struct WeightStream {
     int tile = 0;
 #pragma unroll
     for (int i = 0; i < kTiles; i++) {
-      copy_bulk(shared_address(shared.codes[stage][i]), codes + int64_t{tile} * kTileCodeBytes,
-                steps * kTileCodeBytes, full);
-      copy_bulk(shared_address(shared.scales[stage][i]), scales + int64_t{tile} * kScaleBytes,
-                steps * kScaleBytes, full);
+      copy_bulk(shared_address(shared.codes[stage][i]), codes + int64_t{tile} * kTileCodeBytes, steps * kTileCodeBytes,
+                full);
+      copy_bulk(shared_address(shared.scales[stage][i]), scales + int64_t{tile} * kScaleBytes, steps * kScaleBytes,
+                full);
       tile += i + 1 < real ? tiles_apart : 0;
     }
     codes += steps * kTileCodeBytes;

@@ -15,13 +15,13 @@ struct __align__(1024) GemmShared {
   uint8_t staging[C::kConsumers][C::kMaxWidth * 128];   // 64 results of each token
   uint8_t codes[C::kWeightStages][Sizes<C>::kBlockTiles][Sizes<C>::kStageCodes];
   uint8_t scales[C::kWeightStages][Sizes<C>::kBlockTiles][Sizes<C>::kStageScales];
-  float2 blocks[C::kConsumers][C::kWarpgroupTiles][C::kMaxWidth][2];   // of 16 intermediates: maxima, then BlockFactors
-  int slots[C::kConsumers][2][C::kMaxWidth];   // of this work and of the next
+  float2 blocks[C::kConsumers][C::kWarpgroupTiles][C::kMaxWidth][2];  // of 16 intermediates: maxima, then BlockFactors
+  int slots[C::kConsumers][2][C::kMaxWidth];  // of this work and of the next
   Work work[kWorkSlots];
   uint64_t tokens_full[C::kTokenStages], tokens_empty[C::kTokenStages];
   uint64_t weights_full[C::kWeightStages], weights_empty[C::kWeightStages];
   uint64_t work_full[kWorkSlots], work_empty[kWorkSlots];
-  uint64_t stored[kWorkSlots];   // the intermediate of this work is in memory
+  uint64_t stored[kWorkSlots];  // the intermediate of this work is in memory
   uint64_t work_wanted;
 };
 

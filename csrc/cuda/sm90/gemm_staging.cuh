@@ -162,8 +162,7 @@ __device__ __forceinline__ void stage_tile(const Work& work, const TileSums<C>& 
 // A thread's rows of one tile: acc = function(acc, half, token), half 0 for row lane / 4 of the warp's 16, 1 for the
 // row 8 further on.
 template <class C, class Function>
-__device__ __forceinline__ void transform(const Work& work, TileSums<C>& acc, const Staging& s,
-                                          Function function) {
+__device__ __forceinline__ void transform(const Work& work, TileSums<C>& acc, const Staging& s, Function function) {
 #pragma unroll
   for (int group = 0; group < C::kMaxWidth / 8; group++) {
     if (group * 8 >= work.width) break;
@@ -177,8 +176,7 @@ __device__ __forceinline__ void transform(const Work& work, TileSums<C>& acc, co
 
 // float32 rows straight to memory: `row_of(token)` is where the tile's 64 values begin, null beyond the last token.
 template <class C, class RowOf>
-__device__ __forceinline__ void store_wide(const TileSums<C>& acc, const Staging& s, int limit,
-                                           RowOf row_of) {
+__device__ __forceinline__ void store_wide(const TileSums<C>& acc, const Staging& s, int limit, RowOf row_of) {
 #pragma unroll
   for (int group = 0; group < C::kMaxWidth / 8; group++) {
 #pragma unroll

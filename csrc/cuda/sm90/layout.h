@@ -2,9 +2,9 @@
 // threads of a warpgroup hold the A operand of wgmma (and each warp that of mma.m16n8k16).
 //
 // K is permuted inside a tile so that 16 values that share a scale belong to one thread: with g = lane / 4,
-// c = lane % 4, a thread holds K = 16 * c .. 16 * c + 15 of rows g and g + 8 of its warp's 16, four of each in every one
-// of the tile's four K-steps. What is multiplied with it (the token operand) takes the same order: K-column
-// 2 * c + 8 * u + b of K-step j is K = 16 * c + 4 * j + 2 * u + b of the tile (u, b in {0, 1}).
+// c = lane % 4, a thread holds K = 16 * c .. 16 * c + 15 of rows g and g + 8 of its warp's 16, four of each in every
+// one of the tile's four K-steps. What is multiplied with it (the token operand) takes the same order: K-column 2 * c +
+// 8 * u + b of K-step j is K = 16 * c + 4 * j + 2 * u + b of the tile (u, b in {0, 1}).
 //
 // Codes, 2048 bytes a tile: thread t = 32 * warp + lane reads the 16 bytes at 16 * t, word j of which (little endian)
 // are its eight codes of K-step j. Register i of the fragment holds
@@ -34,8 +34,8 @@
 // bfloat16 in the low half, what that rounds away in the upper ten bits, then two bits for `restore`, and the zero
 // point.
 //
-// Rows of w13 where gated: row 16 * q + g of a layer is gate row 8 * q + g, row 16 * q + 8 + g up row 8 * q + g, so that
-// a thread holds both of a column. Rows and K are padded to multiples of 64 with zeros: the codes and the scales.
+// Rows of w13 where gated: row 16 * q + g of a layer is gate row 8 * q + g, row 16 * q + 8 + g up row 8 * q + g, so
+// that a thread holds both of a column. Rows and K are padded to multiples of 64 with zeros: the codes and the scales.
 #pragma once
 #include <cstdint>
 

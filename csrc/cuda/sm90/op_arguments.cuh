@@ -1,5 +1,5 @@
-// Arguments of the Hopper ops, from tensors to the pointers and sizes of a Problem. Python has checked the arguments; what
-// is checked here guards memory. `op`: the one that was called, for messages.
+// Arguments of the Hopper ops, from tensors to the pointers and sizes of a Problem. Python has checked the arguments;
+// what is checked here guards memory. `op`: the one that was called, for messages.
 #pragma once
 #include <torch/csrc/stable/library.h>
 

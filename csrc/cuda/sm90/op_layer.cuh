@@ -7,9 +7,9 @@
 
 namespace moeq::sm90 {
 
-// A call and how its op runs it. a1_gscale, a2_gscale: f32 [], [experts], or absent (a scale per token) where the hidden
-// states, and the intermediate, are quantized; g1_alphas f32 [experts] or [experts, 2], with g2_alphas or absent: 1. See
-// problem.h for the rest.
+// A call and how its op runs it. a1_gscale, a2_gscale: f32 [], [experts], or absent (a scale per token) where the
+// hidden states, and the intermediate, are quantized; g1_alphas f32 [experts] or [experts, 2], with g2_alphas or
+// absent: 1. See problem.h for the rest.
 struct Layer {
   const char* op;
   const LayerCall& call;
@@ -34,8 +34,8 @@ inline void bind_sizes(Problem& p, const Layer& layer) {
   const LayerCall& call = layer.call;
   STD_TORCH_CHECK(call.out.is_cuda() && call.out.is_contiguous() && call.out.dim() == 2, "moeq_C::", layer.op,
                   ": out must be a contiguous CUDA matrix");
-  STD_TORCH_CHECK(layer.has_logits() || (call.topk_ids.has_value() && call.topk_weights.has_value()), "moeq_C::",
-                  layer.op, ": topk_ids and topk_weights, or router_logits, must be given");
+  STD_TORCH_CHECK(layer.has_logits() || (call.topk_ids.has_value() && call.topk_weights.has_value()),
+                  "moeq_C::", layer.op, ": topk_ids and topk_weights, or router_logits, must be given");
   p.activation = named<Activation>(layer.op, "activation", call.activation);
   p.gated = is_gated(p.activation);
   p.tokens = size_of(layer.op, call.out, 0);
@@ -48,7 +48,8 @@ inline void bind_sizes(Problem& p, const Layer& layer) {
   }
   STD_TORCH_CHECK(!call.router_weight_on_input || p.top_k == 1, "moeq_C::", layer.op,
                   ": router_weight_on_input must go with top_k 1");
-  STD_TORCH_CHECK(int64_t{p.tokens} * p.top_k <= INT32_MAX, "moeq_C::", layer.op, ": tokens * top_k must be below 2^31");
+  STD_TORCH_CHECK(int64_t{p.tokens} * p.top_k <= INT32_MAX, "moeq_C::", layer.op,
+                  ": tokens * top_k must be below 2^31");
 }
 
 // p.experts and p.inter are known by now, as the weights' shapes say them.
@@ -129,8 +130,8 @@ void run_layer(AnyProblem& p, const Layer& layer, const Kernels<AnyProblem>& ker
   const Tensor bytes = torch::stable::new_empty(out, {static_cast<int64_t>(kernels.workspace(p))}, ScalarType::Byte);
   p.workspace = const_cast<void*>(bytes.const_data_ptr());
   error = kernels.run(p);
-  STD_TORCH_CHECK(error == cudaSuccess, "moeq_C::", layer.op, ": ", kernels.name, " kernel: ",
-                  cudaGetErrorString(error), hint_at(error, p.partition));
+  STD_TORCH_CHECK(error == cudaSuccess, "moeq_C::", layer.op, ": ", kernels.name,
+                  " kernel: ", cudaGetErrorString(error), hint_at(error, p.partition));
   if (!is_aligned(out)) {
     Tensor target = out;
     torch::stable::copy_(target, aligned_out);

@@ -59,8 +59,8 @@ void bind_weights(W4a8Problem& p, const LayerCall& call) {
     p.w2_scale = strip_of("w2_scale", *call.w2_scale, tiles2, k2, call.out);
     return;
   }
-  p.scales13 = scales_of("w13_scale", *call.w13_scale, p.weights, p.experts, int64_t{halves} * p.inter, halves, p.hidden,
-                         call.out);
+  p.scales13 = scales_of("w13_scale", *call.w13_scale, p.weights, p.experts, int64_t{halves} * p.inter, halves,
+                         p.hidden, call.out);
   p.scales2 = scales_of("w2_scale", *call.w2_scale, p.weights, p.experts, p.hidden, 1, p.inter, call.out);
 }
 

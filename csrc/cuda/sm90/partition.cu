@@ -44,8 +44,7 @@ cudaError_t current_device(Device& device) {
 
 // Of a green context, if there is one, else of the other; 0: not known.
 int multiprocessors_of(CUcontext context, CUgreenCtx green) {
-  static const auto of_green =
-      driver_function<decltype(&cuGreenCtxGetDevResource)>("cuGreenCtxGetDevResource", 12040);
+  static const auto of_green = driver_function<decltype(&cuGreenCtxGetDevResource)>("cuGreenCtxGetDevResource", 12040);
   static const auto of_context = driver_function<decltype(&cuCtxGetDevResource)>("cuCtxGetDevResource", 12040);
   if (of_green == nullptr || of_context == nullptr) return 0;
   CUdevResource resource{};

@@ -83,8 +83,7 @@ cudaError_t launch_gemms(const GemmArgs& args, Shape shape) {
   static KnownDevices known[kFormats][kFinishes][kShapes];
   const Problem& p = args.problem;
   const GemmVariant variant = variant_for(p, shape);
-  KnownDevices& of_kernel =
-      known[static_cast<int>(p.format)][static_cast<int>(finish_of(p))][static_cast<int>(shape)];
+  KnownDevices& of_kernel = known[static_cast<int>(p.format)][static_cast<int>(finish_of(p))][static_cast<int>(shape)];
   const cudaError_t error =
       allow_shared_memory(reinterpret_cast<const void*>(variant.kernel), variant.shared_bytes, of_kernel);
   if (error != cudaSuccess) return error;

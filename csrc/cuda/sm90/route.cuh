@@ -1,9 +1,10 @@
-// Router logits to expert ids and weights, a token by one warp, in registers alone. The rules, and those on NaN, infinity
-// and ties, are torch_moe_ops/routing/reference.py's; compiled without contraction (--fmad=false), scores have its bits.
+// Router logits to expert ids and weights, a token by one warp, in registers alone. The rules, and those on NaN,
+// infinity and ties, are torch_moe_ops/routing/reference.py's; compiled without contraction (--fmad=false), scores have
+// its bits.
 //
-// Lane l holds the logits of experts l, l + 32, l + 64, ... The top-k is top_k rounds of "largest key, lowest index that
-// has it": two reductions each, which a warp does in one instruction. Sorting would work on all experts for the sake of
-// a few.
+// Lane l holds the logits of experts l, l + 32, l + 64, ... The top-k is top_k rounds of "largest key, lowest index
+// that has it": two reductions each, which a warp does in one instruction. Sorting would work on all experts for the
+// sake of a few.
 #pragma once
 #include <climits>
 #include <cuda_bf16.h>
@@ -14,9 +15,9 @@
 
 namespace moeq::sm90 {
 
-constexpr int kRouteInPlace = 512;       // experts up to which route_token serves
-constexpr int kKeyOfTaken = INT_MIN;     // of what cannot be chosen (any more)
-constexpr int kKeyOfNan = INT_MIN + 1;   // below every number
+constexpr int kRouteInPlace = 512;  // experts up to which route_token serves
+constexpr int kKeyOfTaken = INT_MIN;  // of what cannot be chosen (any more)
+constexpr int kKeyOfNan = INT_MIN + 1;  // below every number
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 // Integers in the order of the floats, -0 equal to 0, NaN below all.
@@ -26,9 +27,7 @@ __device__ __forceinline__ int ordered_key(float x) {
   return x != x ? kKeyOfNan : bits < 0 ? bits ^ 0x7fffffff : bits;
 }
 
-__device__ __forceinline__ float of_ordered_key(int key) {
-  return __int_as_float(key < 0 ? key ^ 0x7fffffff : key);
-}
+__device__ __forceinline__ float of_ordered_key(int key) { return __int_as_float(key < 0 ? key ^ 0x7fffffff : key); }
 
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
@@ -104,7 +103,7 @@ __device__ __forceinline__ int key_of_register_group(const Router& r, const int 
   int mine = kKeyOfTaken;
 #pragma unroll
   for (int group = 0; group < each; ++group) {
-    const int key = max(keys[group], lowest);   // a NaN counts as the lowest
+    const int key = max(keys[group], lowest);  // a NaN counts as the lowest
     const int best = __reduce_max_sync(kAllLanes, key);
     float score = of_ordered_key(best);
     if (r.bias != nullptr) {
@@ -124,7 +123,7 @@ __device__ __forceinline__ void keep_best_groups(const Router& r, int (&keys)[ea
   int group_of[each];
 #pragma unroll
   for (int i = 0; i < each; ++i) group_of[i] = (32 * i + lane) / size;
-  int key_of_group = size == 32 ? key_of_register_group(r, keys) : kKeyOfTaken;   // of group `lane`
+  int key_of_group = size == 32 ? key_of_register_group(r, keys) : kKeyOfTaken;  // of group `lane`
   for (int group = 0; size != 32 && group < r.groups; ++group) {
     const int lowest = ordered_key(-CUDART_INF_F);
     int first = lowest, at = INT_MAX;
@@ -259,7 +258,7 @@ __device__ __forceinline__ void route_by_warp(const Router& r, int64_t token, in
   const bool by_logits = r.score == Score::kSoftmax && r.bias == nullptr && r.topk_group >= r.groups && r.top_k < 32;
   Softmax softmax = {0.0f, 1.0f};
   int expert = by_logits ? choose_by_logits(r, z, valid) : -1;
-  const bool late = expert >= 0;   // of all lanes
+  const bool late = expert >= 0;  // of all lanes
   if (!late) {
     if (r.score == Score::kSoftmax) softmax = softmax_of(z, valid);
     expert = choose_by_scores(r, z, valid, softmax);
@@ -267,7 +266,7 @@ __device__ __forceinline__ void route_by_warp(const Router& r, int64_t token, in
   if (lane < r.top_k) ids[lane] = expert;
   announce();
   if (late) softmax = softmax_of(z, valid);
-  const float chosen = value_of_expert(z, expert);   // all lanes come
+  const float chosen = value_of_expert(z, expert);  // all lanes come
   const float weight = weight_of(r, lane < r.top_k ? chosen : 0.0f, softmax);
   if (lane < r.top_k) weights[lane] = weight;
 }

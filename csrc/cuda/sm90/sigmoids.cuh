@@ -25,9 +25,9 @@ MOEQ_HOST_DEVICE float quotient(float a, float b) {
 
 MOEQ_HOST_DEVICE float sigmoid(float x) { return quotient(1.0f, 1.0f + exponential(-x)); }
 
-// Relative error at most 1.5 * 2^-24 below 0.7 (the polynomial's own is 1.5e-8), and from there on at most 8 * 2^-24 with
-// the device's exp and quotient: what is subtracted is 0.4 there, beside a result of 0.6, and falls.
-// (2 sigmoid(2 x) - 1 has an absolute error of 2^-24 however small x is.)
+// Relative error at most 1.5 * 2^-24 below 0.7 (the polynomial's own is 1.5e-8), and from there on at most 8 * 2^-24
+// with the device's exp and quotient: what is subtracted is 0.4 there, beside a result of 0.6, and falls. (2 sigmoid(2
+// x) - 1 has an absolute error of 2^-24 however small x is.)
 MOEQ_HOST_DEVICE float tanh_of(float x) {
   const float size = std::fabs(x);
   const float square = multiply(size, size);

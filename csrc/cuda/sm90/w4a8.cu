@@ -51,10 +51,20 @@ Plan make_plan(const W4a8Problem& p) {
   void* y = arena.take<uint8_t>(int64_t{slots} * p.hidden * (wide ? 4 : 2));
   plan.tokens = {p, schedule, nullptr, false, operand13, factor13, k_tiles13};
   plan.intermediate = {p, schedule, h, is_in_place(p), operand2, factor2, k_tiles2};
-  plan.first = {p, schedule, operand13, factor13, p.w13, p.w13_scale, p.scales13, h, nullptr, false, p.gated,
-                schedule.next_item, k_tiles13, tiles(p.gated ? 2 * p.inter : p.inter, kTileRows)};
-  plan.second = {p, schedule, operand2, factor2, p.w2, p.w2_scale, p.scales2, nullptr, y, wide, false,
-                 schedule.next_item + 1, k_tiles2, tiles(p.hidden, kTileRows)};
+  plan.first = {p,          schedule,
+                operand13,  factor13,
+                p.w13,      p.w13_scale,
+                p.scales13, h,
+                nullptr,    false,
+                p.gated,    schedule.next_item,
+                k_tiles13,  tiles(p.gated ? 2 * p.inter : p.inter, kTileRows)};
+  plan.second = {p,         schedule,
+                 operand2,  factor2,
+                 p.w2,      p.w2_scale,
+                 p.scales2, nullptr,
+                 y,         wide,
+                 false,     schedule.next_item + 1,
+                 k_tiles2,  tiles(p.hidden, kTileRows)};
   plan.combine = {p, y, wide, nullptr};
   plan.rows = rows;
   plan.bytes = arena.used();
@@ -62,9 +72,7 @@ Plan make_plan(const W4a8Problem& p) {
 }
 
 // Whether tiles are wide: where experts have so many tokens that their weights are no matter. Any number is right.
-bool is_wide(const Problem& p) {
-  return int64_t{p.tokens} * p.top_k > int64_t{kMaxSingle} * p.experts;
-}
+bool is_wide(const Problem& p) { return int64_t{p.tokens} * p.top_k > int64_t{kMaxSingle} * p.experts; }
 
 cudaError_t launch_gemm(const GemmArgs& args, Finish finish) {
   const W4a8Problem& p = args.problem;
@@ -109,9 +117,8 @@ size_t w4a8_workspace(const W4a8Problem& p) {
 }
 
 cudaError_t w4a8_run(const W4a8Problem& p) {
-  return run_in_pieces(p, w4a8::tokens_of_piece(p), [&](const W4a8Problem& piece) {
-    return w4a8::run_piece(w4a8::with_codes(p, piece));
-  });
+  return run_in_pieces(p, w4a8::tokens_of_piece(p),
+                       [&](const W4a8Problem& piece) { return w4a8::run_piece(w4a8::with_codes(p, piece)); });
 }
 
 }  // namespace moeq::sm90

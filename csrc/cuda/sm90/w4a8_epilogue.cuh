@@ -123,8 +123,8 @@ __device__ __forceinline__ ResultRows result_rows(const GemmArgs& args, const Ro
 
 // A thread's sums of one token, those of its second row 2 further. fast: the activation is plain, or y in bfloat16.
 template <Finish finish, bool fast>
-__device__ __forceinline__ void store_token(const GemmArgs& args, const RowPair& rows, const float* sums,
-                                            uint8_t* to, float factor, bool there) {
+__device__ __forceinline__ void store_token(const GemmArgs& args, const RowPair& rows, const float* sums, uint8_t* to,
+                                            float factor, bool there) {
   const Problem& p = args.problem;
   const float low = rows.of(sums[0], 0, factor), high = rows.of(sums[2], 1, factor);
   if constexpr (finish == Finish::kSwiglu) {

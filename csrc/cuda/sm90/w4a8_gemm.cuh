@@ -43,8 +43,8 @@ __device__ __forceinline__ void consume(const GemmArgs& args, GemmShared<Policy>
 template <class Policy, Finish finish>
 __global__ void __launch_bounds__(kGemmThreads, 1) gemm_kernel(const __grid_constant__ GemmArgs args) {
   extern __shared__ uint8_t dynamic_shared[];
-  GemmShared<Policy>& shared = *reinterpret_cast<GemmShared<Policy>*>(
-      dynamic_shared + (1024 - shared_address(dynamic_shared) % 1024) % 1024);
+  GemmShared<Policy>& shared =
+      *reinterpret_cast<GemmShared<Policy>*>(dynamic_shared + (1024 - shared_address(dynamic_shared) % 1024) % 1024);
   if (threadIdx.x == 0) init_barriers(shared);
   __syncthreads();
   allow_next_kernel();

@@ -44,7 +44,10 @@ struct Stream {
 };
 
 template <class Policy>
-constexpr int kStreams = 1 + kBlockTiles + (Policy::kTileScales > 0 ? kBlockTiles : Policy::kGroups ? 1 : 0);
+constexpr int kStreams = 1 + kBlockTiles +
+                         (Policy::kTileScales > 0 ? kBlockTiles
+                          : Policy::kGroups       ? 1
+                                                  : 0);
 
 template <class Policy>
 __device__ __forceinline__ Stream stream_of_tokens(const GemmArgs& args, GemmShared<Policy>& shared, const Work& work,
@@ -63,8 +66,8 @@ __device__ __forceinline__ Stream stream_of(const GemmArgs& args, GemmShared<Pol
                                             int lane) {
   if (lane == 0 || (Policy::kGroups && lane > kBlockTiles)) return stream_of_tokens(args, shared, work, lane > 0);
   const int tile = (lane - 1) % kBlockTiles;
-  const int64_t row_tile = int64_t{work.expert} * args.row_tiles +
-                           min(work.row_block * kBlockTiles + tile, args.row_tiles - 1);
+  const int64_t row_tile =
+      int64_t{work.expert} * args.row_tiles + min(work.row_block * kBlockTiles + tile, args.row_tiles - 1);
   if (lane <= kBlockTiles) {
     return {args.weights + row_tile * args.k_tiles * Policy::kTileBytes, Policy::kTileBytes, Policy::kTileBytes,
             shared_address(shared.weights) + tile * Policy::kTileBytes, kBlockTiles * Policy::kTileBytes};

@@ -7,13 +7,13 @@ namespace moeq::sm90::w4a8 {
 namespace {
 
 constexpr int kMostStages = 3;
-constexpr int kRingBytes = 216 * 1024;    // of a multiprocessor, for all its blocks' stages
+constexpr int kRingBytes = 216 * 1024;  // of a multiprocessor, for all its blocks' stages
 constexpr int kRingThreads = 1024;
 
 struct RingArgs {
   QuantizeArgs quantize;
-  int stages;       // rows that a block has in shared memory or has asked for
-  int row_bytes;    // of h
+  int stages;  // rows that a block has in shared memory or has asked for
+  int row_bytes;  // of h
 };
 
 // The pieces first + i * blockDim.x, activated if they are not yet; `load` gets four numbers of h.
@@ -26,7 +26,7 @@ __device__ __forceinline__ Row<pieces> load_row(const QuantizeArgs& args, int fi
   for (int i = 0; i < pieces * 4; i++) {
     const int k = first_k(first + i / 4 * blockDim.x, i % 4);
     const float4 v = k < p.inter ? load(k) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    float(&values)[4] = row.piece[i / 4].values[i % 4];
+    float (&values)[4] = row.piece[i / 4].values[i % 4];
     values[0] = v.x;
     values[1] = v.y;
     values[2] = v.z;
@@ -114,8 +114,7 @@ __global__ void __launch_bounds__(kRingThreads, 1) quantize_ring_kernel(const __
   for (int at = blockIdx.x; at < ring.total; at += gridDim.x) {
     const Place place = args.schedule.place_of_row[at];
     const float* h = ring.wait();
-    const Row<1> row =
-        load_row<1>(args, threadIdx.x, [=](int k) { return *reinterpret_cast<const float4*>(h + k); });
+    const Row<1> row = load_row<1>(args, threadIdx.x, [=](int k) { return *reinterpret_cast<const float4*>(h + k); });
     float by = 0.0f;
     if (!groups && dynamic) {
       by = scale_of(block_max(row.largest(), maxima[turn]));
@@ -133,7 +132,7 @@ __global__ void __launch_bounds__(kRingThreads, 1) quantize_ring_kernel(const __
   }
 }
 
-constexpr int kLongPieces = 4;   // of a thread, one at a time: registers do not hold all
+constexpr int kLongPieces = 4;  // of a thread, one at a time: registers do not hold all
 
 // The scale of a row's own; its codes read the row again, mostly from L2.
 __device__ __forceinline__ float scale_of_long_row(const QuantizeArgs& args, const float* h, float* shared) {
@@ -180,7 +179,8 @@ cudaError_t launch_ring(const RingArgs& args) {
   const int threads = round_up(args.quantize.k_tiles * kPieces, 32), shared = args.stages * args.row_bytes;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (error != cudaSuccess) return error;
-  const int blocks = args.quantize.problem.partition.multiprocessors * least_of(kRingBytes / shared, kRingThreads / threads);
+  const int blocks =
+      args.quantize.problem.partition.multiprocessors * least_of(kRingBytes / shared, kRingThreads / threads);
   return launch_after(kernel, args, blocks, threads, shared, args.quantize.problem.stream);
 }
 

@@ -44,7 +44,7 @@ __device__ __forceinline__ Row<pieces> load_token(const Problem& p, int token) {
   for (int i = 0; i < pieces * 4; i++) {
     const int k = first_k(threadIdx.x + i / 4 * blockDim.x, i % 4);
     const uint2 v = k < p.hidden ? *reinterpret_cast<const uint2*>(x + k) : make_uint2(0, 0);
-    float(&values)[4] = row.piece[i / 4].values[i % 4];
+    float (&values)[4] = row.piece[i / 4].values[i % 4];
     values[0] = __uint_as_float(v.x << 16);
     values[1] = __uint_as_float(v.x & 0xffff0000u);
     values[2] = __uint_as_float(v.y << 16);
@@ -65,8 +65,8 @@ constexpr int kMostThreads = pieces == 4 ? 1024 : 512;
 
 // A token's codes go to the rows of all its slots.
 template <int pieces, bool groups>
-__global__ void __launch_bounds__(kMostThreads<pieces>, pieces == 4 ? 1 : 2) quantize_tokens_kernel(
-    const __grid_constant__ QuantizeArgs args) {
+__global__ void __launch_bounds__(kMostThreads<pieces>, pieces == 4 ? 1 : 2)
+    quantize_tokens_kernel(const __grid_constant__ QuantizeArgs args) {
   __shared__ float shared[32];
   __shared__ Place places[kPlaces];
   allow_next_kernel();
