@@ -16,6 +16,7 @@ from samples import SAMPLES, monolithic_sample, packed_sample, routed_sample
 
 from torch_moe_ops.backends import BACKENDS
 from torch_moe_ops.core.schemas import FAMILIES, arguments
+from torch_moe_ops.core.schemes import ZERO_POINT_DTYPES
 
 NVFP4 = Case(act_format="nvfp4", input_scale="tensor", bias=True)
 PLAIN = Case(scheme="none", hidden=40, inter=24, bias=True)
@@ -180,6 +181,10 @@ def _schemes() -> list[Wrong]:
         if scheme.has_zero_point:
             zeros = torch.zeros(4, 128, 2, dtype=torch.int32)
             own.append(("w13_zero_point", zeros, "w13_zero_point must have dtype"))
+            groups = torch.zeros(4, 128, 3, dtype=ZERO_POINT_DTYPES[scheme.name])  # right for other scales
+            own.append(
+                ("w13_zero_point", groups, "w13_zero_point must have shape (4, 128, 1) like w13_scale, got (4, 1")
+            )
         if scheme.static_acts and scheme.act_formats[0] not in scheme.static_acts:
             own.append(("a1_gscale", torch.ones(()), "a1_gscale must be None for act_format"))
         if others:
