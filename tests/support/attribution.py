@@ -5,9 +5,13 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from paths import TESTS
+
+from torch_moe_ops.backends import BACKENDS
 
 # Every way that tests take to a kernel: the ops, and the functions behind them that tests call by themselves. Each is
 # called with an ExpertsCall first, which names its backend.
@@ -79,6 +83,19 @@ def where_of(backend: str, device: torch.device) -> str:
     if backend.startswith("flashinfer"):
         return "simulator"
     return "interpreter" if backend.startswith("triton") else "cpu"
+
+
+# Folder in tests/backends -> how the names of its backends begin.
+FOLDERS = {"cpu": "cpu", "sm90": "cuda_sm90", "triton": "triton", "flashinfer": "flashinfer"}
+
+
+def backends_of(path: Path, parameters: dict[str, Any]) -> frozenset[str]:
+    """Which backends a test says it is of: by its parameters, else by the folder of its file. Empty: it does not say."""
+    values = (getattr(value, "backend", value) for value in parameters.values())
+    named = frozenset(value for value in values if isinstance(value, str) and value in BACKENDS)
+    if named or path.parent.parent != TESTS / "backends" or path.parent.name not in FOLDERS:
+        return named
+    return frozenset(name for name in BACKENDS if name.startswith(FOLDERS[path.parent.name]))
 
 
 def named_by(parameters: dict[str, Any]) -> Iterator[Ran]:

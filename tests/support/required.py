@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from attribution import backends_of
 
 from torch_moe_ops.backends import BACKENDS
 from torch_moe_ops.core.problem import Problem
@@ -47,8 +48,11 @@ def _reasons(name: str) -> list[str]:
     return found
 
 
-def concerns(reason: str, missing: dict[str, str], on_gpu: bool) -> bool:
-    """Whether a test was skipped because of a missing backend. on_gpu: it is marked as one that needs a GPU."""
+def concerns(reason: str, missing: dict[str, str], on_gpu: bool, said: frozenset[str]) -> bool:
+    """Whether a test was skipped because of a missing backend. on_gpu: it is marked as one that needs a GPU.
+    said: the backends that it says it is of; where it says none, the reason has to."""
+    if said:
+        return not said.isdisjoint(missing)
     for name, why in missing.items():
         vocabulary = _CPU if name == "cpu" else _GPU
         if name in reason or why in reason or vocabulary.search(reason) or (on_gpu and name != "cpu"):
@@ -66,17 +70,18 @@ class Required:
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
         report = yield
         on_gpu = item.get_closest_marker("gpu") is not None
-        return self._failed(report, on_gpu)
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        return self._failed(report, on_gpu, backends_of(item.path, parameters))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_make_collect_report(self, collector: pytest.Collector) -> Any:
-        return self._failed((yield), on_gpu=False)
+        return self._failed((yield), on_gpu=False, said=backends_of(collector.path, {}))
 
-    def _failed(self, report: Any, on_gpu: bool) -> Any:
+    def _failed(self, report: Any, on_gpu: bool, said: frozenset[str]) -> Any:
         if not report.skipped or hasattr(report, "wasxfail"):
             return report
         reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
-        if concerns(reason, self.missing, on_gpu):
+        if concerns(reason, self.missing, on_gpu, said):
             report.outcome = "failed"
             report.longrepr = f"{VARIABLE} asks for {self._text()}, so this must not be skipped: {reason}"
         return report
