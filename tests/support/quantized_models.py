@@ -222,6 +222,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "jamba": {"num_experts": 4, "num_experts_per_tok": 2, "attn_layer_offset": 0, "attn_layer_period": 1},
 }
 
+REFUSED_FORMAT = "ModelOpt NVFP4"
 # Those whose experts this library does not run: named otherwise, or not run through transformers' experts interface.
 REFUSED: dict[str, dict[str, Any]] = {
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32},
@@ -290,3 +291,15 @@ def _matrices(name: str, tensor: Tensor, experts: bool) -> list[tuple[str, Tenso
     if tensor.ndim != 2 or not _LINEAR.search(name) or not (experts or ".experts." not in name):
         return []
     return [(name.removesuffix(".weight"), tensor)]
+
+
+def _table() -> str:
+    heads = [name.replace("compressed-tensors", "CT") for name in FORMATS]
+    rows = [[f"`{name}`", *["yes"] * len(heads)] for name in ARCHITECTURES]
+    rows += [[f"`{name}`", *("refused" if form == REFUSED_FORMAT else "-" for form in FORMATS)] for name in REFUSED]
+    lines = [["model_type", *heads], ["---"] * (len(heads) + 1), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+# For the guide: what the test of architectures and formats runs.
+TABLE = _table()

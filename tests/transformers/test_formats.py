@@ -11,17 +11,19 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 from fixture_layers import CHECKPOINTS
+from modules_by_path import ROOT
 from safetensors.torch import load_file
 from tolerances import F32, relative_l2
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers", minversion="5.17", reason="needs transformers >= 5.17")
 
-from quantized_models import ARCHITECTURES, FORMATS, REFUSED, write_model  # noqa: E402
+from quantized_models import ARCHITECTURES, FORMATS, REFUSED, REFUSED_FORMAT, TABLE, write_model  # noqa: E402
 
 import torch_moe_ops.transformers as moeq_transformers  # noqa: E402
 from torch_moe_ops.transformers.attach import find_experts  # noqa: E402
 
+GUIDE = ROOT / "docs" / "howto" / "transformers.md"
 IDS = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))
 
 
@@ -64,7 +66,35 @@ def test_logits_of_checkpoints_that_other_tools_wrote(name: str) -> None:
 
 @pytest.mark.parametrize("architecture", REFUSED)
 def test_refusals_name_their_reason(architecture: str, tmp_path: Path) -> None:
-    written = write_model(tmp_path, architecture, "ModelOpt NVFP4")
+    written = write_model(tmp_path, architecture, REFUSED_FORMAT)
     reason = r"must (name the experts of|run its experts through the experts interface).* layers \[0, 1\]"
     with pytest.raises(ValueError, match=reason):
         load(written.quantized)
+
+
+def test_the_guide_shows_the_architectures_and_formats_that_are_run_here() -> None:
+    assert TABLE in GUIDE.read_text(), f"docs/howto/transformers.md must hold\n{TABLE}"
+
+
+def _greedy(model: Any, ids: Tensor, tokens: int) -> Tensor:
+    for _ in range(tokens):
+        ids = torch.cat((ids, logits(model, ids)[:, -1:].argmax(-1)), 1)
+    return ids
+
+
+COMPILED = ["qwen3_moe_ct_nvfp4", "qwen3_moe_ct_int8", "qwen3_moe_fp8_block", "gpt_oss_mxfp4", "mixtral_modelopt_nvfp4"]
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_static_cache_and_one_graph(name: str) -> None:
+    """generate with a static cache gives the tokens of decoding without one; the model compiles to one graph."""
+    expected = load_file(CHECKPOINTS / name / "expected.safetensors")
+    model = load(CHECKPOINTS / name)
+    ids = expected["input_ids"][:1, :5]
+    generated = model.generate(
+        ids, max_new_tokens=4, do_sample=False, cache_implementation="static", disable_compile=True
+    )
+    assert torch.equal(generated, _greedy(model, ids, generated.shape[1] - 5))
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda ids: logits(model, ids), fullgraph=True, backend="aot_eager")
+    assert relative_l2(compiled(expected["input_ids"]), expected["logits_dequant"]) < F32
