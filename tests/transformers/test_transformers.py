@@ -349,8 +349,9 @@ def test_settings_given_to_from_pretrained_ask_for_transformers_own_quantizer() 
     assert find_experts(model)[0].module.gate_up_proj.is_floating_point()
 
 
-def test_another_name_for_experts_is_refused(tmp_path: Path) -> None:
-    written = write_model(tmp_path, "granitemoe", "ModelOpt NVFP4")
+@pytest.mark.parametrize("format_name", ["ModelOpt NVFP4", "compressed-tensors NVFP4", "FP8 128x128", "GPTQ"])
+def test_another_name_for_experts_is_refused(format_name: str, tmp_path: Path) -> None:
+    written = write_model(tmp_path, "granitemoe", format_name)
     with pytest.raises(ValueError, match=r"must name the experts of layers \[0, 1\] of GraniteMoeForCausalLM"):
         _load(written.quantized)
 

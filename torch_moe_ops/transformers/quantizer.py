@@ -138,6 +138,8 @@ class PackedExperts(HfQuantizer):
         if self.method in (MODELOPT, IMPLEMENTATION):
             return ""  # transformers has none
         layers = _layers_of(model, index)
+        if modules and not layers:
+            return ""  # what their experts are is not known here: refused below
         if not _any_quantized(layers, index):
             return "its experts are not quantized"
         lost = {layer.number for layer in layers} - {found.layer for found in modules}
