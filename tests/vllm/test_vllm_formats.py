@@ -171,6 +171,7 @@ def test_a_plan_is_weight_only_where_nothing_multiplies_the_format(monkeypatch: 
         ({"activation": Namespace(value="swigluoai_uninterleave")}, "swiglu_limit must be a number"),
         ({"intermediate_size_per_partition": 40}, "multiple of 16"),
         ({"intermediate_size_per_partition": 40, "tp_size": 2}, "a rank's intermediate size must be a multiple of 16"),
+        ({"has_bias": True, "tp_size": 2}, "tensor parallelism must be off for experts with biases"),
         ({"in_dtype": torch.float64}, "hidden states must be one of"),
         ({"apply_router_weight_on_input": True}, "top_k must be 1"),
     ],

@@ -121,6 +121,8 @@ def _check_shards(sizes: LayerSizes, format: ExpertFormat, config: Any) -> None:
     """A divided intermediate size must not divide what shares a scale: the loader would cut in the wrong place."""
     if config.moe_parallel_config.tp_size == 1:
         return
+    if sizes.has_bias and not format.interleaved:  # gpt-oss's own loader gives the second bias to one rank alone
+        raise ValueError("tensor parallelism must be off for experts with biases: every rank would add the second one")
     block = {"fp8_block": 128, "mxfp4": 32, "nvfp4": 16}.get(format.scheme, 8)
     if sizes.intermediate % block:
         raise ValueError(
