@@ -12,6 +12,7 @@ from typing import TypeAlias
 import torch
 
 from torch_moe_ops.config._require import require, require_type
+from torch_moe_ops.core.schemes import SCHEMES
 
 QuantDType: TypeAlias = torch.dtype | str | None
 
@@ -34,22 +35,38 @@ class QuantFormat:
     has_zero_points: bool = False
 
 
-_MX_ACTIVATIONS = ("mxfp6_e3m2", "mxfp6_e2m3", FP8, None)
+_DTYPES: dict[str, QuantDType] = {"none": None, "fp8": FP8, "int8": INT8}  # all others have their own names
+
+
+def _format(name: str, *scale_dtypes: torch.dtype) -> QuantFormat:
+    """The format of a scheme's weights; its scales come in these dtypes."""
+    scheme = SCHEMES[name]
+    scales = scheme.scales
+    acts = [_DTYPES.get(act, act) for act in scheme.act_formats]
+    return QuantFormat(
+        dtype=_DTYPES.get(name, name),
+        scheme=scheme.family or name,
+        activations=tuple(sorted(acts, key=lambda act: act is None)),
+        scale_dtypes=scale_dtypes,
+        block=(1, scales.size) if scales is not None and scales.kind == "block" else None,
+        has_zero_points=scheme.has_zero_point,
+    )
+
 
 FORMATS: dict[QuantDType, QuantFormat] = {
     f.dtype: f
     for f in (
-        QuantFormat(None, "none", (None,)),
-        QuantFormat("nvfp4", "nvfp4", ("nvfp4", FP8, None), (torch.float8_e4m3fn,), (1, 16)),
-        QuantFormat("mxfp4", "mxfp4", ("mxfp4", "mxfp8", *_MX_ACTIVATIONS), E8M0, (1, 32)),
-        QuantFormat("mxfp6_e3m2", "mxfp6", _MX_ACTIVATIONS, E8M0, (1, 32)),
-        QuantFormat("mxfp6_e2m3", "mxfp6", _MX_ACTIVATIONS, E8M0, (1, 32)),
-        QuantFormat("mxfp8", "mxfp8", ("mxfp8", None), E8M0, (1, 32)),
+        _format("none"),
+        _format("nvfp4", torch.float8_e4m3fn),
+        _format("mxfp4", *E8M0),
+        _format("mxfp6_e3m2", *E8M0),
+        _format("mxfp6_e2m3", *E8M0),
+        _format("mxfp8", *E8M0),
         # e4m3 group scales: what w4a8 kernels keep beside float32 channel scales.
-        QuantFormat("int4", "int4", (FP8, None), (*FLOATS, torch.float8_e4m3fn), has_zero_points=True),
+        _format("int4", *FLOATS, torch.float8_e4m3fn),
         # e8m0 scales of 128x128 blocks: DeepSeek's power-of-two variant.
-        QuantFormat(FP8, "fp8", (FP8, None), (*FLOATS, torch.float8_e8m0fnu)),
-        QuantFormat(INT8, "int8", (INT8, None), FLOATS, has_zero_points=True),
+        _format("fp8", *FLOATS, torch.float8_e8m0fnu),
+        _format("int8", *FLOATS),
     )
 }
 

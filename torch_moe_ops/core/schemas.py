@@ -33,19 +33,13 @@ def _scaled(*, alphas: bool = False, zero_points: bool = False) -> str:
     return ", ".join(parts)
 
 
-# The weight arguments of each op family, in the schema's order.
-_WEIGHTS = {
-    "nvfp4": f"{_scaled(alphas=True)}, {_INPUT_SCALES}",
-    "mxfp4": f"{_scaled()}, {_INPUT_SCALES}",
-    "mxfp8": _scaled(),
-    "mxfp6": _scaled(),
-    "mxint4": _scaled(),
-    "int4": _scaled(zero_points=True),
-    "fp8": f"{_scaled()}, {_INPUT_SCALES}",
-    "fp8_block": _scaled(),
-    "int8": f"{_scaled(zero_points=True)}, {_INPUT_SCALES}",
-    "": "Tensor w13, Tensor? w13_bias, Tensor w2, Tensor? w2_bias",
-}
+def _weights(scheme: Scheme) -> str:
+    """The weight arguments of an op, in the schema's order."""
+    if scheme.scales is None:
+        return "Tensor w13, Tensor? w13_bias, Tensor w2, Tensor? w2_bias"
+    text = _scaled(alphas=scheme.has_scale_2, zero_points=scheme.has_zero_point)
+    return f"{text}, {_INPUT_SCALES}" if scheme.static_acts else text
+
 
 _ACTIVATION = (
     'str activation="silu", float? swiglu_alpha=None, float? swiglu_beta=None, float? swiglu_limit=None, '
@@ -69,14 +63,14 @@ def _format_arguments(family: str) -> str:
 
 def _routed_arguments(family: str) -> str:
     return (
-        f"{_ROUTED}, {_WEIGHTS[family]}, str backend, {_format_arguments(family)}, "
+        f"{_ROUTED}, {_weights(FAMILIES[family][0])}, str backend, {_format_arguments(family)}, "
         f"bool router_weight_on_input=False, {_TAIL}"
     )
 
 
 def _monolithic_arguments(family: str) -> str:
     return (
-        f"{_ROUTER}, {_WEIGHTS[family]}, str backend, str routing_method, int top_k, "
+        f"{_ROUTER}, {_weights(FAMILIES[family][0])}, str backend, str routing_method, int top_k, "
         f"{_format_arguments(family)}, {_METHOD}, {_TAIL}"
     )
 
