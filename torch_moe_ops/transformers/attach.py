@@ -14,6 +14,7 @@ from torch_moe_ops.checkpoints import load_experts
 from torch_moe_ops.checkpoints.index import open_checkpoint
 from torch_moe_ops.checkpoints.progress import track
 from torch_moe_ops.core.activations import apply_activation
+from torch_moe_ops.files.errors import PATH_LENGTH, short
 from torch_moe_ops.prepared.prepare import prepare
 from torch_moe_ops.prepared.prepared_weights import PreparedWeights
 from torch_moe_ops.transformers.act_formats import AUTO, Choices, chosen_act_format, stored_act_format
@@ -195,8 +196,9 @@ def _check_sizes(found: ExpertsModule, raw: RawWeights) -> None:
 
 def _require(found: ExpertsModule, raw: RawWeights, what: str, wanted: Any, got: Any) -> None:
     if wanted != got:
+        where = short(raw.source, PATH_LENGTH)
         raise ValueError(
-            f"attach_experts: {what} of {found.name} must be {wanted} as in the model, got {got} ({raw.source})"
+            f"attach_experts: {what} of {found.name} must be {wanted} as in the model, got {got} ({where})"
         )
 
 
