@@ -180,7 +180,7 @@ def _run_without_home(code: str) -> subprocess.CompletedProcess[str]:
 def test_the_library_works_without_a_home_directory() -> None:
     done = _run_without_home("""
 import torch, torch_moe_ops as moe
-from torch_moe_ops import tuned, tuned_kernels
+from torch_moe_ops.tuning import tuned, tuned_kernels
 raw = moe.quantize_experts(torch.randn(4, 64, 32), torch.randn(4, 32, 32), "nvfp4")
 w = moe.prepare(raw, backend="reference")
 moe.fused_moe(torch.randn(3, 32), torch.randn(3, 4), w, routing=moe.Routing("renormalize", top_k=2))
@@ -297,7 +297,7 @@ def test_the_library_s_own_tables_can_be_read() -> None:
 def test_files_are_read_when_the_library_is_imported(tmp_path: Path) -> None:
     """And at no other time: what a layer takes must not change between eager calls and a capture."""
     tuned.save(DEVICE, KEY, [_entry(64)], tmp_path)
-    code = "import torch_moe_ops; from torch_moe_ops import tuned; print(list(tuned.TABLE))"
+    code = "import torch_moe_ops; from torch_moe_ops.tuning import tuned; print(list(tuned.TABLE))"
     environment = {**os.environ, "MOEQ_TUNE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
     assert done.stdout.strip() == str([DEVICE]), done.stderr
