@@ -20,13 +20,13 @@ from problems import Case, make_batch, make_raw
 from torch import Tensor
 
 import torch_moe_ops as moe
+from torch_moe_ops.backends import registry
 from torch_moe_ops.core.activations import ACTIVATIONS
 from torch_moe_ops.core.schemes import SCHEMES
 
 CLOSE = 1e-6
 # One code of one intermediate, in a row of the sizes drawn here.
 ONE_CODE = 0.2
-BACKENDS = ("reference", "cpu")
 
 
 def _subjects(backend: str) -> list[tuple[str, str, str]]:
@@ -41,10 +41,14 @@ def _subjects(backend: str) -> list[tuple[str, str, str]]:
     return found
 
 
-SUBJECTS = {name: _subjects(name) for name in BACKENDS}
+SUBJECTS = {name: found for name in registry.BACKENDS if (found := _subjects(name))}
+BACKENDS = tuple(dict.fromkeys(("reference", "cpu", *SUBJECTS)))  # those that run on a CPU, and why one does not
 backends = pytest.mark.parametrize(
     "backend",
-    [pytest.param(b, marks=[] if SUBJECTS[b] else pytest.mark.skip(reason=f"{b} runs nothing here")) for b in BACKENDS],
+    [
+        pytest.param(b, marks=[] if b in SUBJECTS else pytest.mark.skip(reason=f"{b} runs nothing here"))
+        for b in BACKENDS
+    ],
 )
 
 

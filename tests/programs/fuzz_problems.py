@@ -33,7 +33,9 @@ from torch import Tensor
 import torch_moe_ops as moe
 from torch_moe_ops.backends import BACKENDS
 from torch_moe_ops.core.activations import ACTIVATIONS
+from torch_moe_ops.core.problem import Problem
 from torch_moe_ops.core.routing_methods import METHODS
+from torch_moe_ops.core.schemes import SCHEMES
 
 TOKENS = (0, 1, 1, 2, 3, 5, 9, 17, 40)
 SPECIAL = (math.nan, math.inf, -math.inf)
@@ -209,7 +211,7 @@ class Report:
 def run(backend: str, seed: int, indices: range, group: int, special: bool, end: float) -> Report:
     """Problems of a range until the time `end`."""
     torch.set_num_threads(1)
-    device = "cpu" if backend in ("cpu", "reference") else "cuda"
+    device = device_of(backend)
     report = Report()
     for index in indices:
         if time.time() > end:
@@ -262,10 +264,20 @@ def main() -> int:
     return bool(total.misses)
 
 
+def device_of(backend: str) -> str:
+    """ "cpu" where the backend runs anything on a CPU, else "cuda"."""
+    problems = (
+        Problem(scheme.name, act, hidden_size=128, intermediate_size=128)
+        for scheme in SCHEMES.values()
+        for act in scheme.act_formats
+    )
+    return "cpu" if any(BACKENDS[backend].fits_anywhere(problem) for problem in problems) else "cuda"
+
+
 def _on(backend: str) -> str:
     if backend == "cpu":
         return str(torch.ops.moeq_C.cpu_isa())
-    return "torch" if backend == "reference" else torch.cuda.get_device_name()
+    return "torch" if device_of(backend) == "cpu" else torch.cuda.get_device_name()
 
 
 if __name__ == "__main__":

@@ -160,7 +160,9 @@ def dequantize_matrix(scheme: str, codes: Tensor, scale: Any, zero_point: Any, s
         return int4.dequantize(int4.unpack_int32(codes), scale, zero_point)
     if scheme == "int8":
         return int8.dequantize_group(codes, scale, zero_point)
-    return _dequantize_fp8(scheme, codes, scale, halves)
+    if scheme in ("fp8", "fp8_block"):
+        return _dequantize_fp8(scheme, codes, scale, halves)
+    raise ValueError(f"dequantize_matrix: scheme must be one that was written here, got {scheme!r}")
 
 
 _PARTS = ("scale", "zero_point", "scale_2")

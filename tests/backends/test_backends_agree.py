@@ -1,0 +1,76 @@
+"""Every backend that runs on this machine's CPU against the oracle, from the registry: what a new one is held to first.
+
+What each takes beyond the plain layer: biases, constants, activations without a gate, ids of other ranks and of nobody,
+weights on the input, router in front. A layer that its requirements refuse is none of its cells.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from problems import Case, make_batch, make_raw
+from tolerances import layer_bound, relative_l2
+
+import torch_moe_ops as moe
+from torch_moe_ops.backends import BACKENDS
+from torch_moe_ops.core.activations import ACTIVATIONS
+from torch_moe_ops.core.schemes import SCHEMES
+
+PLAIN = Case(tokens=7, experts=4, top_k=2, hidden=64, inter=128)
+VARIANTS = {
+    "plain": PLAIN,
+    "bias": dataclasses.replace(PLAIN, bias=True),
+    "foreign": dataclasses.replace(PLAIN, foreign=True),
+    **{name: dataclasses.replace(PLAIN, activation=name, bias=True) for name in ACTIVATIONS if name != "silu"},
+}
+CELLS = [
+    (backend, scheme.name, act)
+    for backend in BACKENDS
+    if backend != "reference"
+    for scheme in SCHEMES.values()
+    for act in scheme.act_formats
+    if not moe.explain(moe.Problem(scheme.name, act, hidden_size=64, intermediate_size=128)).against[backend]
+]
+
+
+@pytest.mark.parametrize(("backend", "scheme", "act_format"), CELLS)
+def test_every_variant(backend: str, scheme: str, act_format: str) -> None:
+    ran = 0
+    for name, variant in VARIANTS.items():
+        case = dataclasses.replace(variant, scheme=scheme, act_format=act_format)
+        raw, (x, ids, weights) = make_raw(case), make_batch(case)
+        for on_input in (False, True):
+            if on_input:
+                ids, weights = ids[:, :1], weights[:, :1]  # models that do so take one expert
+            options = {"act_format": act_format, "router_weight_on_input": on_input}
+            if moe.explain(raw, **options).against[backend]:
+                continue
+            mine, oracle = (moe.prepare(raw, backend=b, **options) for b in (backend, "reference"))
+            got, want = (moe.fused_moe_routed(x, ids, weights, w, out_dtype=torch.float32) for w in (mine, oracle))
+            bound = layer_bound(backend, act_format, case.dtype, ids.numel() * case.inter, case.activation)
+            assert relative_l2(got, want) <= bound, (name, on_input)
+            ran += 1
+    assert ran
+
+
+@pytest.mark.parametrize(("backend", "scheme", "act_format"), CELLS)
+def test_behind_the_router(backend: str, scheme: str, act_format: str) -> None:
+    """Monolithic, also with the method that weights the input, and on the experts of one rank."""
+    case = dataclasses.replace(PLAIN, scheme=scheme, act_format=act_format)
+    raw, (x, _, _) = make_raw(case), make_batch(case)
+    logits = torch.randn(len(x), 2 * case.experts, generator=torch.Generator().manual_seed(2))
+    prepared = [
+        moe.prepare(raw, backend=b, act_format=act_format, num_experts=2 * case.experts, local_expert_offset=2)
+        for b in (backend, "reference")
+    ]
+    for routing in (moe.Routing("renormalize", top_k=4), moe.Routing("llama4", top_k=1)):
+        got, want = (moe.fused_moe(x, logits, w, routing=routing, out_dtype=torch.float32) for w in prepared)
+        values = len(x) * routing.top_k * case.inter
+        assert relative_l2(got, want) <= layer_bound(backend, act_format, case.dtype, values)
+
+
+def test_there_is_something_to_compare() -> None:
+    if not moe.explain(moe.Problem("nvfp4", hidden_size=64, intermediate_size=128)).against["cpu"]:
+        assert {backend for backend, _, _ in CELLS} >= {"cpu"}
