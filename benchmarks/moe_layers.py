@@ -21,7 +21,12 @@ FORMATS = {
     "mxfp4": ("mxfp4", "none"),
     "mxfp4-a8": ("mxfp4", "mxfp8"),
     "int4": ("int4", "none"),
+    "int4g32": ("int4", "none"),
+    "int4zp": ("int4", "none"),
+    "mxint4": ("mxint4", "none"),
     "fp8": ("fp8_block", "fp8"),
+    "fp8row": ("fp8", "fp8"),
+    "fp8half": ("fp8", "fp8"),
     "fp8-a16": ("fp8_block", "none"),
     "bf16": ("none", "none"),
 }
@@ -29,9 +34,10 @@ FORMATS = {
 ONLY = {
     "cuda_sm90_packed": ("nvfp4-a8",),
     "cuda_sm90_folded": ("nvfp4-a8",),
-    "cuda_sm90_fp8": ("fp8",),
+    "cuda_sm90_fp8": ("fp8", "fp8row", "fp8half"),
+    "cuda_sm90_int4": common.INT4,
     "cuda_sm90_bf16": ("bf16",),
-    "triton_fp8": ("fp8",),
+    "triton_fp8": ("fp8", "fp8row", "fp8half"),
     "triton": tuple(name for name in FORMATS if name != "nvfp4-a8"),  # its exact W4A8 is there to agree, not for speed
 }
 POLICIES = {"cuda_sm90_packed": "packed", "cuda_sm90_folded": "folded"}
@@ -53,8 +59,10 @@ def raw_weights(fmt: str, weights: common.Weights, activation: str, biases: tupl
     if act == "nvfp4":
         scale = torch.tensor(INPUT_SCALE, device=weights.w13.device)
         fields |= {"a13_input_scale": scale, "a2_input_scale": scale}
-    if scheme == "int4":  # eight codes a word, the first in the lowest bits, as two a byte
+    if scheme in ("int4", "mxint4"):  # eight codes a word, the first in the lowest bits, as two a byte
         fields |= {name: fields[name].view(torch.int32) for name in ("w13", "w2")}
+    if fmt == "int4zp":
+        fields |= {"w13_zero_point": weights.w13_global, "w2_zero_point": weights.w2_global}
     if biases is not None:
         fields |= {"w13_bias": biases[0], "w2_bias": biases[1]}
     return moe.RawWeights(scheme, **fields)

@@ -5,8 +5,10 @@
 #
 # PART: all (SECONDS_IN_ALL=280 ends it); nvfp4, mxfp4, bf16, fp8: the tables of a weight format; warm, which compiles
 # what they run (NO_WARM=1 leaves it out of `all`); smoke, with checks against a float32 reference; emulation, route,
-# example, tune. Lines are appended to files of FOLDER (default: benchmarks/results). MS=1,64 and REPS=9 make a part
-# shorter.
+# example, tune. Not in `all`: standard, times of the backends that `accuracy="strict"` leaves out beside those that it
+# takes (fp8 and int4; up to five minutes), and distances, how far each is from the oracle (up to three).
+# Lines are appended to files of FOLDER (default: benchmarks/results), but for distances, which are one run.
+# MS=1,64 and REPS=9 make a part shorter, SHAPES and SECONDS_OF_PART `standard` and `distances`.
 # The peers are those of benchmarks/peers/fetch_peers.sh in .peers; without them the library runs alone.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -52,6 +54,11 @@ format() {
   esac
 }
 
+standard() { # weight formats, peers
+  moe "${SECONDS_OF_PART:-95}" h200_standard.jsonl --warm 0 --ms "$ms" --shapes "${SHAPES:-qwen3_30b,dsv3,mixtral,160:8:5120:1536}" \
+    --fmts "$1" --backends triton,triton_fp8,cuda_sm90_fp8,cuda_sm90_int4 --peers "$(with_peers "$2")"
+}
+
 # Lines of commands on as many processes as there are cores, nothing of which is timed: they fill caches.
 at_once() { xargs -d '\n' -P "$(nproc)" -I{} timeout "${WARM:-100}" bash -c '{} >/dev/null 2>&1 || true'; }
 warm() {
@@ -87,10 +94,16 @@ case $part in
     timeout 120 "$python" benchmarks/bench_route.py --out "$to/h200_route.jsonl" ;;
   example)
     timeout 170 "$python" examples/transformers_qwen3_moe.py --synthetic --out "$to/h200_example.json" ;;
+  standard)
+    standard fp8 vllm_triton:fp8
+    standard fp8row ""
+    standard int4,mxint4 marlin:int4+mxint4 ;;
+  distances)
+    timeout $((${SECONDS_OF_PART:-170} + 30)) "$python" benchmarks/distances.py --seconds "${SECONDS_OF_PART:-170}" --out "$to/h200_distances.jsonl" ;;
   tune)
     timeout 170 "$python" -m torch_moe_ops tune --shapes "${SHAPES:-qwen3_30b}" --scheme "${SCHEME:-nvfp4}" \
       --tokens "$ms" --max-minutes "${MINUTES:-2}" ;;
   *)
-    sed -n 2,10p "${BASH_SOURCE[0]}" >&2
+    sed -n 2,13p "${BASH_SOURCE[0]}" >&2
     exit 2 ;;
 esac

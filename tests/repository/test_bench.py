@@ -12,7 +12,8 @@ from paths import ROOT
 
 from torch_moe_ops.backends import BACKENDS
 
-FORMATS = ("nvfp4", "nvfp4-a4", "nvfp4-a8", "mxfp4", "mxfp4-a8", "int4", "fp8", "fp8-a16", "bf16")
+FORMATS = ("nvfp4", "nvfp4-a4", "nvfp4-a8", "mxfp4", "mxfp4-a8", "int4", "int4g32", "int4zp", "mxint4", "fp8", "fp8row",
+           "fp8half", "fp8-a16", "bf16")  # fmt: skip
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def test_formats_are_all_known(bench: Any) -> None:
         bench.layers.entries(["triton"], ["nvfp3"])
     assert bench.layers.entries(["no_such_backend"], ["nvfp4"]) == []
     assert set(bench.layers.ONLY) | set(bench.layers.POLICIES) <= set(BACKENDS)
-    assert [e.fmt for e in bench.layers.entries(["triton_fp8"], list(FORMATS))] == ["fp8"]
+    assert [e.fmt for e in bench.layers.entries(["triton_fp8"], list(FORMATS))] == ["fp8", "fp8row", "fp8half"]
 
 
 def test_a_backend_that_cannot_run_a_format_is_skipped_with_its_reasons(bench: Any) -> None:

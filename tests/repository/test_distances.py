@@ -1,0 +1,110 @@
+"""The program that measures distances from the oracle: what is measured, and what cannot be, is in its result."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from paths import ROOT
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch) -> Any:
+    for folder in ("peers", ""):
+        monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / folder))
+    import distance_cases
+    import distances
+    import peer_numerics
+    from moe_peers import common
+
+    monkeypatch.setattr(common, "DEV", "cpu")
+    monkeypatch.setitem(distance_cases.LAYERS, "tiny", common.Shape("tiny", 8, 2, 256, 256))
+    monkeypatch.setattr(distance_cases, "BATCHES", {1: 3, 7: 2})
+    yield SimpleNamespace(cases=distance_cases, run=distances, numerics=peer_numerics, common=common)
+    ours = ("distance_cases", "distances", "peer_numerics", "moe_layers", "moe_peers", "bench_peers")
+    for name in [n for n in sys.modules if n.split(".")[0] in ours]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("fmt", ["fp8", "fp8row", "fp8half", "int4", "int4g32", "mxint4", "int4zp"])
+def test_a_layer_is_measured_and_a_peer_that_is_not_there_is_named(program: Any, fmt: str, tmp_path: Path) -> None:
+    """Our exact kernels are nearer to the oracle than what the peers round; both are far from 0 and from 1."""
+    lines = list(program.cases.measure(program.cases.Case(fmt, "tiny"), tmp_path, "cpu"))
+    found = {(line["kind"], line["tokens"]): line for line in lines if line["event"] == "distance"}
+    assert {tokens for _, tokens in found} == {1, 7}
+    for tokens in (1, 7):
+        assert found["emulated", tokens]["l2"] <= found["emulated", tokens]["row"] <= 0.05
+        if ("ours", tokens) in found:  # the extension is built
+            assert 1e-3 < 1.5 * found["ours", tokens]["l2"] < found["emulated", tokens]["l2"]
+    missing = {line["who"]: line["why"] for line in lines if line["event"] == "missing"}
+    wanted = {n for n in program.cases.PEERS[fmt] if n not in program.cases.COMPILED_FOR}
+    assert set(missing) == wanted and all(missing.values()), missing
+
+
+def test_the_emulation_rounds_what_it_says(program: Any) -> None:
+    """Weights that are bfloat16 already cost Marlin nothing more than 16-bit results do."""
+    weights = program.common.Weights.random("int4", program.common.Shape("tiny", 4, 2, 128, 128))
+    inputs = program.common.make_inputs(weights.shape, 5, 3)
+    marlin = program.numerics.MARLIN
+    rounded = program.numerics.emulated(weights, inputs, marlin)
+    kept = program.numerics.emulated(weights, inputs, program.numerics.Numerics("", round_weights=False))
+    assert not torch.equal(rounded, kept)
+    for which in (1, 2):
+        weights.matrix(which)[1].fill_(2.0**-4)
+    same = [program.numerics.emulated(weights, inputs, program.numerics.Numerics("", r)) for r in (True, False)]
+    assert torch.equal(*same)
+
+
+def test_a_quantized_operand_is_codes_times_scales(program: Any) -> None:
+    x = torch.randn(3, 256)
+    values = program.numerics.operand(x, "group").unflatten(1, (2, 128))
+    assert values.abs().amax(2).float() == pytest.approx(x.unflatten(1, (2, 128)).abs().amax(2), rel=1e-6)
+    error = (values.flatten(1) - x).norm() / x.norm()
+    assert 0.01 < error < 0.04
+    assert torch.equal(program.numerics.operand(x, "none"), x.bfloat16().double())
+
+
+def _arguments(program: Any, **changes: Any) -> argparse.Namespace:
+    args = program.run.parser().parse_args(["--device", "cpu", "--jobs", "1"])
+    return argparse.Namespace(**{**vars(args), **changes})
+
+
+def test_a_process_that_fails_leaves_a_line(program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = program.cases.Case("nonsense", "qwen3_30b")
+    monkeypatch.setattr(program.run.distance_cases, "cases", lambda formats, layers: [broken])
+    (line,) = program.run.run_all(_arguments(program), tmp_path)
+    assert (line["event"], line["format"], line["layer"]) == ("missing", "nonsense", "qwen3_30b")
+    assert "its process ended with 1" in line["why"] and "nonsense" in line["why"]
+
+
+def test_what_the_time_does_not_hold_is_named(program: Any, tmp_path: Path) -> None:
+    """And nothing is left running."""
+    wanted = _arguments(program, seconds=0.05, formats="int4,fp8", layers="qwen3_30b")
+    lines = program.run.run_all(wanted, tmp_path)
+    assert [(line["format"], line["why"]) for line in lines] == [
+        ("int4", "the time was over"),
+        ("fp8", "the time was over"),
+    ]
+
+
+def test_every_format_comes_before_the_next_layer_and_sizes_are_kept(program: Any) -> None:
+    cases = program.cases.cases(["fp8", "nvfp4"], ["qwen3_30b", "dsv3", "mixtral"])
+    assert [tuple(c) for c in cases] == [
+        ("fp8", "qwen3_30b"), ("nvfp4", "qwen3_30b"), ("fp8", "dsv3"), ("nvfp4", "dsv3"), ("fp8", "mixtral"),
+    ]  # fmt: skip
+    assert [(c.shape.E, c.shape.k, c.shape.H, c.shape.I) for c in cases[::2]] == [
+        (16, 8, 2048, 768), (16, 8, 7168, 2048), (8, 2, 4096, 14336),
+    ]  # fmt: skip
+    assert program.cases.Case("fp8", "qwen3_next").shape.E == 20, "twice its top_k"
+
+
+def test_names_are_checked() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "distances.py"), "--device", "cpu", "--formats", "nvfp3"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 1 and "--formats must be of fp8," in ended.stderr
