@@ -50,7 +50,7 @@ def test_router_logits_and_bias_are_looked_at() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("scheme", ["nvfp4", "mxfp4", "int4", "fp8", "none"])
 def test_shifted_arguments_give_the_same_result(scheme: str) -> None:
-    case = Case(scheme, experts=4, top_k=2)
+    case = Case(scheme, experts=4, top_k=2, inter=64)
     raw = make_raw(case).to("cuda")
     w = moe.prepare(raw, act_format="none")
     x, ids, weights = (t.to("cuda") for t in make_batch(case))

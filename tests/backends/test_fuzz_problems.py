@@ -11,6 +11,7 @@ import fuzz_problems
 import pytest
 import torch
 from fuzz_problems import Layer, compare, parts, run, solve
+from gpu_layers import Format, Sizes, make_raw
 from torch import Tensor
 
 import torch_moe_ops as moe
@@ -64,3 +65,21 @@ def test_parts_cover_all_problems_and_keep_groups_together() -> None:
     found = parts(0, 1050, 4, 100)
     assert [i for part in found for i in part] == list(range(1050))
     assert all(part.start % 100 == 0 for part in found) and len(found) <= 4
+
+
+def test_rows_of_the_intermediate_are_counted_once() -> None:
+    """A bound falls with their number: repeated and foreign ids must not tighten it."""
+    ids = torch.tensor([[1, 1, 9, 8], [0, 2, 2, 2], [-1, 9, 2**31 - 1, -(2**31)]], dtype=torch.int32)
+    assert fuzz_problems._rows(ids, 1, 8) == 3
+    assert fuzz_problems._rows(ids[:0], 1, 8) == 0
+
+
+def test_the_oracle_of_rounded_weights_rounds_them_once() -> None:
+    fmt = Format(fuzz_problems.ROUNDS_WEIGHTS, "int4", "none", "none", "exact")
+    raw = make_raw(fmt, Sizes(4, 2, 256, 128, bias=True, activation="swigluoai"), "cpu")
+    layer = {"num_experts": 5, "local_expert_offset": 1, "swiglu_limit": 3.0}
+    w = fuzz_problems._oracle(raw, fmt, "cpu", layer)
+    exact, _ = moe.dequantize_experts(raw)
+    assert (w.scheme, w.num_experts, w.local_expert_offset, w.swiglu_limit) == ("none", 5, 1, 3.0)
+    assert torch.equal(w.w13, exact.bfloat16()) and not torch.equal(w.w13.float(), exact.float())
+    assert raw.w13_bias is not None and w.w13_bias is not None and torch.equal(w.w13_bias, raw.w13_bias)

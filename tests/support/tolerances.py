@@ -27,7 +27,8 @@ FP8_SUMS_EXACT = 5e-4
 # INT4 weights as bfloat16 operands of the Hopper kernels (cuda_sm90_int4): code times scale has up to fifteen bits and is
 # rounded to eight, 2^-8 at most, which is 3.0e-3 to 4.7e-3 of a layer's result (measured). The same weights rounded
 # beforehand are met within the classes above. Where few values stand behind a result, and activations bend sharply
-# (clamps and sigmoids of large arguments), ROUNDED_INT4_FEW / sqrt(n) comes on top: random problems needed up to 0.94.
+# (clamps and sigmoids of large arguments), ROUNDED_INT4_FEW / sqrt(n) comes on top. For hidden states of ordinary size:
+# larger ones can make more of it, so that random problems are compared with rounded weights.
 ROUNDED_INT4 = 8e-3
 ROUNDED_INT4_FEW = 1.5
 
@@ -71,7 +72,7 @@ SQUARES = 2.0
 def layer_bound(backend: str, act_format: str, dtype: torch.dtype, values: int, activation: str = "") -> float:
     """Class 2 for a result of `dtype` of any size, a whole one or a row of it.
 
-    values: of the intermediate behind the result, tokens * top_k * intermediate size.
+    values: of the intermediate behind the result, tokens * top_k * intermediate size where ids differ and are ours.
     """
     base = bound(dtype, act_format)
     if backend in FP8_SUM_BACKENDS:

@@ -140,7 +140,8 @@ __device__ __forceinline__ void make_from_sums(const Args& args, Fixed& fixed, c
       }
       if (place.inside) {
         uint8_t* row = h + place.row.column * args.h_stride;
-        reinterpret_cast<__nv_bfloat162*>(row)[place.in_part] = __floats2bfloat162_rn(v.a, v.b);
+        const __nv_bfloat162 both = __floats2bfloat162_rn(v.a, v.b);
+        reinterpret_cast<uint32_t*>(row)[place.in_part] = reinterpret_cast<const uint32_t&>(both);
       }
     }
   }
