@@ -21,7 +21,7 @@ transformers = pytest.importorskip("transformers", minversion="5.17", reason="ne
 from quantized_models import ARCHITECTURES, FORMATS, REFUSED, REFUSED_FORMAT, TABLE, write_model  # noqa: E402
 
 import torch_moe_ops.transformers as moeq_transformers  # noqa: E402
-from torch_moe_ops.transformers.attach import find_experts  # noqa: E402
+from torch_moe_ops.transformers.modules import find_experts  # noqa: E402
 
 GUIDE = ROOT / "docs" / "howto" / "transformers.md"
 IDS = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))

@@ -34,9 +34,9 @@ from quantized_models import write_model  # noqa: E402
 
 import torch_moe_ops.transformers as moeq_transformers  # noqa: E402
 from torch_moe_ops.transformers.act_formats import stored_act_format  # noqa: E402
-from torch_moe_ops.transformers.attach import find_experts  # noqa: E402
 from torch_moe_ops.transformers.interception import packed_settings  # noqa: E402
 from torch_moe_ops.transformers.linears import dequantize_linear  # noqa: E402
+from torch_moe_ops.transformers.modules import find_experts  # noqa: E402
 
 # (checkpoint, weight scheme): every ModelOpt export among the fixtures.
 MODELOPT = [
@@ -282,11 +282,6 @@ def test_another_modelopt_quantizer_is_not_replaced(monkeypatch: pytest.MonkeyPa
         moeq_transformers.register()
 
 
-def test_saving_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="not serializable"):
-        _load(QWEN).save_pretrained(tmp_path)
-
-
 _NO_FILES = CheckpointIndex(path="", entries={}, digests={}, config={}, quant_config={})
 
 
@@ -418,13 +413,6 @@ def test_attach_experts_refuses_random_linears() -> None:
         moeq_transformers.attach_experts(model, CHECKPOINTS / QWEN)
     assert find_experts(model)[0].module.down_proj.ndim == 3  # nothing was taken from it
     moeq_transformers.attach_experts(_load(QWEN, torch.bfloat16), CHECKPOINTS / QWEN)
-
-
-def test_a_model_with_attached_experts_is_not_saved_without_them(tmp_path: Path) -> None:
-    model = _plain_model("gpt_oss_mxfp4")
-    moeq_transformers.attach_experts(model, CHECKPOINTS / "gpt_oss_mxfp4")
-    with pytest.raises(ValueError, match="quantized with moeq and is not serializable"):
-        model.save_pretrained(tmp_path)
 
 
 def test_a_change_of_dtype_that_no_forward_would_survive_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,8 @@ from torch_moe_ops.transformers.linears import CODES, dequantize_linear, is_plai
 class DequantizeLinear(ConversionOps):
     """First step of loading a weight: dequantize it where the checkpoint stores codes."""
 
-    def __init__(self, hf_quantizer: Any, index: CheckpointIndex, dtype: torch.dtype) -> None:
+    def __init__(self, hf_quantizer: Any, index: CheckpointIndex, dtype: torch.dtype, original: Any = None) -> None:
+        self.original = original  # the conversion that this one begins, None where the model has none for the weight
         self.hf_quantizer = hf_quantizer  # transformers casts no input of an operation that has one
         self.index = index
         self.dtype = dtype
@@ -46,6 +47,10 @@ class DequantizeLinear(ConversionOps):
 
     def _weight(self, module: str, tensors: dict[str, Tensor]) -> Tensor:
         return tensors["weight"] if is_plain(tensors) else dequantize_linear(module, _as_stored(tensors), self.index)
+
+    def beginning(self, original: Any) -> DequantizeLinear:
+        """The same operation as the first step of another conversion."""
+        return DequantizeLinear(self.hf_quantizer, self.index, self.dtype, original)
 
     @property
     def reverse_op(self) -> ConversionOps:
@@ -83,11 +88,28 @@ def _begun(conversion: Any, parts: list[str], operation: DequantizeLinear) -> An
     if not all(source.endswith(".weight") for source in sources):
         return conversion
     stored = [source.removesuffix("weight") + part for source in sources for part in parts]
-    operations = [operation, *conversion.operations]
+    operations = [operation.beginning(conversion), *conversion.operations]
     result = WeightConverter(stored, list(conversion._original_target_patterns), operations)
     for name in ("scope_prefix", "base_model_prefix", "force_cpu"):
         setattr(result, name, getattr(conversion, name))
     return result
+
+
+def own_conversions(loaded: list[Any]) -> list[Any] | None:
+    """Of the conversions that loaded a model, its own: without what a quantizer made of them.
+
+    They say what transformers' own files call what the model has. None where another quantizer took part.
+    """
+    own = []
+    for conversion in loaded:
+        steps = getattr(conversion, "operations", [])
+        if steps and isinstance(steps[0], DequantizeLinear):
+            conversion = steps[0].original
+        elif any(hasattr(step, "hf_quantizer") for step in steps):
+            return None
+        if conversion is not None:
+            own.append(conversion)
+    return own
 
 
 def _by_prefix(input_dict: dict[str, Any]) -> dict[str, dict[str, Any]]:

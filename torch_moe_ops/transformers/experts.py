@@ -14,6 +14,7 @@ from torch_moe_ops.prepared.prepared_weights import PreparedWeights
 from torch_moe_ops.prepared.restoring import restored_views
 
 IMPLEMENTATION = "moeq"
+HOLDER = "moeq_weights"  # attribute of an experts module
 
 
 class ExpertWeights(nn.Module):

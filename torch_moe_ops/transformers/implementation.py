@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 
 from torch_moe_ops.transformers.experts import IMPLEMENTATION, moeq_experts
+from torch_moe_ops.transformers.saving import intercept_saving
 
 
 def register_implementation() -> None:
-    """Make experts_implementation="moeq" known."""
+    """Make experts_implementation="moeq" known, and models that hold its experts ones that can be saved."""
     try:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     except ImportError as error:
@@ -19,3 +20,4 @@ def register_implementation() -> None:
         from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 
         ALL_FP8_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, moeq_experts)
+    intercept_saving()

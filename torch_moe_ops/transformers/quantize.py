@@ -11,9 +11,10 @@ from torch_moe_ops.checkpoints.model_config import activation_fields, parse_conf
 from torch_moe_ops.checkpoints.progress import track
 from torch_moe_ops.core.schemes import FLOATS
 from torch_moe_ops.prepared.prepared_weights import PreparedWeights
-from torch_moe_ops.transformers.attach import ExpertsModule, attach_raw, find_experts
+from torch_moe_ops.transformers.attach import attach_raw
 from torch_moe_ops.transformers.experts import IMPLEMENTATION
 from torch_moe_ops.transformers.implementation import register_implementation
+from torch_moe_ops.transformers.modules import ExpertsModule, find_experts
 from torch_moe_ops.transformers.saving import AttachedExperts
 from torch_moe_ops.weights.quantize_experts import quantize_experts
 from torch_moe_ops.weights.raw_weights import RawWeights

@@ -18,10 +18,11 @@ from torch_moe_ops.checkpoints.layer import LayerSource
 from torch_moe_ops.checkpoints.naming import ExpertLayer
 from torch_moe_ops.core.schemes import get_scheme
 from torch_moe_ops.files.tensor_reader import TensorReader
-from torch_moe_ops.transformers.attach import ExpertsModule, attach_to, find_experts, remove_parameters
+from torch_moe_ops.transformers.attach import attach_to
 from torch_moe_ops.transformers.dequantize import DequantizeLinear, parameter_dtype, weight_conversions
 from torch_moe_ops.transformers.experts import IMPLEMENTATION
 from torch_moe_ops.transformers.linears import PARTS, check_linears, stored_dtype
+from torch_moe_ops.transformers.modules import ExpertsModule, find_experts, remove_parameters
 
 MODELOPT = "modelopt"
 # Expert tensors are loaded by load_experts, the scales of a quantized cache by nobody.
