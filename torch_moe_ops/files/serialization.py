@@ -41,21 +41,32 @@ def read(path: str | Path, device: torch.device | str, kind: type, version: int)
     got = header.metadata.get("moeq_format")
     if got != str(version):
         raise CheckpointError(f"{file}: moeq_format must be {version}, got {short(repr(got))}")
-    types = {f.name: str(f.type) for f in dataclasses.fields(kind)}
-    plain = plain_values(file, "moeq", header.metadata.get("moeq"))
-    for name in sorted(plain.keys() & types.keys()):
-        # RawWeights.save writes null for a tensor that it lacks.
-        if "Tensor" in types[name] and plain[name] is None and name not in header.entries:
-            del plain[name]
-    _check_names(file, kind, plain, header.entries)
-    check_types(file, plain, types)
-    # JSON may write 7 for 7.0; no op takes an integer of hundreds of digits for a number.
-    plain |= {
-        name: float(value) for name, value in plain.items() if types[name].startswith("float") and value is not None
-    }
+    plain = plain_fields(file, kind, header.metadata.get("moeq"), header.entries)
     index = FileIndex(path=file, entries=header.entries, digests={file: header.digest})
     with TensorReader(index) as reader:
         return {**plain, **{name: reader.read(name).to(device) for name in header.entries}}
+
+
+def plain_fields(file: str, kind: type, text: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the dataclass `kind` that are no tensors, of the types that it declares.
+
+    Args:
+        text: JSON.
+        tensors: those that are there, by name; with the plain values they must be the fields of `kind`.
+
+    Raises: CheckpointError, naming `file` and what is wrong.
+    """
+    types = {f.name: str(f.type) for f in dataclasses.fields(kind)}
+    plain = plain_values(file, "moeq", text)
+    for name in sorted(plain.keys() & types.keys()):
+        # RawWeights.save writes null for a tensor that it lacks.
+        if "Tensor" in types[name] and plain[name] is None and name not in tensors:
+            del plain[name]
+    _check_names(file, kind, plain, tensors)
+    check_types(file, plain, types)
+    # JSON may write 7 for 7.0; no op takes an integer of hundreds of digits for a number.
+    numbers = {name for name in plain if types[name].startswith("float") and plain[name] is not None}
+    return plain | {name: float(plain[name]) for name in numbers}
 
 
 def plain_values(file: str, what: str, text: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,16 +13,17 @@ from torch_moe_ops.prepared.fused import fused_moe_routed
 from torch_moe_ops.prepared.prepare import prepare
 from torch_moe_ops.prepared.prepared_weights import PreparedWeights
 from torch_moe_ops.prepared.restoring import restored_views
+from torch_moe_ops.prepared.state import SETTINGS, prepared_of, state_of, take_over
 
 IMPLEMENTATION = "moeq"
 HOLDER = "moeq_weights"  # attribute of an experts module
 
 
 class ExpertWeights(nn.Module):
-    """Holds the prepared weights of one layer and moves them with the model.
+    """Holds the prepared weights of one layer, shows them to the model, and moves them with it.
 
-    Not parameters or buffers: `model.half()` would convert alphas and e4m3 block scales, and the op needs
-    each in the dtype that it has.
+    Its buffers are the tensors of `prepared`, in whatever dtype the op needs: they count where memory is counted, and
+    `model.half()` leaves them alone. `state_dict` has them too, with a text of what else `prepared` says.
 
     Args:
         prepared: the layer.
@@ -32,6 +34,17 @@ class ExpertWeights(nn.Module):
         super().__init__()
         self.prepared = prepared
         self.backend = prepared.requested if backend is None else backend
+
+    @property
+    def prepared(self) -> PreparedWeights:
+        return self._prepared
+
+    @prepared.setter
+    def prepared(self, w: PreparedWeights) -> None:
+        self._prepared = w
+        self._buffers.clear()
+        self._buffers.update(w.tensors())
+        self._non_persistent_buffers_set.update(self._buffers)  # saved and loaded by the methods below
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExpertWeights:
         """Follow `model.to(device)`: a backend's layout serves one kind of device, so another one prepares anew."""
@@ -44,11 +57,44 @@ class ExpertWeights(nn.Module):
                 f"experts on {w.device} (backend {w.backend!r}) take hidden states of {names}: "
                 f"the model cannot be made {probe.dtype}"
             )
+        if w.device.type == "meta" and device.type != "meta":
+            raise ValueError(
+                f"experts on the meta device have no data to move to {device}: "
+                "load_state_dict(..., assign=True) gives them some"
+            )
         if device.type in (w.device.type, "meta"):
             self.prepared = w.to(device) if device != w.device else w
             return self
         self.prepared = prepare(restored_views(w), backend=self.backend, device=device, **w.options())
         return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        destination.update({f"{prefix}{name}": t for name, t in state_of(self.prepared).items()})
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """In place: what `prepared` was stays at its addresses, unless `assign` asks for the given tensors."""
+        own = {name.removeprefix(prefix): t for name, t in state_dict.items() if name.startswith(prefix)}
+        missing = sorted(state_of(self.prepared).keys() - own.keys())
+        if SETTINGS not in own:
+            missing_keys.extend(f"{prefix}{name}" for name in missing)
+            return
+        try:
+            given = prepared_of(prefix.removesuffix("."), own)
+            if local_metadata.get("assign_to_params_buffers", False):
+                self.prepared = given
+            else:
+                take_over(self.prepared, given)
+        except ValueError as error:
+            error_msgs.append(str(error))
 
     def extra_repr(self) -> str:
         w = self.prepared

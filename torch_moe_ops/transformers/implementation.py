@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 
+from torch_moe_ops.transformers.counting import intercept_counting
 from torch_moe_ops.transformers.experts import IMPLEMENTATION, moeq_experts
 from torch_moe_ops.transformers.saving import intercept_saving
 
 
 def register_implementation() -> None:
-    """Make experts_implementation="moeq" known, and models that hold its experts ones that can be saved."""
+    """Make experts_implementation="moeq" known, and models that hold its experts ones that are counted and saved."""
     try:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     except ImportError as error:
@@ -21,3 +22,4 @@ def register_implementation() -> None:
 
         ALL_FP8_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, moeq_experts)
     intercept_saving()
+    intercept_counting()

@@ -23,6 +23,7 @@ from torch_moe_ops.transformers.dequantize import DequantizeLinear, parameter_dt
 from torch_moe_ops.transformers.experts import IMPLEMENTATION
 from torch_moe_ops.transformers.linears import PARTS, check_linears, stored_dtype
 from torch_moe_ops.transformers.modules import ExpertsModule, find_experts, remove_parameters
+from torch_moe_ops.transformers.placement import release, reserve
 
 MODELOPT = "modelopt"
 # Expert tensors are loaded by load_experts, the scales of a quantized cache by nobody.
@@ -99,6 +100,7 @@ class PackedExperts(HfQuantizer):
             raise ValueError(
                 f"device_map must not offload to disk for a {self.method} checkpoint: experts stay in memory"
             )
+        release(self._experts)  # where transformers chose the devices, it has done so
         self._environment = {"device_map": device_map, **kwargs}
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -129,6 +131,8 @@ class PackedExperts(HfQuantizer):
         for found in modules:
             remove_parameters(found.module)
             found.module._is_hf_initialized = True  # else transformers initializes what was removed
+        if isinstance(self._environment.get("device_map"), str):  # such as "auto"
+            reserve(modules, index, self._options.get("scheme"))
         self._dtypes = {name: parameter_dtype(model, name, self.dtype) for name in model.state_dict()}
         known = set(model._keys_to_ignore_on_load_unexpected or ())
         model._keys_to_ignore_on_load_unexpected = known | set(_NOT_LOADED_HERE)
