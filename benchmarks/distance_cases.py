@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -112,8 +113,13 @@ def measure(case: Case, peers_dir: Path, device: str) -> Iterator[Line]:
                 outputs = [run(i) for i in inputs]
                 yield {"event": "distance", **head, "tokens": m, **_summary(outputs, wanted[policy][m])}
         except Exception as error:  # one contestant's failure must not end the others
-            where = traceback.format_exc().strip().splitlines()[-2:]
-            yield {"event": "missing", **head, "why": f"{error!r}"[:300], "at": [line.strip()[:120] for line in where]}
+            yield {"event": "missing", **head, "why": without_folders(f"{type(error).__name__}: {error}")}
+            traceback.print_exc()
+
+
+def without_folders(text: str) -> str:
+    """The beginning of one line, without the folders of this machine."""
+    return re.sub(r"(?:/[\w.@+-]+)+/(?=[\w.@+-])", "", " ".join(text.split()))[:300]
 
 
 def _policies(fmt: str) -> tuple[str, ...]:

@@ -76,8 +76,12 @@ class Job:
         code = self.process.returncode
         if ended or code:
             self._errors.seek(0)
-            last = "" if ended else (self._errors.read().strip().splitlines() or [""])[-1][:300]
-            why = "the time was over" if ended else f"its process ended with {code}: {last}"
+            last = "" if ended else (self._errors.read().strip().splitlines() or [""])[-1]
+            why = (
+                "the time was over"
+                if ended
+                else distance_cases.without_folders(f"its process ended with {code}: {last}")
+            )
             found.append({"event": "missing", "format": self.case.fmt, "layer": self.case.layer, "why": why})
         self._errors.close()
         return found

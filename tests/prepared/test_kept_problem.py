@@ -127,7 +127,7 @@ def test_a_file_of_before_the_problem_was_kept_loads(name: str) -> None:
 def test_an_object_of_before_the_problem_was_kept() -> None:
     w = moe.prepare(make_raw(Case(scheme="int8")), backend="reference")
     old = dataclasses.replace(w, posed="")
-    assert (old.problem, old.requested) == (w.problem, "auto")
+    assert (old.problem, old.requested) == (dataclasses.replace(w.problem, accuracy="strict"), "auto")
     assert old.update_(make_raw(Case(scheme="int8", seed=3))) is old
 
 

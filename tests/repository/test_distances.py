@@ -93,6 +93,11 @@ def test_what_the_time_does_not_hold_is_named(program: Any, tmp_path: Path) -> N
     ]
 
 
+def test_results_name_no_folder_of_the_machine(program: Any) -> None:
+    text = "OSError: /home/user/.peers/_moe_C.abi3.so: cannot open\nshared 1/2 and a/b"
+    assert program.cases.without_folders(text) == "OSError: _moe_C.abi3.so: cannot open shared 1/2 and a/b"
+
+
 def test_every_format_comes_before_the_next_layer_and_sizes_are_kept(program: Any) -> None:
     cases = program.cases.cases(["fp8", "nvfp4"], ["qwen3_30b", "dsv3", "mixtral"])
     assert [tuple(c) for c in cases] == [

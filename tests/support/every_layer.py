@@ -41,7 +41,7 @@ def layer_of(backend: str, scheme: str) -> tuple[Case, bool] | None:
             raw := raw_of(case, zero), activation="silu", act_format=act, num_experts=None, local_expert_offset=0,
             swiglu=(None,) * 3, router_weight_on_input=False, weight_policy=policy,
         )  # fmt: skip
-        problem = problem_of(raw, settings, torch.device("cpu"))
+        problem = problem_of(raw, settings, torch.device("cpu"), "standard")
         at = [dataclasses.replace(problem, device=device, capability=capability) for device, capability in DEVICES]
         if any(BACKENDS[backend].fits_anywhere(p) for p in at):
             return case, zero

@@ -48,6 +48,17 @@ def random_model(name: str) -> Any:
     return tiny_model(name)
 
 
+@pytest.mark.parametrize("accuracy", ["standard", "strict"])
+def test_the_accuracy_is_that_of_prepare_and_stays_when_a_model_moves(accuracy: str) -> None:
+    model = random_model("qwen3_moe")
+    prepared = moeq_transformers.quantize_model(model, "fp8", act_format="fp8", accuracy=accuracy)
+    assert {w.accuracy for w in prepared.values()} == {accuracy}
+    weights = find_experts(model)[0].module.moeq_weights
+    assert weights.to("meta").prepared.accuracy == accuracy
+    with pytest.raises(ValueError, match=r"accuracy must be one of \['standard', 'strict'\], got 'exact'"):
+        moeq_transformers.quantize_model(random_model("qwen3_moe"), "fp8", accuracy="exact")
+
+
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "nemotron_h"])
 def test_unquantized_weights_give_the_logits_of_the_model(name: str) -> None:
     model = random_model(name)

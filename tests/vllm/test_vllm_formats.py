@@ -158,6 +158,12 @@ def test_a_plan_is_weight_only_where_nothing_multiplies_the_format(monkeypatch: 
     assert plan_layer(_layer(), NVFP4, CPU).act_format == "nvfp4"
 
 
+def test_a_plan_has_the_accuracy_that_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert plan_layer(_layer(), NVFP4, CPU).options["accuracy"] == "standard"
+    monkeypatch.setenv(settings.ACCURACY, "Strict")
+    assert plan_layer(_layer(), NVFP4, CPU).options["accuracy"] == "strict"
+
+
 @pytest.mark.parametrize(
     "changes, reason",
     [
@@ -246,6 +252,10 @@ def test_the_switch_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(settings.SWITCH, "")
     monkeypatch.setenv(settings.ACT_FORMAT, "w4a4")
     with pytest.raises(ValueError, match="MOEQ_VLLM_ACT_FORMAT must be one of"):
+        registration.register()
+    monkeypatch.setenv(settings.ACT_FORMAT, "")
+    monkeypatch.setenv(settings.ACCURACY, "exact")
+    with pytest.raises(ValueError, match=r"MOEQ_VLLM_ACCURACY must be one of \['standard', 'strict'\], got 'exact'"):
         registration.register()
 
 

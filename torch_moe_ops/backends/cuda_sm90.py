@@ -1,8 +1,8 @@
 """The backends `cuda_sm90` and `cuda_sm90_int4`: CUDA kernels for Hopper GPUs, in csrc/cuda/sm90 (docs/hopper.md).
 
-The second one rounds its weights, so that it has to be asked for. Both lay them out in the same way, and several
-kernels read that: `decode`, one persistent launch for few tokens, and prefill's grouped GEMMs for many, with `slim`,
-`narrow` or `wide` tiles. sm90/choice.py chooses by shapes and number of tokens.
+The second one rounds its weights, so that `accuracy="strict"` leaves it out. Both lay them out in the same way, and
+several kernels read that: `decode`, one persistent launch for few tokens, and prefill's grouped GEMMs for many, with
+`slim`, `narrow` or `wide` tiles. sm90/choice.py chooses by shapes and number of tokens.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from torch_moe_ops.backends.sm90.layout import TILE
 from torch_moe_ops.core.call import ExpertsCall, for_kernels
 from torch_moe_ops.core.kernel_facts import Router, Sm90Few, own_of
 from torch_moe_ops.core.layout import Layout
-from torch_moe_ops.core.problem import Problem
+from torch_moe_ops.core.problem import STANDARD, STRICT, Problem
 from torch_moe_ops.numerics import nvfp4
 from torch_moe_ops.tuning import tuned
 from torch_moe_ops.tuning.tuned_kernels import key_of
 
 _own = own_of["experts_sm90"]
 FORMATS: dict[str, tuple[str, ...]] = {"nvfp4": ("nvfp4", "none"), "mxfp4": ("none",)}
-# Their weights are rounded to bfloat16, which is more than docs/numerics.md allows a backend that nobody asked for.
+# Their weights are rounded to bfloat16, which is more than docs/numerics.md allows a strict backend.
 ROUNDED_FORMATS: dict[str, tuple[str, ...]] = {"mxint4": ("none",), "int4": ("none",)}
 
 
@@ -102,7 +102,7 @@ def _notes_of_rounded(problem: Problem) -> str:
     return f"weights are rounded to bfloat16; {_notes(problem)}"
 
 
-def _register(name: str, schemes: dict[str, tuple[str, ...]], auto: bool) -> Backend:
+def _register(name: str, schemes: dict[str, tuple[str, ...]], accuracy: str) -> Backend:
     return register(
         Backend(
             name=name,
@@ -124,11 +124,11 @@ def _register(name: str, schemes: dict[str, tuple[str, ...]], auto: bool) -> Bac
             run=run,
             run_monolithic=run_monolithic,
             hidden_dtypes=(torch.bfloat16,),
-            notes=_notes if auto else _notes_of_rounded,
-            auto=auto,
+            notes=_notes if accuracy == STRICT else _notes_of_rounded,
+            accuracy=accuracy,
         )
     )
 
 
-_register("cuda_sm90", FORMATS, auto=True)
-_register("cuda_sm90_int4", ROUNDED_FORMATS, auto=False)
+_register("cuda_sm90", FORMATS, STRICT)
+_register("cuda_sm90_int4", ROUNDED_FORMATS, STANDARD)

@@ -18,6 +18,7 @@ from torch_moe_ops.backends.sm90 import w4a8_layout as tiled
 from torch_moe_ops.backends.sm90.common import NEEDS
 from torch_moe_ops.core.call import ExpertsCall
 from torch_moe_ops.core.layout import Layout, Sizes, Spec
+from torch_moe_ops.core.problem import STANDARD
 from torch_moe_ops.core.schemes import Scheme
 from torch_moe_ops.weights.raw_weights import RawWeights
 
@@ -86,6 +87,6 @@ register(
         run=run,
         hidden_dtypes=(torch.bfloat16,),
         notes=lambda problem: "prefill kernels on fp8 tensor cores, whose sums have 14 bits",
-        auto=False,
+        accuracy=STANDARD,
     )
 )

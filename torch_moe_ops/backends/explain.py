@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
+from torch_moe_ops.backends.accuracy import preferred, statement
 from torch_moe_ops.backends.registry import BACKENDS, Backend
-from torch_moe_ops.core.problem import Problem
+from torch_moe_ops.core.problem import STRICT, Problem
 
 ENVIRONMENT_VARIABLE = "MOEQ_BACKEND"
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a backend was chosen. `against` holds every unmet requirement of every backend ([]: it fits)."""
+    """Why a backend was chosen. `against` holds every unmet requirement of every backend ([]: it fits).
+
+    accuracy: class and measured distance of every backend, and of one that is not strict why "auto" takes it or not.
+    """
 
     problem: Problem
     requested: str
     chosen: str | None
     against: dict[str, list[str]]
     notes: dict[str, str]
+    accuracy: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [str(self.problem)]
@@ -28,7 +34,8 @@ class Explanation:
         width = max(len(name) for name in self.against)
         for name, reasons in self.against.items():
             mark = "->" if name == self.chosen else "no" if reasons else "ok"
-            text = "; ".join(reasons) if reasons else self.notes[name]
+            said = reasons or filter(None, (self.accuracy.get(name), self.notes[name]))
+            text = "; ".join(said)
             lines.append(f"  {mark} {name:<{width}}  {text}".rstrip())
         return "\n".join(lines)
 
@@ -45,11 +52,19 @@ def explain_problem(problem: Problem, requested: str = "auto") -> Explanation:
     against = {name: backend.reasons(problem) for name, backend in BACKENDS.items()}
     notes = {name: backend.notes(problem) for name, backend in BACKENDS.items()}
     fitting = [name for name, reasons in against.items() if not reasons]
+    strict = _strict_choice(fitting)
+    better, why = preferred(problem, fitting, strict)
+    accuracy = {name: "; ".join(filter(None, (statement(name, problem), why.get(name)))) for name in fitting}
+    chosen = better or strict
     if requested != "auto":
         chosen = requested if requested in fitting else None
-    else:
-        chosen = next((name for name in fitting if BACKENDS[name].auto), None) or next(iter(fitting), None)
-    return Explanation(problem, requested, chosen, against, notes)
+    return Explanation(problem, requested, chosen, against, notes, accuracy)
+
+
+def _strict_choice(fitting: Iterable[str]) -> str | None:
+    """What "auto" takes with accuracy "strict": the first one that may be taken unasked, else the first."""
+    strict = [name for name in fitting if BACKENDS[name].accuracy == STRICT]
+    return next((name for name in strict if BACKENDS[name].auto), None) or next(iter(strict), None)
 
 
 def check_requested(name: str) -> str:

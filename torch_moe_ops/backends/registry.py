@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torch_moe_ops.core.call import ExpertsCall
 from torch_moe_ops.core.layout import BiasLayout, Layout, Sizes
-from torch_moe_ops.core.problem import Problem
+from torch_moe_ops.core.problem import STANDARD, STRICT, Problem
 from torch_moe_ops.core.schemes import FLOATS, SCHEMES, Scheme
 from torch_moe_ops.weights.raw_weights import RawWeights
 
@@ -47,6 +47,9 @@ class Backend:
         False, or None here: moeq::route and `run` do it.
     delegate: the backend whose kernels run what this one's do not, "" where there is none; `notes` says what that is.
     one_input_scale: tokens are quantized once, so `prepare` takes the largest a13_input_scale for all experts.
+    auto: `prepare` may take it unasked (accuracy.py says when it takes one that is not strict).
+    accuracy: "strict" where results are within the bounds of docs/numerics.md that hold for every layer that nobody
+        named a backend for, "standard" where they are farther away.
     """
 
     name: str
@@ -62,13 +65,23 @@ class Backend:
     bias_layout: BiasLayout | None = None
     delegate: str = ""
     one_input_scale: bool = False
+    accuracy: str = STRICT
+
+    def accuracy_reason(self, problem: Problem) -> str | None:
+        """None where this backend is as accurate as the problem asks, else why not."""
+        if problem.accuracy == STRICT and self.accuracy != STRICT:
+            return f'accuracy must be "{STANDARD}", as results are off by what docs/numerics.md says, got "{STRICT}"'
+        return None
 
     def reasons(self, problem: Problem) -> list[str]:
         """Every reason why this backend cannot run the problem here."""
-        return [reason for r in self.requires if (reason := r.unmet(problem)) is not None]
+        found = (*(r.unmet(problem) for r in self.requires), self.accuracy_reason(problem))
+        return [reason for reason in found if reason is not None]
 
     def fits_anywhere(self, problem: Problem) -> bool:
         """Whether the backend runs the problem where it is installed."""
+        if self.accuracy_reason(problem) is not None:
+            return False
         return all(r.of_machine or r.unmet(problem) is None for r in self.requires)
 
 

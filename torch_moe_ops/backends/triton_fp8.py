@@ -1,14 +1,14 @@
 """The `triton_fp8` backend: the `triton` backend's kernels with e4m3 codes multiplied on fp8 tensor cores.
 
 Hopper's keep about 14 bits of such a sum, which starts anew every 128 values of K. The result is off by what
-docs/numerics.md says, so `prepare` takes this backend only where it is asked for.
+docs/numerics.md says: `accuracy="strict"` leaves this backend out.
 """
 
 from __future__ import annotations
 
 from torch_moe_ops.backends import linear, triton
 from torch_moe_ops.backends.registry import Backend, Requirement, available, formats, register
-from torch_moe_ops.core.problem import Problem
+from torch_moe_ops.core.problem import STANDARD, Problem
 
 FORMATS: dict[str, tuple[str, ...]] = {"fp8": ("fp8",), "fp8_block": ("fp8",)}
 MIN_CAPABILITY = (8, 9)
@@ -37,6 +37,6 @@ register(
         run=triton.run,
         hidden_dtypes=triton.HIDDEN_DTYPES,
         notes=lambda problem: "sums of fp8 products keep about 14 bits",
-        auto=False,
+        accuracy=STANDARD,
     )
 )

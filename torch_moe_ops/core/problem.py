@@ -6,6 +6,10 @@ from dataclasses import dataclass, fields
 
 import torch
 
+# What `auto` may choose from: with "strict" backends within the bounds of docs/numerics.md alone, with "standard" also
+# those that are measured to be as near to the oracle as the field's kernels are.
+STANDARD, STRICT = ACCURACIES = ("standard", "strict")
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -16,7 +20,9 @@ class Problem:
     `input_scale` is "none" (weight-only or dynamic), "tensor" or "expert". `constants` are the activation's
     alpha, beta and limit where they are not (1, 0, infinity). `weight_scales` says of fp8 weights what shares
     a scale: "tensor" (a matrix), "half" (of w13) or "channel"; of int8: "channel" or "group"; of int4: what
-    `int4_scales_of` says.
+    `int4_scales_of` says. `accuracy`: one of ACCURACIES.
+
+    Raises ValueError for another accuracy.
     """
 
     scheme: str
@@ -39,8 +45,11 @@ class Problem:
     weight_policy: str = "exact"
     constants: tuple[float, float, float] | None = None
     weight_scales: str | None = None
+    accuracy: str = STANDARD
 
     def __post_init__(self) -> None:
+        if self.accuracy not in ACCURACIES:
+            raise ValueError(f"accuracy must be one of {list(ACCURACIES)}, got {self.accuracy!r}")
         if not self.num_local_experts:
             object.__setattr__(self, "num_local_experts", self.num_experts - self.local_expert_offset)
 

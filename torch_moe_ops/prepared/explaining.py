@@ -30,10 +30,11 @@ def explain(
 
     Args:
         what: prepared weights (why their backend was chosen), raw weights with prepare's other
-            arguments (`activation=`, `act_format=`, `device=`, `parallel=`, ...), a Problem, or a FusedMoEConfig.
+            arguments (`activation=`, `act_format=`, `device=`, `parallel=`, `accuracy=`, ...), a Problem, or a
+            FusedMoEConfig.
         backend: as in `prepare`; None: as it was prepared, else the config's `moe_backend`, MOEQ_BACKEND, "auto".
         config, quant_config: instead of `what`, a layer's configs (and `capability=(major, minor)`, where the
-            device is not in this machine). quant_config None: nothing is quantized.
+            device is not in this machine, and `accuracy=`). quant_config None: nothing is quantized.
     """
     if isinstance(what, FusedMoEConfig):
         what, config = None, what
@@ -74,4 +75,4 @@ def _of_raw(raw: RawWeights, backend: str | None, settings: dict[str, Any]) -> E
     swiglu = (given["swiglu_alpha"], given["swiglu_beta"], given["swiglu_limit"])
     plain = settings_of(raw, swiglu=swiglu, **{name: given[name] for name in same})
     requested = check_requested(requested_backend(backend or given["backend"]))
-    return explain_problem(problem_of(raw, plain, device), requested)
+    return explain_problem(problem_of(raw, plain, device, given["accuracy"]), requested)

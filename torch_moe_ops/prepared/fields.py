@@ -87,8 +87,8 @@ class PreparedFields:
         moved: dict[str, Any] = {name: t.to(target) for name, t in self.tensors().items()}
         return dataclasses.replace(self, **moved)
 
-    def options(self) -> dict[str, Any]:
-        """What makes `prepare` do the same again, beside the weights, the backend and the device."""
+    def plain_options(self) -> dict[str, Any]:
+        """Those arguments of `prepare` that are fields."""
         return {name: getattr(self, name) for name in _OPTIONS}
 
     def op_weights(self) -> tuple[Tensor | None, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from torch_moe_ops.backends import BACKENDS
 from torch_moe_ops.core.problem import Problem
 from torch_moe_ops.prepared.fields import PreparedFields
 from torch_moe_ops.prepared.posed import KEPT_FIELDS
@@ -21,6 +22,12 @@ def requested_of(w: PreparedFields) -> str:
     """The backend that `prepare` was asked for: a name, or "auto"."""
     requested: str = _values(w)["requested"]
     return requested
+
+
+def accuracy_of(w: PreparedFields) -> str:
+    """The accuracy that `prepare` was asked for."""
+    accuracy: str = _values(w)["accuracy"]
+    return accuracy
 
 
 def problem_of_prepared(w: PreparedFields) -> Problem:
@@ -39,4 +46,5 @@ def problem_of_prepared(w: PreparedFields) -> Problem:
 def _values(w: PreparedFields) -> Mapping[str, Any]:
     # Objects of before the problem was kept (pickled, say) have none.
     values: Mapping[str, Any] = json.loads(urllib.parse.unquote(w.posed or posed_of_tensors(w)))
-    return values
+    # Nor had problems an accuracy at first: the backend's own, so that preparing again gets nothing farther off.
+    return {"accuracy": BACKENDS[w.backend].accuracy, **values}

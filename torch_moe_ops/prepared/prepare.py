@@ -8,6 +8,7 @@ import torch
 
 from torch_moe_ops.backends.explain import requested_backend, select
 from torch_moe_ops.backends.slow import warn_of_reference
+from torch_moe_ops.core.problem import STANDARD
 from torch_moe_ops.prepared.posed import to_text
 from torch_moe_ops.prepared.prepared_weights import PreparedWeights
 from torch_moe_ops.prepared.problem import problem_of, settings_of, share_of
@@ -30,6 +31,7 @@ def prepare(
     swiglu_limit: float | None = None,
     router_weight_on_input: bool = False,
     weight_policy: str = "exact",
+    accuracy: str = STANDARD,
 ) -> PreparedWeights:
     """Choose a backend for a layer and bring its weights into that backend's layout. Once per layer.
 
@@ -48,12 +50,17 @@ def prepare(
             the monolithic op does it for routing method "llama4").
         weight_policy: "exact"; "packed" or "folded" for nvfp4 weights with act_format "fp8": each
             weight is rounded once to e4m3 under a power of two per row (docs/numerics.md).
+        accuracy: what "auto" may choose. "strict": backends within the bounds of docs/numerics.md alone. "standard":
+            also those whose measured distance from the oracle is at most 1.1 times that of the kernels that the field
+            runs on such weights, where they are measured to be faster. Results then differ by that distance from
+            those of "strict", never by another activation format or weight policy. `explain` says both of backends.
 
     Warns, once for a device and a reason, where "auto" has nothing but `reference`, which is slow.
 
     Raises:
         ValueError: an argument does not fit, or no backend (or not the forced one) can run the
-            problem; the message then holds the whole `explain` table.
+            problem; the message then holds the whole `explain` table. So with accuracy "strict" and a backend by
+            name (or MOEQ_BACKEND) that is not strict.
     """
     target = torch.device(device) if device is not None else raw.device
     if parallel is not None:
@@ -68,7 +75,7 @@ def prepare(
         router_weight_on_input=router_weight_on_input,
         weight_policy=weight_policy,
     )
-    problem, requested = problem_of(raw, settings, target), requested_backend(backend)
+    problem, requested = problem_of(raw, settings, target, accuracy), requested_backend(backend)
     chosen = select(problem, requested)
     if requested == "auto" and chosen.name == "reference":
         warn_of_reference(problem, stacklevel=3)  # of the caller, beyond no_grad's wrapper

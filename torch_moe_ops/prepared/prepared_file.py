@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 import torch
 
 from torch_moe_ops.backends import BACKENDS, Backend
 from torch_moe_ops.core.activations import ACTIVATIONS, resolve_constants
-from torch_moe_ops.core.problem import Problem
+from torch_moe_ops.core.problem import ACCURACIES, Problem
 from torch_moe_ops.core.schemas import arguments
 from torch_moe_ops.core.schemes import ACT_FORMATS, SCHEMES
 from torch_moe_ops.files.errors import CheckpointError, short
@@ -97,19 +97,23 @@ def _check_raw(file: str, w: PreparedFields) -> None:
 def _check_posed(file: str, w: PreparedFields) -> None:
     """What else the problem said."""
     types = {f.name: str(f.type) for f in dataclasses.fields(Problem) if f.name in KEPT_FIELDS}
-    said = _check_text(file, w, "posed", {"requested": "str"} | types)
-    for name, allowed in (("requested", ("auto", *BACKENDS)), ("input_scale", ("none", "tensor", "expert"))):
-        if said[name] not in allowed:
+    # Written before there was a choice: see kept_problem.py.
+    said = _check_text(file, w, "posed", {"requested": "str"} | types, optional={"accuracy"})
+    names = {"requested": ("auto", *BACKENDS), "input_scale": ("none", "tensor", "expert"), "accuracy": ACCURACIES}
+    for name, allowed in names.items():
+        if name in said and said[name] not in allowed:
             raise CheckpointError(f"{file}: posed {name} must be one of {list(allowed)}, got {short(repr(said[name]))}")
 
 
-def _check_text(file: str, w: PreparedFields, field: str, types: Mapping[str, str]) -> dict[str, Any]:
-    """A field that holds plain values as URL-quoted JSON: exactly those of `types`."""
+def _check_text(
+    file: str, w: PreparedFields, field: str, types: Mapping[str, str], optional: Collection[str] = ()
+) -> dict[str, Any]:
+    """A field that holds plain values as URL-quoted JSON: exactly those of `types`, but for optional ones."""
     text = getattr(w, field)
     wrong = f"{file}: {field} must be what prepare writes, got {short(repr(text))}"
     try:
         said = plain_values(file, field, urllib.parse.unquote(text))
-        if said.keys() != types.keys():
+        if not types.keys() - optional <= said.keys() <= types.keys():
             raise CheckpointError(f"{sorted(types)} expected")
         check_types(file, said, types, f"{field} ")
     except CheckpointError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,7 +30,7 @@ class PreparedWeights(PreparedFields):
     num_experts: the global count; num_local_experts of them, from local_expert_offset on, are here.
     hidden_size, intermediate_size: logical, before any padding by the layout.
     raw: what else RawWeights said (activation, constants, source, dtypes of the biases).
-    posed: what else the problem said, and the backend that was asked for; see `problem` and `requested`.
+    posed: what else the problem said, and the backend that was asked for; see `problem`, `requested`, `accuracy`.
     """
 
     @property
@@ -41,6 +42,15 @@ class PreparedWeights(PreparedFields):
     def requested(self) -> str:
         """The backend that `prepare` was asked for: a name, or "auto"."""
         return kept_problem.requested_of(self)
+
+    @property
+    def accuracy(self) -> str:
+        """The accuracy that `prepare` was asked for: "standard" or "strict"."""
+        return kept_problem.accuracy_of(self)
+
+    def options(self) -> dict[str, Any]:
+        """What makes `prepare` do the same again, beside the weights, the backend and the device."""
+        return {**self.plain_options(), "accuracy": self.accuracy}
 
     def update_(self, raw: RawWeights) -> PreparedWeights:
         """Take over new raw weights of the same sizes in place: no tensor changes its address.

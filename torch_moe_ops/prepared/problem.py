@@ -76,8 +76,8 @@ def settings_of(
     }
 
 
-def problem_of(raw: RawWeights, settings: Mapping[str, Any], device: torch.device) -> Problem:
-    """The problem that a layer poses on a device."""
+def problem_of(raw: RawWeights, settings: Mapping[str, Any], device: torch.device, accuracy: str) -> Problem:
+    """The problem that a layer poses on a device, to be solved as accurately as is said."""
     static = settings["act_format"] in SCHEMES[raw.scheme].static_acts
     scales = [s for s in (raw.a13_input_scale, raw.a2_input_scale) if s is not None and static]
     kind = "none" if not scales else "expert" if any(s.ndim for s in scales) else "tensor"
@@ -101,6 +101,7 @@ def problem_of(raw: RawWeights, settings: Mapping[str, Any], device: torch.devic
         weight_scales=(
             int4_scales_of(raw) if raw.scheme == "int4" else weight_scales_of(raw.scheme, raw.w13_scale, raw.w2_scale)
         ),
+        accuracy=accuracy,
     )
 
 

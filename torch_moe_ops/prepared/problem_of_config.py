@@ -13,7 +13,7 @@ from torch_moe_ops.config.moe import FusedMoEConfig
 from torch_moe_ops.config.quant_config import FusedMoEQuantConfig
 from torch_moe_ops.config.queries import scheme_name
 from torch_moe_ops.core.activations import ACTIVATIONS, resolve_constants
-from torch_moe_ops.core.problem import Problem
+from torch_moe_ops.core.problem import STANDARD, Problem
 from torch_moe_ops.core.routing_methods import METHOD_NAMES, RoutingMethodType
 from torch_moe_ops.core.schemes import SCHEMES, Scheme
 from torch_moe_ops.weights.shared_scales import int4_scales
@@ -25,6 +25,7 @@ def problem_of_config(
     config: FusedMoEConfig,
     quant_config: FusedMoEQuantConfig | None = None,
     capability: tuple[int, int] | None = None,
+    accuracy: str = STANDARD,
 ) -> Problem:
     """The problem that a layer poses, from its configs alone.
 
@@ -32,6 +33,7 @@ def problem_of_config(
         config: sizes, activation, routing, placement, device.
         quant_config: formats and scales; checked against the sizes. None: nothing is quantized.
         capability: of the CUDA device; None: that of the device in this machine, if it has one.
+        accuracy: as in `prepare`.
 
     Raises ValueError where a tensor of quant_config does not fit config.
     """
@@ -66,6 +68,7 @@ def problem_of_config(
         input_scale=_input_scale_kind(quant),
         constants=_constants(config, quant),
         weight_scales=_int4_scales(config, quant) if scheme.name == "int4" else _weight_scales(quant, scheme.name),
+        accuracy=accuracy,
     )
 
 

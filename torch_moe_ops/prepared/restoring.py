@@ -27,10 +27,13 @@ def sizes_of(w: PreparedFields) -> Sizes:
 
 
 def posed_of_tensors(w: PreparedFields) -> str:
-    """`w.posed` for weights that came without it, from what the checkpoint's tensors were; asked for as "auto"."""
+    """`w.posed` for weights that came without it, from what the checkpoint's tensors were; asked for as "auto".
+
+    As accurate as their backend is, so that whoever prepares them again gets nothing that is farther off.
+    """
     # Folded weights, of this scheme alone, cannot be restored; and its block scales decide nothing.
     source: Any = w if w.scheme == "nvfp4" else restored_views(w)
-    return to_text(problem_of(source, w.metadata(), w.device), "auto")
+    return to_text(problem_of(source, w.metadata(), w.device, BACKENDS[w.backend].accuracy), "auto")
 
 
 @torch.no_grad()

@@ -40,7 +40,8 @@ def update(w: PreparedFields, raw: RawWeights) -> None:
             expected = f"{tuple(old[name].shape)} {old[name].dtype}"
             got = f"{tuple(tensor.shape)} {tensor.dtype}"
             raise ValueError(f"update_: {name} must be {expected} as prepared, got {got}")
-    _check_problem(problem_of_prepared(w), problem_of(raw, settings, w.device))
+    old_problem = problem_of_prepared(w)
+    _check_problem(old_problem, problem_of(raw, settings, w.device, old_problem.accuracy))
     for name, tensor in new.items():
         old[name].copy_(tensor)
 

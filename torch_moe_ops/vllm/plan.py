@@ -55,6 +55,7 @@ def plan_layer(layer: Any, format: ExpertFormat, device: torch.device) -> Plan:
     _check_shards(sizes, format, config)
     offset = first_of_range(layer._expert_map)
     options = {**activation_of(layer), "router_weight_on_input": bool(layer.apply_router_weight_on_input)}
+    options["accuracy"] = settings.accuracy()
     if options["activation"] == "swigluoai" and _is_interleaved(layer) != format.interleaved:
         raise ValueError(f"rows of w13 must be gates before ups in {format.name}, got them interleaved")
     if options["router_weight_on_input"] and config.experts_per_token != 1:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 
+from torch_moe_ops.core.problem import ACCURACIES
+
 SWITCH = "MOEQ_VLLM"
 ACT_FORMAT = "MOEQ_VLLM_ACT_FORMAT"
+ACCURACY = "MOEQ_VLLM_ACCURACY"
 _ON, _OFF = ("1", "on", "true", "yes"), ("0", "off", "false", "no")
 _ACT_FORMATS = ("auto", "checkpoint", "none")
 
@@ -26,7 +29,17 @@ def act_format() -> str:
 
     "auto": the checkpoint's activation format where a backend multiplies it natively, else weight-only.
     """
-    word = os.environ.get(ACT_FORMAT, "").strip().lower() or "auto"
-    if word not in _ACT_FORMATS:
-        raise ValueError(f"{ACT_FORMAT} must be one of {list(_ACT_FORMATS)}, got {word!r}")
+    return _word(ACT_FORMAT, _ACT_FORMATS)
+
+
+def accuracy() -> str:
+    """MOEQ_VLLM_ACCURACY: "standard" (the default) or "strict", as in `prepare`."""
+    return _word(ACCURACY, ACCURACIES)
+
+
+def _word(variable: str, allowed: tuple[str, ...]) -> str:
+    """What a variable says, the first one where it is not set. Raises ValueError for any other word."""
+    word = os.environ.get(variable, "").strip().lower() or allowed[0]
+    if word not in allowed:
+        raise ValueError(f"{variable} must be one of {list(allowed)}, got {word!r}")
     return word

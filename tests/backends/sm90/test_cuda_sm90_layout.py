@@ -232,12 +232,12 @@ def test_reasons_name_what_does_not_fit() -> None:
         assert any(text in reason for reason in reasons), (change, reasons)
 
 
-def test_integer_weights_have_to_be_asked_for() -> None:
+def test_integer_weights_are_not_strict() -> None:
     for scheme in ("int4", "mxint4"):
         problem = dataclasses.replace(HOPPER, scheme=scheme, act_format="none")
         assert BACKENDS["cuda_sm90_int4"].fits_anywhere(problem)
         assert not BACKENDS["cuda_sm90"].fits_anywhere(problem)
-    assert not BACKENDS["cuda_sm90_int4"].auto
+    assert BACKENDS["cuda_sm90_int4"].accuracy == "standard"
     assert not BACKENDS["cuda_sm90_int4"].fits_anywhere(HOPPER)
 
 

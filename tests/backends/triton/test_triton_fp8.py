@@ -96,9 +96,10 @@ def test_a_nan_row_disturbs_no_other(scheme: str) -> None:
     assert torch.equal(run(call)[[0, 1, 2, 4, 5]], clean[[0, 1, 2, 4, 5]])
 
 
-def test_only_where_it_is_asked_for() -> None:
-    assert BACKENDS[NAME].fits_anywhere(PROBLEM) and not BACKENDS[NAME].auto
-    assert moe.explain(PROBLEM).chosen != NAME
+def test_only_where_accuracy_is_not_strict() -> None:
+    strict = dataclasses.replace(PROBLEM, accuracy="strict")
+    assert BACKENDS[NAME].fits_anywhere(PROBLEM) and not BACKENDS[NAME].fits_anywhere(strict)
+    assert moe.explain(strict).chosen != NAME
     assert "14 bits" in moe.explain(PROBLEM).notes[NAME]
 
 

@@ -1,0 +1,214 @@
+"""Makes the table of distances in docs/numerics.md, and what `accuracy="standard"` may choose, of committed results.
+
+    python scripts/distance_table.py [--write]
+
+Reads benchmarks/results/h200_distances.jsonl (`benchmarks/distances.py`), and the times of h200_moe.jsonl and
+h200_standard.jsonl (`benchmarks/run_h200.sh fp8`, `standard`). A file that is not there counts for nothing. Writes the
+table and torch_moe_ops/backends/distances.json, or without --write fails where they are not what the results say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE, DATA = ROOT / "docs" / "numerics.md", ROOT / "torch_moe_ops" / "backends" / "distances.json"
+DISTANCES, TIMES = "h200_distances.jsonl", ("h200_moe.jsonl", "h200_standard.jsonl")
+BEGIN, END = "<!-- distances: begin (scripts/distance_table.py --write) -->", "<!-- distances: end -->"
+FORMATS = {
+    "fp8": "FP8 in 128x128 blocks, fp8 activations", "fp8row": "FP8 with scales of rows, fp8 activations",
+    "fp8half": "FP8 with scales of half matrices, fp8 activations", "int4": "INT4 in groups of 128",
+    "int4g32": "INT4 in groups of 32", "mxint4": "MXINT4", "int4zp": "INT4 in groups of 128 with zero points",
+    "nvfp4": "NVFP4", "mxfp4": "MXFP4", "bf16": "bfloat16", "nvfp4-a8": "NVFP4, fp8 activations",
+}  # fmt: skip
+PEERS = {"marlin": "Marlin", "humming": "humming", "vllm_triton": "vLLM's Triton kernel", "deepgemm": "DeepGEMM"}
+# Formats of the benchmark of which `auto` has a choice -> scheme, activation format and what shares a scale. Times of
+# fp8 weights do not depend on the latter.
+TIMED = {
+    "fp8": ("fp8_block", "fp8", None),
+    "fp8row": ("fp8", "fp8", None),
+    "int4": ("int4", "none", "bfloat16 per 128"),
+    "int4g32": ("int4", "none", "bfloat16 per 32"),
+    "int4zp": ("int4", "none", "bfloat16 per 128 with zero points"),
+    "mxint4": ("mxint4", "none", None),
+}
+
+Line = dict[str, Any]
+
+
+class Contestant(NamedTuple):
+    kind: str
+    who: str
+    weight_policy: str
+
+
+def read(name: str) -> list[Line]:
+    path = RESULTS / name
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+
+
+def contestant(line: Line) -> Contestant:
+    return Contestant(line["kind"], line["who"], line.get("weight_policy", "exact"))
+
+
+def by_format(lines: Iterable[Line]) -> dict[str, dict[Contestant, list[Line]]]:
+    """The distances, in the order of FORMATS."""
+    found: dict[str, dict[Contestant, list[Line]]] = {name: defaultdict(list) for name in FORMATS}
+    for line in lines:
+        if line["event"] == "distance":
+            found[line["format"]][contestant(line)].append(line)
+    return {name: dict(each) for name, each in found.items() if each}
+
+
+def field_of(each: dict[Contestant, list[Line]]) -> dict[tuple[str, int], list[tuple[Contestant, Line]]]:
+    """(layer, tokens) -> the peers that were run, or where none was, those that were emulated."""
+    found: dict[tuple[str, int], list[tuple[Contestant, Line]]] = defaultdict(list)
+    for kind in ("peer", "emulated"):
+        cells = [(who, line) for who, lines in each.items() if who.kind == kind for line in lines]
+        known = set(found)
+        for who, line in cells:
+            if (line["layer"], line["tokens"]) not in known:
+                found[line["layer"], line["tokens"]].append((who, line))
+    return found
+
+
+def ratio_to_field(mine: list[Line], each: dict[Contestant, list[Line]]) -> tuple[float, str] | None:
+    """The largest ratio to the nearest peer over all cells and both distances, and the peers; None without any."""
+    field, ratios, names = field_of(each), [], set()
+    for line in mine:
+        rivals = field.get((line["layer"], line["tokens"]))
+        if not rivals:
+            return None
+        ratios += [line[what] / min(rival[what] for _, rival in rivals) for what in ("l2", "row")]
+        names |= {PEERS[who.who] + (" as emulated" if who.kind == "emulated" else "") for who, _ in rivals}
+    return max(ratios), " and ".join(sorted(names))
+
+
+def stated(formats: dict[str, dict[Contestant, list[Line]]]) -> list[Line]:
+    """What distances.json says of each of our backends."""
+    entries = []
+    for each in formats.values():
+        for who, lines in each.items():
+            if who.kind != "ours":
+                continue
+            against = ratio_to_field(lines, each)
+            entry = {name: lines[0][name] for name in ("scheme", "act_format", "weight_scales")}
+            entry |= {"backend": who.who, "weight_policy": who.weight_policy}
+            entry["layers"] = len({line["layer"] for line in lines})
+            for what in ("l2", "row"):
+                values = [line[what] for line in lines]
+                entry[what] = [min(values), max(values)]
+            entry |= {"field": against and against[1], "ratio": against and round(against[0], 3)}
+            entries.append(entry)
+    return entries
+
+
+def times(files: Iterable[list[Line]], backends: set[str]) -> list[Line]:
+    """Median times of our backends, a layer and format an entry.
+
+    A number of tokens takes all of its times from the last run that has it: only what was timed together is compared.
+    """
+    # layer and format -> tokens -> run -> backend -> us
+    runs: dict[tuple[Any, ...], dict[int, dict[int, dict[str, float]]]] = defaultdict(lambda: defaultdict(dict))
+    run = 0
+    for lines in files:
+        for line in lines:
+            run += line["event"] == "env"
+            name, _, fmt = line.get("layer", "").partition("/")
+            if line["event"] != "bench" or fmt not in TIMED or name not in backends or line["covers"] != "ids":
+                continue
+            key = (*TIMED[fmt], line["E"], line["k"], line["H"], line["I"])
+            runs[key][line["M"]].setdefault(run, {})[name] = round(line["us"], 2)
+    entries = []
+    names = ("scheme", "act_format", "weight_scales", "num_experts", "top_k", "hidden_size", "intermediate_size")
+    for key, cells in sorted(runs.items(), key=str):
+        us: dict[str, dict[str, float]] = defaultdict(dict)
+        for tokens, of_runs in sorted(cells.items()):
+            for name, value in of_runs[max(of_runs)].items():
+                us[name][str(tokens)] = value
+        entries.append(dict(zip(names, key, strict=True)) | {"us": {name: us[name] for name in sorted(us)}})
+    return entries
+
+
+def data() -> str:
+    """torch_moe_ops/backends/distances.json; an entry a line."""
+    lines = read(DISTANCES)
+    env = lines[0] if lines else {"device": "", "capability": None}
+    entries = stated(by_format(lines))
+    timed = times(map(read, TIMES), {entry["backend"] for entry in entries})
+    head = json.dumps({"format": 1, "device": env["device"], "capability": env["capability"]})[:-1]
+    return f'{head},\n "distances": {_a_line_each(entries)},\n "times": {_a_line_each(timed)}}}\n'
+
+
+def _a_line_each(entries: list[Line]) -> str:
+    return "[" + ",".join(f"\n  {json.dumps(entry)}" for entry in entries) + "]"
+
+
+def table(lines: list[Line]) -> list[str]:
+    """The section of docs/numerics.md."""
+    formats = by_format(lines)
+    if not formats:
+        return ['No results yet: `auto` takes what `accuracy="strict"` takes.']
+    env = lines[0]
+    text = [f"One {env['device']}, torch {env['torch']}, {env['date']} (commit {env['commit']}): "
+            f"`python benchmarks/distances.py`, `benchmarks/results/{DISTANCES}`.", ""]  # fmt: skip
+    tokens = sorted({line["tokens"] for line in lines if line["event"] == "distance"})
+    for fmt, each in formats.items():
+        text += [f"| {FORMATS[fmt]} | layers | " + " | ".join(f"M={m}" for m in tokens) + " | of the field's |"]
+        text += ["|---|---:|" + "---:|" * len(tokens) + "---:|"]
+        for who, mine in sorted(
+            each.items(), key=lambda item: (("ours", "peer", "emulated").index(item[0].kind), item[0])
+        ):
+            against = ratio_to_field(mine, each) if who.kind == "ours" else None
+            cells = [_cell([line for line in mine if line["tokens"] == m]) for m in tokens]
+            share = f"{against[0]:.2f}" if against else ""
+            layers = len({line["layer"] for line in mine})
+            text.append(f"| {_name(who)} | {layers} | " + " | ".join(cells) + f" | {share} |")
+        text.append("")
+    missing = list(dict.fromkeys(_missing(line) for line in lines if line["event"] == "missing"))
+    return [*text, "Not measured:", "", *missing] if missing else text[:-1]
+
+
+def _name(who: Contestant) -> str:
+    if who.kind == "ours":
+        return f"`{who.who}`" + ("" if who.weight_policy == "exact" else f", {who.weight_policy}")
+    return PEERS[who.who] + (", emulated" if who.kind == "emulated" else "")
+
+
+def _cell(lines: list[Line]) -> str:
+    return " / ".join(f"{max(line[what] for line in lines):.1e}" for what in ("l2", "row")) if lines else "-"
+
+
+def _missing(line: Line) -> str:
+    who = f"{PEERS.get(line['who'], line['who'])} on " if "who" in line else ""
+    return f"- {who}{FORMATS[line['format']]}, {line['layer']}: {line['why']}"
+
+
+def page(text: str) -> str:
+    """docs/numerics.md with the table of the results."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return "\n".join([before + BEGIN, *table(read(DISTANCES)), END]) + after
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    write = parser.parse_args().write
+    wanted = {PAGE: page(PAGE.read_text("utf-8")), DATA: data()}
+    stale = [path for path, text in wanted.items() if path.read_text("utf-8") != text]
+    for path in stale:
+        print(f"{path.relative_to(ROOT)} is {'written' if write else 'not what the results say'}")
+        if write:
+            path.write_text(wanted[path], encoding="utf-8")
+    return 1 if stale and not write else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,283 @@
+"""accuracy="strict" and "standard": what auto takes in either class, from what was measured and from nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import urllib.parse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from config_samples import layer_config
+from every_layer import prepared_here
+from problems import Case, make_raw
+
+import torch_moe_ops as moe
+from torch_moe_ops.backends import BACKENDS, accuracy
+from torch_moe_ops.core.problem import ACCURACIES
+from torch_moe_ops.core.schemes import SCHEMES
+
+NOT_STRICT = {"triton_fp8", "cuda_sm90_fp8", "cuda_sm90_int4"}
+FP8 = moe.Problem(
+    "fp8_block", "fp8", device="cuda", capability=(9, 0), num_experts=128, hidden_size=2048, intermediate_size=768
+)
+NEAR = {
+    "scheme": "fp8_block", "act_format": "fp8", "weight_policy": "exact", "weight_scales": None, "layers": 6,
+    "l2": [2e-3, 6e-3], "row": [2e-3, 9e-3], "field": "vLLM's Triton kernel", "ratio": 0.5,
+}  # fmt: skip
+TIMES = {
+    "scheme": "fp8_block", "act_format": "fp8", "weight_scales": None, "num_experts": 128, "top_k": 8,
+    "hidden_size": 2048, "intermediate_size": 768,
+    "us": {"triton": {"1": 20.0, "64": 100.0}, "triton_fp8": {"1": 18.0, "64": 80.0}, "cuda_sm90_fp8": {"1": 30.0, "64": 50.0}},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine where every backend was built; which devices and layers each takes stays as it is."""
+    for name, backend in list(BACKENDS.items()):
+        kept = tuple(r for r in backend.requires if not r.of_machine)
+        monkeypatch.setitem(BACKENDS, name, dataclasses.replace(backend, requires=kept))
+
+
+def results(
+    monkeypatch: pytest.MonkeyPatch, distances: list[dict[str, Any]], times: list[dict[str, Any]], **changes: Any
+) -> None:
+    """Put other measurements in the place of the library's."""
+    data = {"format": 1, "device": "NVIDIA H200", "capability": [9, 0], "distances": distances, "times": times}
+    monkeypatch.setattr(accuracy, "measured", lambda: data | changes)
+
+
+def near(*backends: str, **changes: Any) -> list[dict[str, Any]]:
+    return [NEAR | {"backend": name} | changes for name in backends]
+
+
+def problems() -> Iterator[moe.Problem]:
+    """Every format on several devices."""
+    for scheme in SCHEMES.values():
+        for act in scheme.act_formats:
+            for policy in scheme.policies if act == "fp8" else ("exact",):
+                for device, capability in (
+                    ("cpu", None),
+                    ("cuda", (8, 0)),
+                    ("cuda", (8, 9)),
+                    ("cuda", (9, 0)),
+                    ("cuda", (10, 0)),
+                ):
+                    yield moe.Problem(
+                        scheme.name, act, device=device, capability=capability, num_experts=8, hidden_size=256,
+                        intermediate_size=256, weight_policy=policy,
+                    )  # fmt: skip
+
+
+def _everything_measured() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """As if every backend were as near as could be, and those that are not strict the faster ones."""
+    formats = [(s.name, act, policy) for s in SCHEMES.values() for act in s.act_formats for policy in s.policies]
+    names = ("scheme", "act_format", "weight_policy")
+    distances = [entry for found in formats for entry in near(*BACKENDS, **dict(zip(names, found, strict=True)))]
+    us = {name: {"1": 1.0 if backend.accuracy == "standard" else 2.0} for name, backend in BACKENDS.items()}
+    times = [
+        TIMES | {"scheme": scheme, "act_format": act, "num_experts": n, "us": us}
+        for scheme, act, _ in formats
+        for n in (8, 16)
+    ]
+    return distances, times
+
+
+@pytest.mark.parametrize(
+    "problem",
+    list(problems()),
+    ids=lambda p: f"{p.scheme}-{p.act_format}-{p.weight_policy}-{p.device}{p.capability or ''}",
+)
+def test_what_auto_takes_in_either_class(problem: moe.Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strict takes nothing else, whatever was measured; standard what strict takes, or what is near and faster."""
+    for measured in (([], []), _everything_measured()):
+        results(monkeypatch, *measured)
+        strict = moe.explain(dataclasses.replace(problem, accuracy="strict"))
+        standard = moe.explain(problem)
+        assert strict.chosen is not None and BACKENDS[strict.chosen].accuracy == "strict"
+        assert all(strict.against[name] for name in NOT_STRICT), "each says why not"
+        eligible = {name for name in NOT_STRICT if not standard.against[name]}
+        eligible &= {name for name in NOT_STRICT if problem.capability == (9, 0) and measured[0]}
+        assert standard.chosen in (eligible or {strict.chosen})
+
+
+def test_the_classes_of_backends() -> None:
+    """NVFP4, MXFP4 and bfloat16 have nothing that is not strict; weight policies are strict by their own definition."""
+    assert {name for name, backend in BACKENDS.items() if backend.accuracy != "strict"} == NOT_STRICT
+    touched = {p.scheme for p in problems() if any(BACKENDS[name].fits_anywhere(p) for name in NOT_STRICT)}
+    assert touched == {"fp8", "fp8_block", "int4", "mxint4"}
+
+
+def test_without_results_standard_is_strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    results(monkeypatch, [], [], capability=None, device="")
+    explanation = moe.explain(FP8)
+    assert explanation.chosen == "triton"
+    assert "by name only: its distance is not measured" in explanation.accuracy["triton_fp8"]
+
+
+CASES = {
+    "near, and never slower on this layer": (near("triton_fp8"), [TIMES], "triton_fp8", "never slower than triton in 2"),
+    "slower at one number of tokens": (near("cuda_sm90_fp8"), [TIMES], "triton", "slower than triton in 1 of 2"),
+    "the least time in the mean": (
+        near("triton_fp8", "cuda_sm90_fp8"),
+        [TIMES | {"us": TIMES["us"] | {"cuda_sm90_fp8": {"1": 20.5, "64": 50.0}}}],  # type: ignore[operator]
+        "cuda_sm90_fp8",
+        "0.72 of its time in the mean",
+    ),
+    "as far as may be": (near("triton_fp8", ratio=1.1), [TIMES], "triton_fp8", "at most 1.10 times vLLM's Triton"),
+    "too far": (near("triton_fp8", ratio=1.11), [TIMES], "triton", "by name only: that is more than 1.1 times"),
+    "no peer": (near("triton_fp8", ratio=None), [TIMES], "triton", "no kernel of the field"),
+    "one layer": (near("triton_fp8", layers=1), [TIMES], "triton", "measured on 1 layer only"),
+    "other weights": (near("triton_fp8", scheme="fp8"), [TIMES], "triton", "is not measured"),
+    "not timed at all": (near("triton_fp8"), [], "triton", "no record says that it is faster"),
+    "not timed beside the strict one": (
+        near("triton_fp8"),
+        [TIMES | {"us": {"triton_fp8": {"1": 1.0}, "triton": {"2": 9.0}}}],
+        "triton",
+        "was not timed beside triton",
+    ),
+    "one other layer": (near("triton_fp8"), [TIMES | {"num_experts": 8}], "triton", "no record says"),
+    "two other layers": (
+        near("triton_fp8"),
+        [TIMES | {"num_experts": 8}, TIMES | {"hidden_size": 4096}],
+        "triton_fp8",
+        "in 4 timings on 2 layers with such weights",
+    ),
+    "two other layers, one slower": (
+        near("triton_fp8"),
+        [TIMES | {"num_experts": 8}, TIMES | {"num_experts": 9, "us": {"triton": {"1": 1.0}, "triton_fp8": {"1": 1.1}}}],
+        "triton",
+        "slower than triton in 1 of 3",
+    ),
+    "the layer itself decides before others": (
+        near("triton_fp8"),
+        [TIMES, *(TIMES | {"num_experts": n, "us": {"triton": {"1": 1.0}, "triton_fp8": {"1": 2.0}}} for n in (8, 9))],
+        "triton_fp8",
+        "on this layer",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_standard_takes_what_is_near_and_faster(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    distances, times, chosen, text = CASES[case]
+    results(monkeypatch, distances, times)
+    explanation = moe.explain(FP8)
+    assert explanation.chosen == chosen
+    name = distances[0]["backend"] if chosen == "triton" else chosen
+    assert text in explanation.accuracy[name]
+    assert moe.explain(dataclasses.replace(FP8, accuracy="strict")).chosen == "triton"
+    assert moe.explain(FP8, backend="triton").chosen == "triton", "asked for by name"
+
+
+@pytest.mark.parametrize(
+    "changes", [{"capability": (8, 9)}, {"capability": (10, 0)}, {"num_local_experts": 64}, {"top_k": 4}], ids=str
+)
+def test_results_are_for_what_was_measured(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    results(monkeypatch, near("triton_fp8"), [TIMES])
+    strict = moe.explain(dataclasses.replace(FP8, accuracy="strict", **changes)).chosen
+    assert moe.explain(dataclasses.replace(FP8, **changes)).chosen == strict
+
+
+def test_a_scale_of_a_matrix_is_measured_as_that_of_two_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    near_fp8 = near("triton_fp8", scheme="fp8", weight_scales="half")
+    results(monkeypatch, near_fp8, [TIMES | {"scheme": "fp8"}])
+    chosen = {
+        kind: moe.explain(dataclasses.replace(FP8, scheme="fp8", weight_scales=kind)).chosen
+        for kind in ("half", "tensor", "channel", None)
+    }
+    assert chosen == {"half": "triton_fp8", "tensor": "triton_fp8", "channel": "triton", None: "triton"}
+
+
+def test_explain_shows_class_and_distance(monkeypatch: pytest.MonkeyPatch) -> None:
+    results(monkeypatch, near("triton_fp8") + near("triton", ratio=0.2, l2=[1e-3, 2e-3]), [TIMES])
+    lines = {line.split()[1]: line.strip() for line in str(moe.explain(FP8)).splitlines()[1:]}
+    assert lines["triton_fp8"].startswith("-> triton_fp8")
+    assert (
+        "standard, 2.0e-03 to 6.0e-03 from the oracle, 9.0e-03 in the worst row: at most 0.50 times vLLM's Triton kernel; "
+        "never slower than triton in 2 timings on this layer, 0.85 of its time in the mean" in lines["triton_fp8"]
+    )
+    assert lines["triton"].startswith("ok triton") and "strict, 1.0e-03 to 2.0e-03 from the oracle" in lines["triton"]
+    strict = dataclasses.replace(FP8, accuracy="strict")
+    lines = {line.split()[1]: line for line in str(moe.explain(strict)).splitlines()}
+    assert "accuracy='strict'" in str(moe.explain(strict)).splitlines()[0]
+    for name in ("triton_fp8", "cuda_sm90_fp8"):
+        assert (
+            'accuracy must be "standard", as results are off by what docs/numerics.md says, got "strict"' in lines[name]
+        )
+
+
+def test_strict_with_a_backend_by_name_that_is_not_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = make_raw(Case("fp8_block", "fp8", hidden=256, inter=256))
+    for name in ("cuda_sm90_fp8", "triton_fp8"):
+        kept = dataclasses.replace(BACKENDS[name], requires=())
+        monkeypatch.setitem(BACKENDS, name, kept)
+        assert moe.prepare(raw, backend=name).backend == name, "asked for by name"
+        with pytest.raises(
+            ValueError, match=rf'backend {name!r} cannot run this problem\n(?s:.)*accuracy must be "stan'
+        ):
+            moe.prepare(raw, backend=name, accuracy="strict")
+        monkeypatch.setenv("MOEQ_BACKEND", name)
+        with pytest.raises(ValueError, match='accuracy must be "standard"'):
+            moe.prepare(raw, accuracy="strict")
+        monkeypatch.delenv("MOEQ_BACKEND")
+
+
+def test_another_word_is_refused_at_every_door() -> None:
+    raw, text = make_raw(Case()), r"accuracy must be one of \['standard', 'strict'\], got 'exact'"
+    doors = (
+        lambda: moe.prepare(raw, accuracy="exact"),
+        lambda: moe.explain(raw, accuracy="exact"),
+        lambda: moe.explain(config=layer_config(), accuracy="exact"),
+        lambda: moe.Problem("nvfp4", accuracy="exact"),
+    )
+    for door in doors:
+        with pytest.raises(ValueError, match=text):
+            door()
+
+
+@pytest.mark.parametrize("wanted", ACCURACIES)
+def test_prepared_weights_keep_it(wanted: str, tmp_path: Path) -> None:
+    raw = make_raw(Case("int8"))
+    w = moe.prepare(raw, accuracy=wanted)
+    w.save(tmp_path / "layer.safetensors")
+    loaded = moe.PreparedWeights.load(tmp_path / "layer.safetensors")
+    again = moe.prepare(moe.restore(w), backend=w.requested, **w.options())
+    for each in (w, loaded, again, w.to("meta"), w.update_(make_raw(Case("int8", seed=3)))):
+        assert (each.accuracy, each.problem.accuracy, each.options()["accuracy"]) == (wanted,) * 3
+        assert moe.explain(each).problem.accuracy == wanted
+    assert moe.explain(raw, accuracy=wanted).problem == moe.explain(w).problem
+    assert moe.prepare(raw).accuracy == "standard"
+
+
+def _without_accuracy(w: moe.PreparedWeights, **changes: Any) -> moe.PreparedWeights:
+    """As an earlier version wrote it."""
+    said = json.loads(urllib.parse.unquote(w.posed)) | changes
+    if not changes:
+        del said["accuracy"]
+    return dataclasses.replace(w, posed=urllib.parse.quote(json.dumps(said)))
+
+
+@pytest.mark.parametrize("backend", ["triton", "triton_fp8"])
+def test_a_file_of_before_there_was_a_choice_is_as_accurate_as_its_backend(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backend that was taken unasked was strict: preparing such weights again gets nothing that is farther off."""
+    case = Case("fp8_block", "fp8", hidden=256, inter=256)
+    w = prepared_here(backend, case, make_raw(case), monkeypatch)
+    old = _without_accuracy(w)
+    old.save(tmp_path / "layer.safetensors")
+    wanted = BACKENDS[backend].accuracy
+    for each in (old, moe.PreparedWeights.load(tmp_path / "layer.safetensors")):
+        assert each.accuracy == each.options()["accuracy"] == wanted == each.problem.accuracy
+        assert moe.explain(each).chosen == backend
+
+
+@pytest.mark.parametrize("value", ["exact", None, 3])
+def test_a_file_with_another_word_is_refused(value: Any, tmp_path: Path) -> None:
+    _without_accuracy(moe.prepare(make_raw(Case())), accuracy=value).save(tmp_path / "layer.safetensors")
+    with pytest.raises(ValueError, match=r"layer.safetensors: posed .*accuracy must be"):
+        moe.PreparedWeights.load(tmp_path / "layer.safetensors")

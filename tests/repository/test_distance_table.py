@@ -1,0 +1,123 @@
+"""What `accuracy="standard"` may choose is made from committed results, by a script that reads nothing into them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from modules_by_path import load
+
+import torch_moe_ops as moe
+from torch_moe_ops.backends import accuracy
+
+ENV = {
+    "event": "env",
+    "device": "NVIDIA H200",
+    "capability": [9, 0],
+    "torch": "2.11.0",
+    "date": "2026-11-22",
+    "commit": "abc",
+}
+ABOUT = {"event": "distance", "format": "fp8", "scheme": "fp8_block", "act_format": "fp8", "weight_scales": None}
+
+
+def distance(who: str, kind: str, l2: float, row: float, layer: str = "dsv3", tokens: int = 1) -> dict[str, Any]:
+    return ABOUT | {"who": who, "kind": kind, "layer": layer, "tokens": tokens, "l2": l2, "row": row}
+
+
+def bench(backend: str, tokens: int, us: float, fmt: str = "fp8") -> dict[str, Any]:
+    sizes = {"E": 256, "k": 8, "H": 7168, "I": 2048, "shape": "dsv3", "covers": "ids"}
+    return {"event": "bench", "layer": f"{backend}/{fmt}", "M": tokens, "us": us, **sizes}
+
+
+OURS = [
+    distance("triton_fp8", "ours", 4e-3, 6e-3),
+    distance("triton_fp8", "ours", 5e-3, 5e-3, "qwen3_30b", 64),
+    distance("triton", "ours", 2e-3, 2e-3),
+]
+FIELD = [
+    distance("vllm_triton", "emulated", 3e-3, 3e-3),
+    distance("vllm_triton", "peer", 8e-3, 1e-2),
+    distance("deepgemm", "peer", 1e-2, 8e-3),
+    distance("vllm_triton", "emulated", 1e-2, 1e-2, "qwen3_30b", 64),
+]
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = load("scripts/distance_table.py")
+    monkeypatch.setattr(module, "RESULTS", tmp_path)
+    return module
+
+
+def write(script: Any, name: str, *lines: dict[str, Any]) -> None:
+    (script.RESULTS / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_the_committed_files_say_what_the_results_say() -> None:
+    module = load("scripts/distance_table.py")
+    assert module.page(module.PAGE.read_text()) == module.PAGE.read_text()
+    assert module.data() == module.DATA.read_text()
+    assert json.loads(module.DATA.read_text()).keys() == {"format", "device", "capability", "distances", "times"}
+
+
+def test_without_results_there_is_nothing_to_choose(script: Any) -> None:
+    empty = json.loads(script.data())
+    assert (empty["capability"], empty["distances"], empty["times"]) == (None, [], [])
+    assert script.table([]) == ['No results yet: `auto` takes what `accuracy="strict"` takes.']
+
+
+def test_the_nearest_peer_that_was_run_counts_in_every_cell(script: Any) -> None:
+    """Of the first cell 4e-3 / 8e-3 and 6e-3 / 8e-3, the emulated one left out; of the second, which has nothing else, 0.5."""
+    write(script, "h200_distances.jsonl", ENV, *OURS, *FIELD)
+    entries = {entry["backend"]: entry for entry in json.loads(script.data())["distances"]}
+    assert entries["triton_fp8"]["ratio"] == 0.75 and entries["triton"]["ratio"] == 0.25
+    assert entries["triton_fp8"]["field"] == "DeepGEMM and vLLM's Triton kernel and vLLM's Triton kernel as emulated"
+    assert (entries["triton_fp8"]["l2"], entries["triton_fp8"]["row"]) == ([4e-3, 5e-3], [5e-3, 6e-3])
+    assert (entries["triton_fp8"]["layers"], entries["triton"]["layers"]) == (2, 1)
+
+
+def test_a_cell_without_a_peer_leaves_no_ratio(script: Any) -> None:
+    write(script, "h200_distances.jsonl", ENV, *OURS, *FIELD[:3])
+    entries = {entry["backend"]: entry for entry in json.loads(script.data())["distances"]}
+    assert (entries["triton_fp8"]["ratio"], entries["triton_fp8"]["field"]) == (None, None)
+    assert entries["triton"]["ratio"] == 0.25
+
+
+def test_times_of_a_cell_are_of_one_run_the_last(script: Any) -> None:
+    write(script, "h200_distances.jsonl", ENV, *OURS, *FIELD)
+    first = [bench("triton", 1, 30.0), bench("triton_fp8", 1, 20.0), bench("triton", 64, 90.0), bench("marlin", 1, 1.0)]
+    write(script, "h200_moe.jsonl", {"event": "env"}, *first, bench("triton", 1, 5.0, "nvfp4"))
+    write(script, "h200_standard.jsonl", {"event": "env"}, bench("triton", 1, 31.0))
+    (entry,) = json.loads(script.data())["times"]
+    assert entry["us"] == {"triton": {"1": 31.0, "64": 90.0}}, "no time of triton_fp8 beside it"
+    sizes = (entry["num_experts"], entry["top_k"], entry["hidden_size"], entry["intermediate_size"])
+    assert (entry["scheme"], entry["act_format"], sizes) == ("fp8_block", "fp8", (256, 8, 7168, 2048))
+
+
+def test_what_the_script_writes_is_what_auto_reads(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(script, "h200_distances.jsonl", ENV, *OURS, *FIELD)
+    write(script, "h200_standard.jsonl", {"event": "env"}, bench("triton", 1, 30.0), bench("triton_fp8", 1, 20.0))
+    monkeypatch.setattr(accuracy, "measured", lambda: json.loads(script.data()))
+    problem = moe.Problem(
+        "fp8_block", "fp8", device="cuda", capability=(9, 0), num_experts=256, hidden_size=7168, intermediate_size=2048
+    )
+    assert accuracy.too_far("triton_fp8", problem) is None
+    mean, text = accuracy.speed("triton_fp8", "triton", problem)
+    assert mean == pytest.approx(2 / 3) and "on this layer" in text
+    assert "4.0e-03 to 5.0e-03 from the oracle" in accuracy.statement("triton_fp8", problem)
+
+
+def test_the_table_has_a_row_a_contestant_and_says_what_is_missing(script: Any) -> None:
+    missing = [
+        {"event": "missing", "format": "int4", "layer": "dsv3", "who": "humming", "why": "no such module"},
+        {"event": "missing", "format": "fp8", "layer": "mixtral", "why": "the time was over"},
+    ]
+    text = "\n".join(script.table([ENV, *OURS, *FIELD, *missing]))
+    assert "| FP8 in 128x128 blocks, fp8 activations | layers | M=1 | M=64 | of the field's |" in text
+    assert "| `triton_fp8` | 2 | 4.0e-03 / 6.0e-03 | 5.0e-03 / 5.0e-03 | 0.75 |" in text
+    assert "| DeepGEMM | 1 | 1.0e-02 / 8.0e-03 | - |  |" in text
+    assert "- humming on INT4 in groups of 128, dsv3: no such module" in text
+    assert text.endswith("- FP8 in 128x128 blocks, fp8 activations, mixtral: the time was over")

@@ -1,0 +1,159 @@
+"""How near to the oracle backends are, and which of those that are not strict `prepare` takes unasked.
+
+Both are measured: `benchmarks/distances.py` measures distances, of ours and of the kernels that the field runs on the
+same weights, and `bench_moe.py` times; `python scripts/distance_table.py --write` makes distances.json of the results:
+
+    {"format": 1, "device": name, "capability": [9, 0],
+     "distances": [{"backend": ..., "scheme": ..., "act_format": ..., "weight_policy": ..., "weight_scales": ...,
+       "layers": 6, "l2": [least, largest], "row": [least, largest], "field": "Marlin", "ratio": 0.9}],
+     "times": [{"scheme": ..., "act_format": ..., "weight_scales": ..., "num_experts": ..., "top_k": ...,
+       "hidden_size": ..., "intermediate_size": ..., "us": {backend: {"1": 25.6, ...}}}]}
+
+l2, row: relative L2 distance of a whole result and of its worst row, over layers and numbers of tokens. ratio: the
+largest of our distance over the field's (of `field`) on one layer and number of tokens; null where there is no peer.
+weight_scales: as Problem says; null in `times`: any.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from torch_moe_ops.backends.registry import BACKENDS
+from torch_moe_ops.core.problem import STRICT, Problem
+
+FILE = Path(__file__).parent / "distances.json"
+FACTOR = 1.1  # of the field's distance
+MIN_LAYERS = 2  # measured, or timed where the layer itself was not
+SLOWER = 1.03  # than a strict backend, which no number of tokens may be: what two timings of one kernel differ by
+# A matrix's scale is that of two equal halves.
+_MEASURED_AS = {"tensor": "half"}
+
+Record = Mapping[str, Any]
+
+
+@cache
+def measured() -> Record:
+    """What the library came with; tests put another one in its place."""
+    data: Record = json.loads(FILE.read_text("utf-8"))
+    return data
+
+
+def _on_this_device(problem: Problem) -> bool:
+    capability = measured()["capability"]
+    return problem.device == "cuda" and capability is not None and problem.capability == tuple(capability)
+
+
+def distance_of(backend: str, problem: Problem) -> Record | None:
+    """The measured distance of a backend for such weights and activations, on such a device."""
+    if not _on_this_device(problem):
+        return None
+    wanted = (backend, problem.scheme, problem.act_format, problem.weight_policy)
+    kind = _MEASURED_AS.get(problem.weight_scales or "", problem.weight_scales)
+    for record in measured()["distances"]:
+        key = (record["backend"], record["scheme"], record["act_format"], record["weight_policy"])
+        if key == wanted and record["weight_scales"] == kind:
+            return record
+    return None
+
+
+def statement(backend: str, problem: Problem) -> str:
+    """Class and measured distance of a backend, for `explain`."""
+    accuracy, found = BACKENDS[backend].accuracy, distance_of(backend, problem)
+    if found is None:
+        return accuracy
+    (least, most), rows = found["l2"], found["row"][1]
+    text = f"{accuracy}, {least:.1e} to {most:.1e} from the oracle, {rows:.1e} in the worst row"
+    return text if found["ratio"] is None else f"{text}: at most {found['ratio']:.2f} times {found['field']}"
+
+
+def too_far(backend: str, problem: Problem) -> str | None:
+    """None where a backend is measured to be as near to the oracle as "standard" asks, else why not."""
+    found = distance_of(backend, problem)
+    if found is None:
+        return "its distance is not measured for such weights on such a device"
+    if found["ratio"] is None:
+        return "there is no kernel of the field to compare with"
+    if found["layers"] < MIN_LAYERS:
+        return f"its distance is measured on {found['layers']} layer only"
+    if found["ratio"] > FACTOR:
+        return f"that is more than {FACTOR} times as far"
+    return None
+
+
+def _timed(problem: Problem) -> tuple[bool, list[Record]]:
+    """Whether the layer itself was timed, and the records that tell which backend is faster."""
+    if not _on_this_device(problem):
+        return False, []
+    alike = [
+        record
+        for record in measured()["times"]
+        if (record["scheme"], record["act_format"]) == (problem.scheme, problem.act_format)
+        and record["weight_scales"] in (None, problem.weight_scales)
+    ]
+    sizes = (problem.num_local_experts, problem.hidden_size, problem.intermediate_size)
+    own = [
+        record
+        for record in alike
+        if (record["num_experts"], record["hidden_size"], record["intermediate_size"]) == sizes
+        and problem.top_k in (None, record["top_k"])
+    ]
+    return bool(own), own or alike
+
+
+def _ratios(backend: str, other: str, records: Iterable[Record]) -> list[float] | None:
+    """Times of a backend over those of another one, for each layer and number of tokens; None: not timed on one."""
+    found: list[float] = []
+    for record in records:
+        mine, theirs = (record["us"].get(name, {}) for name in (backend, other))
+        common = mine.keys() & theirs.keys()
+        if not common:
+            return None
+        found += [mine[tokens] / theirs[tokens] for tokens in common]
+    return found
+
+
+def speed(backend: str, strict: str, problem: Problem) -> tuple[float, str]:
+    """Mean time of a backend over that of the strict one, infinite where it is not taken for it; and why.
+
+    It is taken where it was never slower: on this layer, or else on every layer with such weights that was timed.
+    """
+    own, records = _timed(problem)
+    if not own and len(records) < MIN_LAYERS:
+        return math.inf, f"no record says that it is faster than {strict} on such a layer"
+    ratios = _ratios(backend, strict, records)
+    if not ratios:
+        return math.inf, f"it was not timed beside {strict}"
+    where = "this layer" if own else f"{len(records)} layers with such weights"
+    slower = sum(ratio > SLOWER for ratio in ratios)
+    mean = math.exp(sum(math.log(ratio) for ratio in ratios) / len(ratios))
+    if slower or mean >= 1:
+        return math.inf, f"it was slower than {strict} in {slower} of {len(ratios)} timings on {where}"
+    return mean, f"never slower than {strict} in {len(ratios)} timings on {where}, {mean:.2f} of its time in the mean"
+
+
+def preferred(problem: Problem, fitting: Iterable[str], strict: str | None) -> tuple[str | None, dict[str, str]]:
+    """The backend that "auto" takes in the place of the strict one, None for none; and why, for each that could be.
+
+    Args:
+        fitting: backends that can run the problem.
+        strict: the one that "auto" takes with accuracy "strict".
+    """
+    best, least, why = None, math.inf, {}
+    for name in fitting:
+        if BACKENDS[name].accuracy == STRICT:
+            continue
+        reason = too_far(name, problem)
+        if reason is None and strict is not None:
+            mean, reason = speed(name, strict, problem)
+            if mean < math.inf:
+                why[name] = reason
+                if mean < least:
+                    best, least = name, mean
+                continue
+        why[name] = f"by name only: {reason or 'there is no strict backend to be faster than'}"
+    return best, why
