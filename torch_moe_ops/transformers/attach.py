@@ -20,6 +20,7 @@ from torch_moe_ops.transformers.experts import IMPLEMENTATION, ExpertWeights
 from torch_moe_ops.transformers.implementation import register_implementation
 from torch_moe_ops.transformers.linears import check_linears_loaded
 from torch_moe_ops.transformers.modules import ExpertsModule, find_experts, remove_parameters
+from torch_moe_ops.transformers.routers import replace_routers
 from torch_moe_ops.transformers.saving import AttachedExperts
 from torch_moe_ops.weights.quantize_experts import quantized
 from torch_moe_ops.weights.raw_weights import RawWeights
@@ -33,6 +34,7 @@ def attach_experts(
     input_scales: bool = True,
     device: torch.device | str | None = None,
     check_linears: bool = True,
+    route: bool = True,
     **prepare_options: Any,
 ) -> dict[str, PreparedWeights]:
     """Give every experts module of a transformers model the quantized experts of a checkpoint.
@@ -50,6 +52,7 @@ def attach_experts(
         device: None: where the parameters beside the experts (the router's) are.
         check_linears: compare quantized linears outside the experts with what the model has for them: transformers
             does not load all of their formats, and leaves what it cannot load random.
+        route: let routers choose by `moeq::route` in inference on a GPU, where that does what they do.
         prepare_options: given to `prepare` for every layer.
 
     Returns: the prepared weights by module name, for `explain`.
@@ -66,9 +69,8 @@ def attach_experts(
         )
     if check_linears:
         check_linears_loaded(model, open_checkpoint(path))
-    attached = attach_to(
-        model, modules, path, act_format=act_format, input_scales=input_scales, device=device, **prepare_options
-    )
+    options: dict[str, Any] = {"act_format": act_format, "input_scales": input_scales, "device": device, "route": route}
+    attached = attach_to(model, modules, path, **options, **prepare_options)
     model.hf_quantizer = AttachedExperts()  # whatever it was: it would save a model without experts
     return attached
 
@@ -82,6 +84,7 @@ def attach_to(
     input_scales: bool = True,
     device: torch.device | str | None = None,
     scheme: str | None = None,
+    route: bool = True,
     **prepare_options: Any,
 ) -> dict[str, PreparedWeights]:
     """attach_experts for modules that were found before; `scheme` quantizes experts that a checkpoint does not."""
@@ -98,6 +101,8 @@ def attach_to(
         attached[found.name] = attach_raw(found, raw, target, act_format=act, **prepare_options)
         choices.add(stored, attached[found.name])
     model.set_experts_implementation(IMPLEMENTATION)
+    if route:
+        replace_routers(model, modules)
     if act_format == AUTO:
         choices.log(os.fspath(path))
     return attached

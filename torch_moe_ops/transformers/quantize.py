@@ -15,13 +15,14 @@ from torch_moe_ops.transformers.attach import attach_raw
 from torch_moe_ops.transformers.experts import IMPLEMENTATION
 from torch_moe_ops.transformers.implementation import register_implementation
 from torch_moe_ops.transformers.modules import ExpertsModule, find_experts
+from torch_moe_ops.transformers.routers import replace_routers
 from torch_moe_ops.transformers.saving import AttachedExperts
 from torch_moe_ops.weights.quantize_experts import quantize_experts
 from torch_moe_ops.weights.raw_weights import RawWeights
 
 
 def quantize_model(
-    model: Any, scheme: str = "nvfp4", *, act_format: str = "none", **prepare_options: Any
+    model: Any, scheme: str = "nvfp4", *, act_format: str = "none", route: bool = True, **prepare_options: Any
 ) -> dict[str, PreparedWeights]:
     """Quantize the experts of a transformers model and run them through torch.ops.moeq.
 
@@ -34,6 +35,7 @@ def quantize_model(
         scheme: as in `quantize_experts`; "none" keeps the weights as they are.
         act_format: as in `prepare`. There is no calibration: activations are scaled token by token where the format
             has scales.
+        route: as in `attach_experts`.
         prepare_options: given to `prepare` for every layer.
 
     Returns: the prepared weights by module name, for `explain`.
@@ -57,6 +59,8 @@ def quantize_model(
         raw = _quantized(found, scheme, fields)
         done[found.name] = attach_raw(found, raw, raw.device, act_format=act_format, **prepare_options)
     model.set_experts_implementation(IMPLEMENTATION)
+    if route:
+        replace_routers(model, modules)
     model.hf_quantizer = AttachedExperts()
     return done
 

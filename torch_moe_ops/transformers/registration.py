@@ -18,8 +18,8 @@ def register(*, input_scales: bool = True, **prepare_options: Any) -> None:
 
     Args:
         input_scales: as in `load_experts`; False ignores calibrated activation scales.
-        prepare_options: given to `prepare` for every layer (`backend`, ...), and act_format as in `attach_experts`:
-            "auto" by default.
+        prepare_options: given to `prepare` for every layer (`backend`, ...), and act_format ("auto" by default) and
+            route as in `attach_experts`.
 
     Raises:
         ImportError: transformers is older than the interfaces used here.

@@ -1,0 +1,207 @@
+"""moeq::route in place of the routers of transformers: the same experts, the same weights."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import os
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+from fixture_layers import CHECKPOINTS
+from tolerances import F32, relative_l2
+from torch import Tensor
+
+transformers = pytest.importorskip("transformers", minversion="5.17", reason="needs transformers >= 5.17")
+
+from quantized_models import ARCHITECTURES, tiny_model  # noqa: E402
+
+import torch_moe_ops.transformers as moeq_transformers  # noqa: E402
+from torch_moe_ops.transformers import routers  # noqa: E402
+from torch_moe_ops.transformers.modules import find_experts  # noqa: E402
+
+IDS = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(1))
+# What is known of their routers; the experts of the others are chosen by their own operations.
+METHODS = {
+    "qwen3_moe": ("default", True),
+    "qwen2_moe": ("default", False),
+    "mixtral": ("default", True),
+    "olmoe": ("default", False),
+    "deepseek_v2": ("default", False),
+    "deepseek_v3": ("deepseek_v3", True),
+    "glm4_moe": ("deepseek_v3", True),
+    "dots1": ("deepseek_v3", False),
+    "minimax_m2": ("deepseek_v3", True),
+    "lfm2_moe": ("deepseek_v3", True),
+    "flex_olmo": ("default", False),
+    "jamba": ("default", False),
+    "gpt_oss": ("default", True),
+}
+
+
+_TINY_LFM: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "layer_types": ["conv", "full_attention"],
+}
+
+
+@pytest.fixture
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routers, "KERNEL_DEVICES", ("cpu", "cuda"))
+
+
+def make(name: str) -> Any:
+    if name != "gpt_oss":
+        return tiny_model(name)
+    config = transformers.AutoConfig.from_pretrained(CHECKPOINTS / "gpt_oss_mxfp4")
+    del config.quantization_config
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def logits(model: Any, ids: Tensor = IDS) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=False).logits
+
+
+def routers_of(model: Any) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "moeq_routing")]
+
+
+@pytest.mark.parametrize("name", [*METHODS, "phimoe", "ernie4_5_moe"])
+def test_logits_are_those_of_the_model_with_its_own_routers(name: str, everywhere: None) -> None:
+    model = make(name)
+    moeq_transformers.quantize_model(model, "none", route=False)
+    assert not routers_of(model)
+    want = logits(model)
+    routers.replace_routers(model, find_experts(model))
+    found = routers_of(model)
+    assert len(found) == (len(find_experts(model)) if name in METHODS else 0)
+    for router in found:
+        method, _, _, _, _, renormalize = router.moeq_routing.options
+        assert (method, renormalize) == METHODS[name]
+    assert relative_l2(logits(model), want) < F32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", METHODS)
+def test_ids_are_exactly_those_of_the_torch_router(name: str, dtype: torch.dtype, everywhere: None) -> None:
+    model = make(name)
+    moeq_transformers.quantize_model(model, "none")
+    router = routers_of(model)[-1].to(dtype)
+    weight = router.weight
+    hidden = torch.randn(500, weight.shape[1], generator=torch.Generator().manual_seed(2)).to(dtype)
+    correction = (torch.randn(weight.shape[0]) * 0.2,) if name in ("minimax_m2", "lfm2_moe") else ()
+    with torch.no_grad():
+        got = router(hidden, *correction)
+        want = routers._original(type(router))(router, hidden, *correction)
+    assert torch.equal(got[0], want[0])  # logits
+    assert got[2].dtype == torch.int32
+    order, our_order = want[2].argsort(-1), got[2].argsort(-1)
+    theirs, ours = want[2].gather(1, order), got[2].gather(1, our_order)
+    # bfloat16 logits tie; then any of the experts may be chosen.
+    tied = torch.tensor([len(set(row.tolist())) < len(row) for row in want[0]])
+    assert torch.equal(ours[~tied].long(), theirs[~tied]) and (~tied).sum() > 100
+    weights, our_weights = want[1].gather(1, order).float(), got[1].gather(1, our_order)
+    assert relative_l2(our_weights[~tied], weights[~tied]) < (F32 if dtype == torch.float32 else 4e-3)
+
+
+def test_what_was_replaced_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "torch_moe_ops")
+    moeq_transformers.quantize_model(tiny_model("qwen3_moe"), "none")
+    moeq_transformers.quantize_model(tiny_model("phimoe"), "none")
+    assert "routers of Qwen3MoeForCausalLM on a GPU: 2 choose by 'default'" in caplog.text
+    assert "routers of PhimoeForCausalLM on a GPU: 2 choose by 'its own operations'" in caplog.text
+
+
+def test_a_router_without_its_correction_runs_its_own_operations(everywhere: None) -> None:
+    config = {"use_expert_bias": False, "num_dense_layers": 0}
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model("lfm2_moe", **_TINY_LFM, **config), dtype=torch.float32
+    ).eval()
+    moeq_transformers.quantize_model(model, "none", route=False)
+    want = logits(model)
+    routers.replace_routers(model, find_experts(model))
+    assert relative_l2(logits(model), want) < F32
+
+
+def _calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    calls: list[Any] = []
+    inner = routers._route
+    monkeypatch.setattr(routers, "_route", lambda *args: calls.append(args) or inner(*args))
+    return calls
+
+
+def test_other_devices_and_gradients_keep_the_torch_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("qwen3_moe")
+    moeq_transformers.quantize_model(model, "none")
+    calls = _calls(monkeypatch)
+    logits(model)
+    assert not calls
+    monkeypatch.setattr(routers, "KERNEL_DEVICES", ("cpu",))
+    logits(model)
+    assert len(calls) == 2
+    router = routers_of(model)[0]
+    scores = router(torch.randn(3, 64))[1]
+    assert len(calls) == 2 and scores.requires_grad
+    with torch.no_grad():
+        router.train()(torch.randn(3, 64))
+    assert len(calls) == 2
+
+
+def test_copies_and_pickles_route_alike(monkeypatch: pytest.MonkeyPatch, everywhere: None) -> None:
+    model = tiny_model("deepseek_v3")
+    moeq_transformers.quantize_model(model, "none")
+    file = io.BytesIO()
+    torch.save(model, file)
+    pickled = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    want = logits(model)
+    calls = _calls(monkeypatch)
+    for other in (copy.deepcopy(model), pickled):
+        assert torch.equal(logits(other), want)
+    assert len(calls) == 2  # a layer without experts comes first
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "minimax_m2", "gpt_oss"])
+def test_one_graph(name: str, everywhere: None) -> None:
+    model = make(name)
+    moeq_transformers.quantize_model(model, "nvfp4")
+    assert routers_of(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda ids: logits(model, ids), fullgraph=True, backend="aot_eager")
+    assert relative_l2(compiled(IDS), logits(model)) < F32
+
+
+def test_every_architecture_has_a_router_that_is_known_or_left_alone() -> None:
+    assert set(METHODS) - {"gpt_oss"} | {"phimoe", "ernie4_5_moe"} == set(ARCHITECTURES)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", METHODS)
+def test_on_a_gpu_in_a_graph(name: str) -> None:
+    model = make(name).cuda()
+    moeq_transformers.quantize_model(model, "none", route=False)
+    ids = IDS.cuda()
+    want = logits(model, ids)
+    routers.replace_routers(model, find_experts(model))
+    assert relative_l2(logits(model, ids), want) < 1e-4
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = logits(model, ids)
+    graph.replay()
+    assert relative_l2(out, want) < 1e-4

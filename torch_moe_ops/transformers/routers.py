@@ -1,0 +1,184 @@
+"""Routers of transformers whose choice of experts is `moeq::route`: one kernel in place of five to fifteen.
+
+What a router computes is found by trying: a copy of it, on random weights, is compared with each routing method that
+its settings allow. A router that none of them reproduces is left alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_moe_ops.backends.triton import package_reason
+from torch_moe_ops.core.routing_methods import METHODS
+from torch_moe_ops.transformers.modules import ExpertsModule
+
+# Kinds of devices on which the routing kernel runs; on others torch's own operations are no slower.
+KERNEL_DEVICES = ("cuda",)
+_ATTRIBUTE = "moeq_routing"
+_PROBED_TOKENS = 64
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RouterOptions:
+    """What `moeq::route` is asked instead of a router's own operations.
+
+    Args:
+        options: routing_method, top_k, n_group, topk_group, routed_scaling_factor, renormalize.
+        in_float32: logits are a product of float32 copies, whatever the model's dtype.
+        has_correction: a correction bias of the scores belongs to the router, or is given to its forward.
+    """
+
+    options: tuple[str, int, int, int, float, bool | None]
+    in_float32: bool
+    has_correction: bool
+
+
+def replace_routers(model: nn.Module, modules: list[ExpertsModule]) -> None:
+    """Let the routers beside experts modules choose by `moeq::route` in inference on a GPU, those that can.
+
+    Their results stay what they were, but for ids of int32 and weights of float32, which other routers round to the
+    model's dtype. Where gradients are recorded, a router runs its own operations.
+    """
+    if package_reason() is not None:
+        return
+    done: Counter[str] = Counter()
+    known: dict[tuple[Any, ...], RouterOptions | None] = {}
+    for found in modules:
+        block = model.get_submodule(found.name.rpartition(".")[0])
+        for router in block.children():
+            if _may_route(router, found):
+                key = (type(router), *sorted(_settings(router).items()))
+                if key not in known:  # the layers of a model are alike
+                    known[key] = find_options(router)
+                options = known[key]
+                done[options.options[0] if options else "its own operations"] += 1
+                if options is not None:
+                    setattr(router, _ATTRIBUTE, options)
+                    _intercept(type(router))
+    if done:
+        text = "; ".join(f"{count} choose by {name!r}" for name, count in done.items())
+        _log.info("routers of %s on a GPU: %s", type(model).__name__, text)
+
+
+def _may_route(router: nn.Module, found: ExpertsModule) -> bool:
+    """A module whose own weight gives a logit for each expert."""
+    weight = router._parameters.get("weight")
+    experts = getattr(found.module, "num_experts", None)
+    # A linear gives logits alone, and is no class to change.
+    own_class = type(router).__module__.startswith("transformers.models.")
+    return own_class and weight is not None and weight.ndim == 2 and weight.shape[0] == experts and not weight.is_meta
+
+
+def _settings(router: nn.Module) -> dict[str, Any]:
+    plain = (bool, int, float, str)
+    return {name: value for name, value in vars(router).items() if isinstance(value, plain) and name != "training"}
+
+
+@torch.no_grad()
+def find_options(router: nn.Module) -> RouterOptions | None:
+    """The options with which `moeq::route` does what the router does; None where no method does."""
+    probe = copy.deepcopy(router).cpu().float().eval()
+    weight, generator = probe._parameters["weight"], torch.Generator().manual_seed(0)
+    assert weight is not None
+    for tensor in (t for t in (*probe.parameters(), *probe.buffers()) if t.is_floating_point()):
+        tensor.data = torch.randn(tensor.shape, generator=generator) * (0.2 if tensor.ndim == 1 else 1.0)
+    hidden = torch.randn(_PROBED_TOKENS, weight.shape[1], generator=generator) * weight.shape[1] ** -0.5
+    # Some are given the correction by the block that they are in.
+    correction = torch.randn(weight.shape[0], generator=generator) * 0.2
+    for given in ((), (correction,)):
+        try:
+            logits, weights, ids = _original(type(probe))(probe, hidden, *given)
+        except (TypeError, ValueError):  # takes other arguments, or gives other results
+            continue
+        bias = given[0] if given else _correction(probe)
+        for options in _candidates(router, ids.shape[-1], bias is not None):
+            if _same(logits, bias, options, ids, weights):
+                low = _original(type(probe))(probe.bfloat16(), hidden.bfloat16(), *given)[0]
+                return RouterOptions(options, low.dtype == torch.float32, bias is not None)
+    return None
+
+
+def _correction(router: nn.Module) -> Tensor | None:
+    return getattr(router, "e_score_correction_bias", None)
+
+
+def _candidates(router: Any, top_k: int, has_bias: bool) -> Iterator[tuple[str, int, int, int, float, bool | None]]:
+    said = getattr(router, "routed_scaling_factor", None)
+    factors = {1.0, float(said)} if isinstance(said, (int, float)) else {1.0}
+    groups = next((getattr(router, name) for name in ("num_group", "n_group") if hasattr(router, name)), 0) or 0
+    kept = getattr(router, "topk_group", 0) or 0
+    splits = [(0, 0), (groups, kept)] if isinstance(groups, int) and groups > 1 else [(0, 0)]
+    for method in METHODS.values():
+        if has_bias != method.takes_bias or top_k > method.max_top_k:
+            continue
+        for n_group, topk_group in splits if method.takes_groups else [(0, 0)]:
+            for factor in sorted(factors) if method.takes_scaling_factor else [1.0]:
+                for renormalize in (False, True) if method.can_choose_renormalize else (None,):
+                    yield method.name, top_k, n_group, topk_group, factor, renormalize
+
+
+def _same(logits: Tensor, bias: Tensor | None, options: tuple[Any, ...], ids: Tensor, weights: Tensor) -> bool:
+    """Whether `moeq::route` chooses the same experts with the same weights, in whatever order."""
+    try:
+        our_ids, our_weights = torch.ops.moeq.route(logits.float(), bias, *options)
+    except RuntimeError:  # options that do not go together, such as groups of one expert
+        return False
+    if our_ids.shape != ids.shape or weights.shape != ids.shape:
+        return False
+    order, our_order = ids.argsort(-1), our_ids.argsort(-1)
+    same_ids = torch.equal(ids.gather(-1, order), our_ids.gather(-1, our_order).to(ids.dtype))
+    sorted_weights, ours = weights.float().gather(-1, order), our_weights.gather(-1, our_order)
+    return same_ids and torch.allclose(sorted_weights, ours, rtol=1e-4, atol=1e-6)
+
+
+def _original(kind: Any) -> Callable[..., Any]:
+    original: Callable[..., Any] = getattr(kind.forward, "moeq_original", kind.forward)
+    return original
+
+
+def _intercept(kind: Any) -> None:
+    """Give a class of routers a forward that asks `moeq::route` where an instance has options for it."""
+    theirs = kind.forward
+    if hasattr(theirs, "moeq_original"):
+        return
+
+    @functools.wraps(theirs)
+    def forward(self: Any, hidden_states: Tensor, *given: Tensor | None, **named: Tensor | None) -> Any:
+        routing = getattr(self, _ATTRIBUTE, None)
+        if (
+            routing is None
+            or self.training
+            or hidden_states.device.type not in KERNEL_DEVICES
+            or any(tensor is None for tensor in (*given, *named.values()))  # no correction
+            or (torch.is_grad_enabled() and (hidden_states.requires_grad or self.weight.requires_grad))
+        ):
+            return theirs(self, hidden_states, *given, **named)
+        return _route(self, routing, hidden_states, *given, *named.values())
+
+    forward.moeq_original = theirs  # type: ignore[attr-defined]
+    kind.forward = forward
+
+
+def _route(router: Any, routing: RouterOptions, hidden_states: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """(logits, weights, ids), as routers of transformers give them."""
+    weight, bias = router.weight, router._parameters.get("bias")
+    rows = hidden_states.reshape(-1, weight.shape[1])
+    if routing.in_float32:
+        rows, weight, bias = rows.float(), weight.float(), None if bias is None else bias.float()
+    logits = nn.functional.linear(rows.to(weight.dtype), weight, bias)
+    correction = None
+    if routing.has_correction:
+        correction = given[0] if given else router.e_score_correction_bias
+        correction = correction.float()
+    ids, weights = torch.ops.moeq.route(logits, correction, *routing.options)
+    return logits, weights, ids
