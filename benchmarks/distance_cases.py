@@ -43,7 +43,7 @@ PEERS = {
     "fp8half": ("vllm_triton",),
     "int4": ("marlin", "humming"),
     "int4g32": ("marlin",),
-    "mxint4": ("marlin",),
+    "mxint4": ("marlin", "humming"),
     "int4zp": (),
     "nvfp4": ("marlin", "humming"),
     "mxfp4": ("marlin", "humming"),

@@ -48,7 +48,7 @@ def operand(x: Tensor, act: str) -> Tensor:
     grouped = x.float().unflatten(1, (-1, 128 if act == "group" else x.shape[1]))
     scale = grouped.abs().amax(2, keepdim=True).clamp_min(1e-4) / E4M3_LARGEST
     codes = (grouped / scale).clamp(-E4M3_LARGEST, E4M3_LARGEST).to(torch.float8_e4m3fn)
-    return (codes.double() * scale.double()).flatten(1)
+    return (codes.float().double() * scale.double()).flatten(1)
 
 
 def weight(weights: common.Weights, which: int, expert: int, numerics: Numerics) -> Tensor:
