@@ -16,6 +16,7 @@ from problems import Case, make_raw
 
 import torch_moe_ops as moe
 from torch_moe_ops.backends import BACKENDS, accuracy
+from torch_moe_ops.backends.native import auto_act_format
 from torch_moe_ops.core.problem import ACCURACIES
 from torch_moe_ops.core.schemes import SCHEMES
 
@@ -237,6 +238,18 @@ def test_another_word_is_refused_at_every_door() -> None:
     for door in doors:
         with pytest.raises(ValueError, match=text):
             door()
+
+
+def test_plug_ins_take_the_checkpoints_fp8_activations_where_a_backend_is_near_and_fast(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Strict backends multiply fp8 codes in bfloat16, which weight-only does as well."""
+    assert auto_act_format(dataclasses.replace(FP8, accuracy="strict")) == "none"
+    results(monkeypatch, near("triton_fp8"), [TIMES])
+    assert auto_act_format(FP8) == "fp8"
+    assert auto_act_format(dataclasses.replace(FP8, accuracy="strict")) == "none"
+    results(monkeypatch, near("triton_fp8", ratio=1.2), [TIMES])
+    assert auto_act_format(FP8) == "none"
 
 
 @pytest.mark.parametrize("wanted", ACCURACIES)

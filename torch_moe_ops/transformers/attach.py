@@ -53,7 +53,7 @@ def attach_experts(
         check_linears: compare quantized linears outside the experts with what the model has for them: transformers
             does not load all of their formats, and leaves what it cannot load random.
         route: let routers choose by `moeq::route` in inference on a GPU, where that does what they do.
-        prepare_options: given to `prepare` for every layer.
+        prepare_options: given to `prepare` for every layer (`backend`, `accuracy`, ...).
 
     Returns: the prepared weights by module name, for `explain`.
     Raises:
