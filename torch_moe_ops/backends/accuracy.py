@@ -1,5 +1,7 @@
 """How near to the oracle backends are, and which of those that are not strict `prepare` takes unasked.
 
+Kernels of the field itself (FlashInfer's) are taken as their order says; ours by what was measured.
+
 Both are measured: `benchmarks/distances.py` measures distances, of ours and of the kernels that the field runs on the
 same weights, and `bench_moe.py` times; `python scripts/distance_table.py --write` makes distances.json of the results:
 
@@ -24,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_moe_ops.backends.registry import BACKENDS
-from torch_moe_ops.core.problem import STRICT, Problem
+from torch_moe_ops.core.problem import Problem
 
 FILE = Path(__file__).parent / "distances.json"
 FACTOR = 1.1  # of the field's distance
@@ -64,6 +66,8 @@ def distance_of(backend: str, problem: Problem) -> Record | None:
 def statement(backend: str, problem: Problem) -> str:
     """Class and measured distance of a backend, for `explain`."""
     accuracy, found = BACKENDS[backend].accuracy, distance_of(backend, problem)
+    if BACKENDS[backend].of_the_field:
+        return f"{accuracy}: the field's own kernels"
     if found is None:
         return accuracy
     (least, most), rows = found["l2"], found["row"][1]
@@ -117,43 +121,41 @@ def _ratios(backend: str, other: str, records: Iterable[Record]) -> list[float] 
     return found
 
 
-def speed(backend: str, strict: str, problem: Problem) -> tuple[float, str]:
-    """Mean time of a backend over that of the strict one, infinite where it is not taken for it; and why.
+def speed(backend: str, other: str, problem: Problem) -> tuple[float, str]:
+    """Mean time of a backend over that of another one, infinite where it is not taken for it; and why.
 
     It is taken where it was never slower: on this layer, or else on every layer with such weights that was timed.
     """
     own, records = _timed(problem)
     if not own and len(records) < MIN_LAYERS:
-        return math.inf, f"no record says that it is faster than {strict} on such a layer"
-    ratios = _ratios(backend, strict, records)
+        return math.inf, f"no record says that it is faster than {other} on such a layer"
+    ratios = _ratios(backend, other, records)
     if not ratios:
-        return math.inf, f"it was not timed beside {strict}"
+        return math.inf, f"it was not timed beside {other}"
     where = "this layer" if own else f"{len(records)} layers with such weights"
     slower = sum(ratio > SLOWER for ratio in ratios)
     mean = math.exp(sum(math.log(ratio) for ratio in ratios) / len(ratios))
     if slower or mean >= 1:
-        return math.inf, f"it was slower than {strict} in {slower} of {len(ratios)} timings on {where}"
-    return mean, f"never slower than {strict} in {len(ratios)} timings on {where}, {mean:.2f} of its time in the mean"
+        return math.inf, f"it was slower than {other} in {slower} of {len(ratios)} timings on {where}"
+    return mean, f"never slower than {other} in {len(ratios)} timings on {where}, {mean:.2f} of its time in the mean"
 
 
-def preferred(problem: Problem, fitting: Iterable[str], strict: str | None) -> tuple[str | None, dict[str, str]]:
-    """The backend that "auto" takes in the place of the strict one, None for none; and why, for each that could be.
+def preferred(problem: Problem, fitting: Iterable[str], first: str | None) -> tuple[str | None, dict[str, str]]:
+    """The backend that "auto" takes in the place of `first`, None for none; and why, for each that could be.
 
     Args:
         fitting: backends that can run the problem.
-        strict: the one that "auto" takes with accuracy "strict".
+        first: the first of them that needs no measurement.
     """
     best, least, why = None, math.inf, {}
     for name in fitting:
-        if BACKENDS[name].accuracy == STRICT:
+        if BACKENDS[name].needs_no_measurement or not BACKENDS[name].auto:
             continue
-        reason = too_far(name, problem)
-        if reason is None and strict is not None:
-            mean, reason = speed(name, strict, problem)
-            if mean < math.inf:
-                why[name] = reason
-                if mean < least:
-                    best, least = name, mean
-                continue
-        why[name] = f"by name only: {reason or 'there is no strict backend to be faster than'}"
+        mean, reason = math.inf, too_far(name, problem)
+        if reason is None and first is not None:
+            mean, reason = speed(name, first, problem)
+        taken = "" if mean < math.inf else "by name only: "
+        why[name] = taken + (reason or "there is nothing to be faster than")
+        if mean < least:
+            best, least = name, mean
     return best, why

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch_moe_ops.backends.accuracy import preferred, statement
 from torch_moe_ops.backends.registry import BACKENDS, Backend
-from torch_moe_ops.core.problem import STRICT, Problem
+from torch_moe_ops.core.problem import Problem
 
 ENVIRONMENT_VARIABLE = "MOEQ_BACKEND"
 
@@ -52,19 +52,19 @@ def explain_problem(problem: Problem, requested: str = "auto") -> Explanation:
     against = {name: backend.reasons(problem) for name, backend in BACKENDS.items()}
     notes = {name: backend.notes(problem) for name, backend in BACKENDS.items()}
     fitting = [name for name, reasons in against.items() if not reasons]
-    strict = _strict_choice(fitting)
-    better, why = preferred(problem, fitting, strict)
+    first = _first_choice(fitting)
+    better, why = preferred(problem, fitting, first)
     accuracy = {name: "; ".join(filter(None, (statement(name, problem), why.get(name)))) for name in fitting}
-    chosen = better or strict
+    chosen = better or first
     if requested != "auto":
         chosen = requested if requested in fitting else None
     return Explanation(problem, requested, chosen, against, notes, accuracy)
 
 
-def _strict_choice(fitting: Iterable[str]) -> str | None:
-    """What "auto" takes with accuracy "strict": the first one that may be taken unasked, else the first."""
-    strict = [name for name in fitting if BACKENDS[name].accuracy == STRICT]
-    return next((name for name in strict if BACKENDS[name].auto), None) or next(iter(strict), None)
+def _first_choice(fitting: Iterable[str]) -> str | None:
+    """Of those that need no measurement the first one that may be taken unasked, else the first."""
+    names = [name for name in fitting if BACKENDS[name].needs_no_measurement]
+    return next((name for name in names if BACKENDS[name].auto), None) or next(iter(names), None)
 
 
 def check_requested(name: str) -> str:

@@ -16,7 +16,7 @@ from torch_moe_ops.backends.flashinfer_trtllm import device_guard
 from torch_moe_ops.backends.registry import Backend, Requirement, formats, register
 from torch_moe_ops.backends.tested import was_run
 from torch_moe_ops.core.call import ExpertsCall
-from torch_moe_ops.core.problem import Problem
+from torch_moe_ops.core.problem import STANDARD, Problem
 
 _BLACKWELL = ((10, 0), (10, 3), (11, 0), (12, 0), (12, 1))
 _FROM_ADA = ((8, 9), (9, 0), *_BLACKWELL)
@@ -142,6 +142,8 @@ register(
         one_input_scale=True,
         # Its first call may compile for an hour: chosen unasked only where nothing else fits.
         auto=False,
+        accuracy=STANDARD,
+        of_the_field=True,
         notes=_notes,
     )
 )

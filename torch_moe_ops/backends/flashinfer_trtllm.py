@@ -19,7 +19,7 @@ from torch_moe_ops.backends.flashinfer.routing import FP8_BLOCK_LAUNCHER, MAX_EX
 from torch_moe_ops.backends.flashinfer.trtllm_layout import LAYER, RULES
 from torch_moe_ops.backends.registry import Backend, Requirement, formats, register
 from torch_moe_ops.core.call import ExpertsCall
-from torch_moe_ops.core.problem import Problem
+from torch_moe_ops.core.problem import STANDARD, Problem
 
 CAPABILITIES = ((10, 0), (10, 3))
 
@@ -197,5 +197,7 @@ register(
         bias_layout=LAYER.biases,
         one_input_scale=True,
         notes=_notes,
+        accuracy=STANDARD,
+        of_the_field=True,
     )
 )

@@ -47,9 +47,10 @@ class Backend:
         False, or None here: moeq::route and `run` do it.
     delegate: the backend whose kernels run what this one's do not, "" where there is none; `notes` says what that is.
     one_input_scale: tokens are quantized once, so `prepare` takes the largest a13_input_scale for all experts.
-    auto: `prepare` may take it unasked (accuracy.py says when it takes one that is not strict).
-    accuracy: "strict" where results are within the bounds of docs/numerics.md that hold for every layer that nobody
-        named a backend for, "standard" where they are farther away.
+    auto: `prepare` may take it unasked.
+    accuracy: "strict" where results are within the bounds that docs/numerics.md has for strict backends, "standard"
+        where they are farther away: `prepare` takes such a one by what was measured (accuracy.py), or as its own order
+        says where the kernels are `of_the_field`, which is what others are compared with.
     """
 
     name: str
@@ -66,11 +67,18 @@ class Backend:
     delegate: str = ""
     one_input_scale: bool = False
     accuracy: str = STRICT
+    of_the_field: bool = False
+
+    @property
+    def needs_no_measurement(self) -> bool:
+        """Whether no result has to say that it is near enough to the oracle to be taken unasked."""
+        return self.accuracy == STRICT or self.of_the_field
 
     def accuracy_reason(self, problem: Problem) -> str | None:
         """None where this backend is as accurate as the problem asks, else why not."""
         if problem.accuracy == STRICT and self.accuracy != STRICT:
-            return f'accuracy must be "{STANDARD}", as results are off by what docs/numerics.md says, got "{STRICT}"'
+            why = "as results are off by more than docs/numerics.md allows"
+            return f'accuracy must be "{STANDARD}", {why}, got "{STRICT}"'
         return None
 
     def reasons(self, problem: Problem) -> list[str]:

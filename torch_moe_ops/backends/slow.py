@@ -6,7 +6,7 @@ import warnings
 
 from torch_moe_ops.backends.explain import explain_problem
 from torch_moe_ops.backends.registry import BACKENDS, Backend
-from torch_moe_ops.core.problem import STRICT, Problem
+from torch_moe_ops.core.problem import Problem
 
 _SAID: set[tuple[object, ...]] = set()
 
@@ -28,7 +28,7 @@ def warn_of_reference(problem: Problem, stacklevel: int) -> None:
 def _missing(problem: Problem) -> tuple[str, ...]:
     """What to install, of every backend that lacks nothing else; of those taken unasked, where there are any."""
     able = [b for name, b in BACKENDS.items() if name != "reference" and b.fits_anywhere(problem)]
-    unasked = [b for b in able if b.auto and b.accuracy == STRICT]
+    unasked = [b for b in able if b.auto and b.needs_no_measurement]
     return tuple(_to_install(backend, problem) for backend in unasked or able)
 
 

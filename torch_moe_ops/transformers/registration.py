@@ -18,7 +18,7 @@ def register(*, input_scales: bool = True, **prepare_options: Any) -> None:
 
     Args:
         input_scales: as in `load_experts`; False ignores calibrated activation scales.
-        prepare_options: given to `prepare` for every layer (`backend`, `accuracy`), and act_format ("auto" by default) and
+        prepare_options: given to `prepare` for every layer (`backend`, `accuracy`), act_format ("auto" by default) and
             route as in `attach_experts`.
 
     Raises:
