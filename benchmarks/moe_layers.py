@@ -40,6 +40,7 @@ ONLY = {
     "triton_fp8": ("fp8", "fp8row", "fp8half"),
     "triton": tuple(name for name in FORMATS if name != "nvfp4-a8"),  # its exact W4A8 is there to agree, not for speed
 }
+AUTO = "auto"
 POLICIES = {"cuda_sm90_packed": "packed", "cuda_sm90_folded": "folded"}
 ACTIVATIONS = {"silu": "silu", "relu2": "relu2_no_mul"}
 # gpt-oss has biases and an activation of its own. Peers run silu without biases on that shape, which is less work: our
@@ -96,7 +97,7 @@ class OurLayer(runner.UnderTest):
             self._biases = first, second
         raw = raw_weights(fmt, weights, activation, self._biases)
         settings: dict[str, Any] = {"act_format": FORMATS[fmt][1], "weight_policy": POLICIES.get(backend, "exact")}
-        against = moe.explain(raw, device=device, **settings).against[backend]
+        against = moe.explain(raw, device=device, **settings).against.get(backend)  # None: "auto"
         if against:
             raise common.Unsupported("; ".join(against))
         self.prepared = w = moe.prepare(raw, backend=backend, **settings)
@@ -112,17 +113,18 @@ class OurLayer(runner.UnderTest):
         return gpt_oss_reference(weights, inputs, self._biases)
 
     def details(self, M: int) -> dict[str, Any]:
-        return {"activation": "swigluoai, biases"} if self._biases is not None else {}
+        found = {"activation": "swigluoai, biases"} if self._biases is not None else {}
+        return found | ({"backend": self.prepared.backend} if self.label.startswith(AUTO) else {})
 
 
 def entries(backends: list[str], fmts: list[str]) -> list[runner.Entry]:
-    """What to build for every shape; a backend that is not registered is left out."""
+    """What to build for every shape; a backend that is not registered is left out. "auto": what users get."""
     found = []
     for fmt in fmts:
         if fmt not in FORMATS:
             raise SystemExit(f"--fmts: must be of {', '.join(FORMATS)}, got {fmt!r}")
         for backend in backends:
-            if backend not in BACKENDS or fmt not in ONLY.get(backend, FORMATS):
+            if backend not in (AUTO, *BACKENDS) or fmt not in ONLY.get(backend, FORMATS):
                 continue
 
             def build(fmt: str, weights: common.Weights, context: Any, backend: str = backend) -> list[OurLayer]:

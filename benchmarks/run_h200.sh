@@ -8,7 +8,7 @@
 # example, tune. Not in `all`: standard, times of the backends that `accuracy="strict"` leaves out beside those that it
 # takes (fp8 and int4; up to five minutes), and distances, how far each is from the oracle (up to three).
 # Lines are appended to files of FOLDER (default: benchmarks/results), but for distances, which are one run.
-# MS=1,64 and REPS=9 make a part shorter, SHAPES and SECONDS_OF_PART `standard` and `distances`.
+# MS=1,64 and REPS=9 make a part shorter; SHAPES, FMTS="fp8row int4zp,int4g32" and SECONDS_OF_PART those two.
 # The peers are those of benchmarks/peers/fetch_peers.sh in .peers; without them the library runs alone.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -54,9 +54,15 @@ format() {
   esac
 }
 
-standard() { # weight formats, peers
-  moe "${SECONDS_OF_PART:-95}" h200_standard.jsonl --warm 0 --ms "$ms" --shapes "${SHAPES:-qwen3_30b,dsv3,mixtral,160:8:5120:1536}" \
-    --fmts "$1" --backends triton,triton_fp8,cuda_sm90_fp8,cuda_sm90_int4 --peers "$(with_peers "$2")"
+standard() { # weight formats
+  local peers=""
+  case $1 in
+    fp8) peers=vllm_triton:fp8 ;;
+    int4,mxint4) peers=marlin:int4+mxint4 ;;
+  esac
+  moe "${SECONDS_OF_PART:-95}" h200_standard.jsonl --warm 0 --ms "$ms" --fmts "$1" \
+    --shapes "${SHAPES:-qwen3_30b,dsv3,mixtral,160:8:5120:1536}" \
+    --backends triton,auto,triton_fp8,cuda_sm90_fp8,cuda_sm90_int4 --peers "$(with_peers "$peers")"
 }
 
 # Lines of commands on as many processes as there are cores, nothing of which is timed: they fill caches.
@@ -95,9 +101,7 @@ case $part in
   example)
     timeout 170 "$python" examples/transformers_qwen3_moe.py --synthetic --out "$to/h200_example.json" ;;
   standard)
-    standard fp8 vllm_triton:fp8
-    standard fp8row ""
-    standard int4,mxint4 marlin:int4+mxint4 ;;
+    for fmts in ${FMTS:-fp8 fp8row int4,mxint4}; do standard "$fmts"; done ;;
   distances)
     timeout $((${SECONDS_OF_PART:-170} + 30)) "$python" benchmarks/distances.py --seconds "${SECONDS_OF_PART:-170}" --out "$to/h200_distances.jsonl" ;;
   tune)

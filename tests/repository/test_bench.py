@@ -48,6 +48,13 @@ def test_our_layers_agree_with_the_reference_of_the_peers(bench: Any, fmt: str, 
     assert error < bench.common.TOLERANCE[bench.common.act_bits(fmt)]
 
 
+def test_auto_is_timed_as_users_get_it(bench: Any) -> None:
+    weights = bench.common.Weights.random("fp8", bench.common.Shape("small", 4, 2, 256, 128))
+    (layer,) = bench.layers.entries(["auto"], ["fp8"])[0].build("fp8", weights, None)
+    assert layer.label == "auto" and layer.prepared.requested == "auto"
+    assert layer.details(1) == {"backend": layer.prepared.backend}
+
+
 def test_gpt_oss_has_biases_and_its_own_activation(bench: Any) -> None:
     shape = bench.common.Shape(bench.layers.GPT_OSS, 4, 2, 160, 96)
     assert _error(bench, "mxfp4", shape) < 1e-2
