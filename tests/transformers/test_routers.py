@@ -79,6 +79,12 @@ def logits(model: Any, ids: Tensor = IDS) -> Tensor:
         return model(input_ids=ids, use_cache=False).logits
 
 
+def _in_block(model: Any) -> bool:
+    """Whether the router is a linear, and the block that it is in does the rest: some models of older releases."""
+    block = model.get_submodule(find_experts(model)[0].name.rpartition(".")[0])
+    return type(getattr(block, "router", None)) is torch.nn.Linear
+
+
 def routers_of(model: Any) -> list[Any]:
     return [module for module in model.modules() if hasattr(module, "moeq_routing")]
 
@@ -91,7 +97,7 @@ def test_logits_are_those_of_the_model_with_its_own_routers(name: str, everywher
     want = logits(model)
     routers.replace_routers(model, find_experts(model))
     found = routers_of(model)
-    assert len(found) == (len(find_experts(model)) if name in METHODS else 0)
+    assert len(found) == (len(find_experts(model)) if name in METHODS and not _in_block(model) else 0)
     for router in found:
         method, _, _, _, _, renormalize = router.moeq_routing.options
         assert (method, renormalize) == METHODS[name]
@@ -103,6 +109,8 @@ def test_logits_are_those_of_the_model_with_its_own_routers(name: str, everywher
 def test_ids_are_exactly_those_of_the_torch_router(name: str, dtype: torch.dtype, everywhere: None) -> None:
     model = make(name)
     moeq_transformers.quantize_model(model, "none")
+    if _in_block(model):
+        pytest.skip(f"this release of transformers chooses experts in the MoE block of {name}")
     router = routers_of(model)[-1].to(dtype)
     weight = router.weight
     hidden = torch.randn(500, weight.shape[1], generator=torch.Generator().manual_seed(2)).to(dtype)

@@ -1,0 +1,234 @@
+#!/usr/bin/env python3
+"""Time whole transformers models on random quantized experts: decode steps in a CUDA graph, prefill, memory.
+
+    python benchmarks/bench_transformers_model.py --out benchmarks/results/h200_qwen3_30b_a3b.json
+    python benchmarks/bench_transformers_model.py --shape gpt_oss_20b --out benchmarks/results/h200_gpt_oss_20b.json
+
+A decode step is one token for each sequence of the batch, through a static cache of 1024 positions, mask given (as
+`generate` does). "moe" is all MoE blocks of the model one after the other, "experts" their experts alone on ids that
+are given, each in a graph of its own: a router costs what lies between. `--own-router` leaves transformers' routers.
+
+One shape takes about three minutes on an H200, two of them compiling; `--compile ""` leaves that out.
+
+transformers 5.17 or later must be importable, with what it imports: huggingface_hub, safetensors, tokenizers, regex,
+numpy, packaging, pyyaml, tqdm, filelock, typer. On a machine without a network, `scripts/carry_transformers.sh` puts
+them into the folder .whl elsewhere; carry that and run with PYTHONPATH=.whl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import transformers
+from transformers import StaticCache
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers_models import SHAPES, build
+
+import torch_moe_ops as moe
+from torch_moe_ops.prepared.fused import fused_moe_routed
+from torch_moe_ops.transformers.modules import find_experts
+
+CACHE = 1024
+POSITION = 100  # below the sliding window of gpt-oss: its static layers change their Python path when it is full
+REPLAYS = 20
+
+
+class Decode:
+    """One decode step of a model through a static cache, as a function without arguments."""
+
+    def __init__(self, model: Any, batch: int, cache_len: int) -> None:
+        config, device = model.config, model.device
+        self.model = model
+        self.ids = torch.randint(0, config.vocab_size, (batch, 1), device=device)
+        self.cache = StaticCache(config=config, max_cache_len=cache_len)
+        prompt = torch.randint(0, config.vocab_size, (batch, POSITION), device=device)
+        model(input_ids=prompt, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.positions = torch.full((batch, 1), POSITION, device=device)
+        self.mask = self._mask()
+        self.saved = [(layer, layer.cumulative_length.clone()) for layer in self.cache.layers]
+
+    def _mask(self) -> Any:
+        config = self.model.config
+        embeds = self.model.get_input_embeddings()(self.ids)
+        said = {"attention_mask": None, "past_key_values": self.cache, "position_ids": self.positions}
+        masks = {"full_attention": create_causal_mask(config=config, inputs_embeds=embeds, **said)}
+        if getattr(config, "sliding_window", None) is None:
+            return masks["full_attention"]
+        masks["sliding_attention"] = create_sliding_window_causal_mask(config=config, inputs_embeds=embeds, **said)
+        return masks
+
+    def __call__(self) -> torch.Tensor:
+        options = {"position_ids": self.positions, "past_key_values": self.cache, "use_cache": True}
+        return self.model(input_ids=self.ids, attention_mask=self.mask, **options).logits
+
+    def rewind(self) -> None:
+        """Each step writes one position further: back to the first, so that none leaves the cache."""
+        for layer, length in self.saved:
+            layer.cumulative_length.copy_(length)
+            if hasattr(layer, "cumulative_length_int"):
+                layer.cumulative_length_int = POSITION
+
+
+def blocks_of(model: Any) -> list[Any]:
+    """The MoE block of every layer."""
+    return [model.get_submodule(found.name.rpartition(".")[0]) for found in find_experts(model)]
+
+
+def through_blocks(model: Any, batch: int) -> Callable[[], Any]:
+    hidden = torch.randn(batch, 1, model.config.hidden_size, dtype=model.dtype, device=model.device)
+    blocks = blocks_of(model)
+
+    def run() -> Any:
+        return [block(hidden) for block in blocks]
+
+    return run
+
+
+def through_experts(model: Any, batch: int) -> Callable[[], Any]:
+    """The experts on ids that were chosen before, of int32 as the ops take them."""
+    size = model.config.hidden_size
+    hidden = torch.randn(batch, size, dtype=model.dtype, device=model.device)
+    top_k = model.config.num_experts_per_tok
+    layers = []
+    for found in find_experts(model):
+        w = found.module.moeq_weights.prepared
+        ids = torch.rand(batch, w.num_experts, device=model.device).topk(top_k).indices.int()
+        layers.append((w, ids, torch.full((batch, top_k), 1 / top_k, device=model.device)))
+
+    def run() -> Any:
+        return [fused_moe_routed(hidden, ids, weights, w) for w, ids, weights in layers]
+
+    return run
+
+
+def in_graph(run: Callable[[], Any], rounds: int, rewind: Callable[[], None] = lambda: None) -> dict[str, float]:
+    """Milliseconds of a call in a CUDA graph; on a CPU of a plain call."""
+    if not torch.cuda.is_available():
+        return _summary([_seconds(run, rewind) * 1e3 for _ in range(2)])
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.synchronize()
+    rewind()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    times = []
+    for _ in range(rounds):
+        rewind()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        graph.replay()
+        begin.record()
+        for _ in range(REPLAYS):
+            graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / REPLAYS)
+    return _summary(times)
+
+
+def _seconds(run: Callable[[], Any], rewind: Callable[[], None] = lambda: None) -> float:
+    rewind()
+    begin = time.perf_counter()
+    run()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def _summary(times: list[float]) -> dict[str, float]:
+    return {"ms": round(statistics.median(times), 4), "ms_min": round(min(times), 4)}
+
+
+def measure(model: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Lines of the result, each printed when it is known."""
+    lines: list[dict[str, Any]] = []
+    begin = time.perf_counter()
+
+    def note(**line: Any) -> None:
+        lines.append(line | {"at_s": round(time.perf_counter() - begin, 1)})
+        print(json.dumps(lines[-1]), flush=True)
+
+    decodes = {batch: Decode(model, batch, args.cache) for batch in _numbers(args.batches)}
+    for batch, step in decodes.items():
+        note(what="decode", batch=batch, **in_graph(step, args.rounds, step.rewind))
+        note(what="moe", batch=batch, **in_graph(through_blocks(model, batch), args.rounds))
+        note(what="experts", batch=batch, **in_graph(through_experts(model, batch), args.rounds))
+    ids = torch.randint(0, model.config.vocab_size, (1, args.prefill), device=model.device)
+    prefill = lambda: model(input_ids=ids, use_cache=True, logits_to_keep=1)  # noqa: E731
+    prefill()
+    note(what="prefill", tokens=args.prefill, **_summary([_seconds(prefill) * 1e3 for _ in range(5)]))
+    for batch in _numbers(args.compile):
+        if time.perf_counter() - begin > args.budget:
+            note(what="decode compiled", batch=batch, left_out=f"{args.budget} s are over")
+            continue
+        step = decodes.get(batch) or Decode(model, batch, args.cache)
+        torch._dynamo.reset()
+        compiled = torch.compile(step.__call__, fullgraph=True, dynamic=False)
+        step.rewind()
+        seconds = _seconds(compiled)
+        times = in_graph(compiled, args.rounds, step.rewind)
+        note(what="decode compiled", batch=batch, compile_s=round(seconds, 1), **times)
+    return lines
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3_30b_a3b")
+    parser.add_argument("--scheme", choices=("nvfp4", "mxfp4"), help="default: nvfp4, of gpt_oss_20b mxfp4")
+    parser.add_argument("--batches", default="1,8,64")
+    parser.add_argument("--compile", default="1,8", help="batch sizes of which the step is compiled too")
+    parser.add_argument("--prefill", type=int, default=4096)
+    parser.add_argument("--cache", type=int, default=CACHE)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--budget", type=float, default=110, help="seconds after which nothing more is compiled")
+    parser.add_argument("--own-router", action="store_true", help="leave transformers' routers as they are")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, to see that it runs; also on a CPU")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    if not args.tiny and not torch.cuda.is_available():
+        parser.error("a GPU is needed, or --tiny")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(0)
+    begin = time.perf_counter()
+    model = build(args.shape, device, scheme=args.scheme, route=not args.own_router, tiny=args.tiny)
+    weights = {found.module.moeq_weights.prepared.backend for found in find_experts(model)}
+    result: dict[str, Any] = {
+        "shape": args.shape,
+        "argv": [Path(v).name if Path(v).is_absolute() else v for v in sys.argv[1:]],  # no machine's paths
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "library": moe.__version__},
+        "backends": sorted(weights),
+        "routers": "transformers" if args.own_router else "moeq::route",
+        "build_s": round(time.perf_counter() - begin, 1),
+        "model_gib": round(model.get_memory_footprint() / 2**30, 3),
+        "parameters": model.num_parameters(),
+    }
+    if device.type == "cuda":
+        result["allocated_gib"] = round(torch.cuda.memory_allocated() / 2**30, 3)
+    print(json.dumps(result), flush=True)
+    result["lines"] = measure(model, args)
+    if device.type == "cuda":
+        result["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        main()
