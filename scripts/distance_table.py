@@ -90,23 +90,36 @@ def ratio_to_field(mine: list[Line], each: dict[Contestant, list[Line]]) -> tupl
     return max(ratios), " and ".join(sorted(names))
 
 
-def stated(formats: dict[str, dict[Contestant, list[Line]]]) -> list[Line]:
-    """What distances.json says of each of our backends."""
+def stated(lines: list[Line]) -> list[Line]:
+    """What distances.json says of each of our backends: nothing of one that failed on a layer of the format.
+
+    A layer counts where all numbers of tokens were measured.
+    """
+    tokens = {line["tokens"] for line in lines if line["event"] == "distance"}
+    failed = {(line["format"], contestant(line)) for line in lines if line["event"] == "missing" and "who" in line}
     entries = []
-    for each in formats.values():
-        for who, lines in each.items():
-            if who.kind != "ours":
+    for fmt, each in by_format(lines).items():
+        for who, mine in each.items():
+            if who.kind != "ours" or (fmt, who) in failed:
                 continue
-            against = ratio_to_field(lines, each)
-            entry = {name: lines[0][name] for name in ("scheme", "act_format", "weight_scales")}
+            against = ratio_to_field(mine, each)
+            entry = {name: mine[0][name] for name in ("scheme", "act_format", "weight_scales")}
             entry |= {"backend": who.who, "weight_policy": who.weight_policy}
-            entry["layers"] = len({line["layer"] for line in lines})
+            entry["layers"] = len(complete_layers(mine, tokens))
             for what in ("l2", "row"):
-                values = [line[what] for line in lines]
+                values = [line[what] for line in mine]
                 entry[what] = [min(values), max(values)]
             entry |= {"field": against and against[1], "ratio": against and round(against[0], 3)}
             entries.append(entry)
     return entries
+
+
+def complete_layers(lines: Iterable[Line], tokens: set[int]) -> set[str]:
+    """The layers that have a line for each of these numbers of tokens."""
+    found: dict[str, set[int]] = defaultdict(set)
+    for line in lines:
+        found[line["layer"]].add(line["tokens"])
+    return {layer for layer, each in found.items() if each == tokens}
 
 
 def times(files: Iterable[list[Line]], backends: set[str]) -> list[Line]:
@@ -140,7 +153,7 @@ def data() -> str:
     """torch_moe_ops/backends/distances.json; an entry a line."""
     lines = read(DISTANCES)
     env = lines[0] if lines else {"device": "", "capability": None}
-    entries = stated(by_format(lines))
+    entries = stated(lines)
     timed = times(map(read, TIMES), {entry["backend"] for entry in entries})
     head = json.dumps({"format": 1, "device": env["device"], "capability": env["capability"]})[:-1]
     return f'{head},\n "distances": {_a_line_each(entries)},\n "times": {_a_line_each(timed)}}}\n'

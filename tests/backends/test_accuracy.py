@@ -135,7 +135,7 @@ CASES = {
     "as far as may be": (near("triton_fp8", ratio=1.1), [TIMES], "triton_fp8", "at most 1.10 times vLLM's Triton"),
     "too far": (near("triton_fp8", ratio=1.11), [TIMES], "triton", "by name only: that is more than 1.1 times"),
     "no peer": (near("triton_fp8", ratio=None), [TIMES], "triton", "no kernel of the field"),
-    "one layer": (near("triton_fp8", layers=1), [TIMES], "triton", "measured on 1 layer only"),
+    "one layer": (near("triton_fp8", layers=1), [TIMES], "triton", "measured on too few layers (1)"),
     "other weights": (near("triton_fp8", scheme="fp8"), [TIMES], "triton", "is not measured"),
     "not timed at all": (near("triton_fp8"), [], "triton", "no record says that it is faster"),
     "not timed beside the strict one": (

@@ -34,14 +34,14 @@ def bench(backend: str, tokens: int, us: float, fmt: str = "fp8") -> dict[str, A
 
 OURS = [
     distance("triton_fp8", "ours", 4e-3, 6e-3),
-    distance("triton_fp8", "ours", 5e-3, 5e-3, "qwen3_30b", 64),
+    distance("triton_fp8", "ours", 5e-3, 5e-3, "qwen3_30b"),
     distance("triton", "ours", 2e-3, 2e-3),
 ]
 FIELD = [
     distance("vllm_triton", "emulated", 3e-3, 3e-3),
     distance("vllm_triton", "peer", 8e-3, 1e-2),
     distance("deepgemm", "peer", 1e-2, 8e-3),
-    distance("vllm_triton", "emulated", 1e-2, 1e-2, "qwen3_30b", 64),
+    distance("vllm_triton", "emulated", 1e-2, 1e-2, "qwen3_30b"),
 ]
 
 
@@ -86,6 +86,17 @@ def test_a_cell_without_a_peer_leaves_no_ratio(script: Any) -> None:
     assert entries["triton"]["ratio"] == 0.25
 
 
+def test_a_layer_counts_where_it_was_measured_to_the_end_and_a_backend_where_it_never_failed(script: Any) -> None:
+    more = [distance("triton", "ours", 1e-3, 1e-3, tokens=2), distance("vllm_triton", "emulated", 1e-2, 1e-2, tokens=2)]
+    lost = {"event": "missing", "format": "fp8", "layer": "glm46", "who": "triton", "kind": "ours", "why": "not finite"}
+    write(script, "h200_distances.jsonl", ENV, *OURS, *FIELD, *more)
+    assert {e["backend"]: e["layers"] for e in json.loads(script.data())["distances"]} == {"triton_fp8": 0, "triton": 1}
+    write(script, "h200_distances.jsonl", ENV, *OURS, *FIELD, *more, lost)
+    assert [e["backend"] for e in json.loads(script.data())["distances"]] == ["triton_fp8"]
+    write(script, "h200_distances.jsonl", ENV, *OURS, *FIELD, lost | {"who": "humming", "kind": "peer"})
+    assert len(json.loads(script.data())["distances"]) == 2
+
+
 def test_times_of_a_cell_are_of_one_run_the_last(script: Any) -> None:
     write(script, "h200_distances.jsonl", ENV, *OURS, *FIELD)
     first = [bench("triton", 1, 30.0), bench("triton_fp8", 1, 20.0), bench("triton", 64, 90.0), bench("marlin", 1, 1.0)]
@@ -115,9 +126,13 @@ def test_the_table_has_a_row_a_contestant_and_says_what_is_missing(script: Any) 
         {"event": "missing", "format": "int4", "layer": "dsv3", "who": "humming", "why": "no such module"},
         {"event": "missing", "format": "fp8", "layer": "mixtral", "why": "the time was over"},
     ]
-    text = "\n".join(script.table([ENV, *OURS, *FIELD, *missing]))
+    more = (
+        distance("triton_fp8", "ours", 1e-3, 2e-3, tokens=64),
+        distance("vllm_triton", "emulated", 1e-2, 1e-2, tokens=64),
+    )
+    text = "\n".join(script.table([ENV, *OURS, *FIELD, *more, *missing]))
     assert "| FP8 in 128x128 blocks, fp8 activations | layers | M=1 | M=64 | of the field's |" in text
-    assert "| `triton_fp8` | 2 | 4.0e-03 / 6.0e-03 | 5.0e-03 / 5.0e-03 | 0.75 |" in text
+    assert "| `triton_fp8` | 2 | 5.0e-03 / 6.0e-03 | 1.0e-03 / 2.0e-03 | 0.75 |" in text
     assert "| DeepGEMM | 1 | 1.0e-02 / 8.0e-03 | - |  |" in text
     assert "- humming on INT4 in groups of 128, dsv3: no such module" in text
     assert text.endswith("- FP8 in 128x128 blocks, fp8 activations, mixtral: the time was over")

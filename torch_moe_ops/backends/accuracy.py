@@ -83,7 +83,7 @@ def too_far(backend: str, problem: Problem) -> str | None:
     if found["ratio"] is None:
         return "there is no kernel of the field to compare with"
     if found["layers"] < MIN_LAYERS:
-        return f"its distance is measured on {found['layers']} layer only"
+        return f"its distance is measured on too few layers ({found['layers']})"
     if found["ratio"] > FACTOR:
         return f"that is more than {FACTOR} times as far"
     return None
