@@ -220,11 +220,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {**_EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 0},
     "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
     "jamba": {"num_experts": 4, "num_experts_per_tok": 2, "attn_layer_offset": 0, "attn_layer_period": 1},
-}
-
-REFUSED_FORMAT = "ModelOpt NVFP4"
-# Those whose experts this library does not run: named otherwise, or not run through transformers' experts interface.
-REFUSED: dict[str, dict[str, Any]] = {
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32},
     "llama4_text": {
         "num_local_experts": 4,
@@ -233,15 +228,79 @@ REFUSED: dict[str, dict[str, Any]] = {
         "intermediate_size": 32,
         "interleave_moe_layer_step": 1,
     },
+}
+
+_SPARSE = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}
+_ONE_GROUP = {"n_group": 1, "topk_group": 1}
+_LINEAR_ATTENTION = {
+    "shared_expert_intermediate_size": 32,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+# In one format by the usual tests, in all of them by the slow ones; some are not in older releases of transformers.
+MORE_ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "granitemoeshared": {**_SPARSE, "shared_intermediate_size": 32},
+    "granitemoe_swa": _SPARSE,
+    "exaone_moe": {
+        **_EXPERTS,
+        **_ONE_GROUP,
+        "num_shared_experts": 1,
+        "layer_types": ["full_attention", "full_attention"],
+        "is_moe_layer": [True, True],
+        "first_k_dense_replace": 0,
+        "sliding_window": 8,
+    },
+    "hunyuan_v1_moe": {**_EXPERTS, "moe_topk": 2, "num_shared_expert": 1},
+    "glm4_moe_lite": {**_ROUTED, **_LATENT, **_GROUPED},
+    "solar_open": {**_ROUTED, **_ONE_GROUP},
+    "afmoe": {
+        **_EXPERTS,
+        **_ONE_GROUP,
+        "num_shared_experts": 1,
+        "num_dense_layers": 0,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 16,
+    },
+    "laguna": _EXPERTS,
+    "cohere2_moe": _EXPERTS,
+    "mellum": _EXPERTS,
+    "mimo_v2_flash": _ROUTED,
+    "hy_v3": _EXPERTS,
+    "qwen3_next": {**_EXPERTS, **_LINEAR_ATTENTION},
+    "qwen3_5_moe_text": {**_EXPERTS, **_LINEAR_ATTENTION},
+    "axk1": {**_ROUTED, **_LATENT, **_GROUPED},
+    "minimax": {**_SPARSE, "layer_types": ["full_attention", "full_attention"]},
+    "kimi_linear": _EXPERTS,
+    "deepseek_v32": {
+        **_ROUTED,
+        **_LATENT,
+        **_GROUPED,
+        "index_topk": 8,
+        "index_n_heads": 2,
+        "index_head_dim": 16,
+    },
+}
+
+REFUSED_FORMAT = "ModelOpt NVFP4"
+# Those whose experts this library does not run: named otherwise, or not run through transformers' experts interface.
+REFUSED: dict[str, dict[str, Any]] = {
     "jetmoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16, "num_key_value_heads": 2},
 }
 
 _LINEAR = re.compile(r"\.layers\..+(_proj|experts\.\d+\.w[123])\.weight$")
 
 
+_FUSED = re.compile(r"\.(gate_up_proj|down_proj|input_linear|output_linear)(\.weight)?$")
+
+
 def tiny_model(architecture: str) -> Any:
     """A random model in float32 whose logits react to every expert."""
-    config = AutoConfig.for_model(architecture, **{**_SIZES, **(ARCHITECTURES | REFUSED)[architecture]})
+    config = AutoConfig.for_model(
+        architecture, **{**_SIZES, **(ARCHITECTURES | MORE_ARCHITECTURES | REFUSED)[architecture]}
+    )
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, tensor in model.state_dict().items():
@@ -267,17 +326,18 @@ def write_model(folder: Path, architecture: str, format_name: str, *, experts: b
     tensors = load_file(written.dequantized / "model.safetensors")
     stored, meant = {}, {}
     for name, tensor in tensors.items():
-        for module, matrix in _matrices(name, tensor, experts):
-            parts, meaning = encode(matrix)
+        meant[name] = tensor.clone()
+        matrices = _matrices(name, meant[name], experts)
+        for module, matrix in matrices:
+            parts, meaning = encode(matrix.contiguous())
+            matrix.copy_(meaning)
             stored |= {
                 f"{module}.{part}": value.clone(memory_format=torch.contiguous_format) for part, value in parts.items()
             }
-            if tensor.ndim == 2:
-                meant[name] = meaning
-            if ".experts." not in name:
+            if ".experts." not in module:
                 written.linears.append(name)
-        if not _matrices(name, tensor, experts):
-            stored[name] = meant[name] = tensor
+        if not matrices:
+            stored[name] = tensor
     save_file(meant, written.dequantized / "model.safetensors", metadata={"format": "pt"})
     written.quantized.mkdir()
     save_file(stored, written.quantized / "model.safetensors", metadata={"format": "pt"})
@@ -287,7 +347,21 @@ def write_model(folder: Path, architecture: str, format_name: str, *, experts: b
 
 
 def _matrices(name: str, tensor: Tensor, experts: bool) -> list[tuple[str, Tensor]]:
-    """The matrices of a tensor that are quantized, by the name of their module."""
+    """The matrices of a tensor that are quantized, as views, by the name of their module.
+
+    Experts in one tensor are split into single ones, as the tools do that write such checkpoints.
+    """
+    fused = _FUSED.search(name)
+    if tensor.ndim == 3 and fused and experts:
+        root = f"{name[: fused.start()].removesuffix('.experts')}.experts"
+        # Llama 4 keeps [K, rows]; the others' matrices are [rows, K].
+        found = [(e, matrix.T if "feed_forward" in root else matrix) for e, matrix in enumerate(tensor)]
+        if fused[1] in ("down_proj", "output_linear"):
+            return [(f"{root}.{e}.down_proj", matrix) for e, matrix in found]
+        halves = [(e, *pair.chunk(2)) for e, pair in found]
+        return [
+            (f"{root}.{e}.{p}_proj", half) for e, *pair in halves for p, half in zip(("gate", "up"), pair, strict=True)
+        ]
     if tensor.ndim != 2 or not _LINEAR.search(name) or not (experts or ".experts." not in name):
         return []
     return [(name.removesuffix(".weight"), tensor)]
@@ -295,7 +369,7 @@ def _matrices(name: str, tensor: Tensor, experts: bool) -> list[tuple[str, Tenso
 
 def _table() -> str:
     heads = [name.replace("compressed-tensors", "CT") for name in FORMATS]
-    rows = [[f"`{name}`", *["yes"] * len(heads)] for name in ARCHITECTURES]
+    rows = [[f"`{name}`", *["yes"] * len(heads)] for name in (*ARCHITECTURES, *MORE_ARCHITECTURES)]
     rows += [[f"`{name}`", *("refused" if form == REFUSED_FORMAT else "-" for form in FORMATS)] for name in REFUSED]
     lines = [["model_type", *heads], ["---"] * (len(heads) + 1), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -12,13 +12,13 @@ import pytest
 import torch
 from fixture_layers import CHECKPOINTS
 from modules_by_path import ROOT
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tolerances import F32, relative_l2
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers", minversion="5.17", reason="needs transformers >= 5.17")
 
-from quantized_models import ARCHITECTURES, FORMATS, REFUSED, REFUSED_FORMAT, TABLE, write_model  # noqa: E402
+from quantized_models import ARCHITECTURES, FORMATS, MORE_ARCHITECTURES, REFUSED, REFUSED_FORMAT, TABLE, write_model  # noqa: E402
 
 import torch_moe_ops.transformers as moeq_transformers  # noqa: E402
 from torch_moe_ops.transformers.modules import find_experts  # noqa: E402
@@ -52,6 +52,48 @@ def test_logits_are_those_of_the_dequantized_model(architecture: str, format_nam
     assert written.linears
     model = load(written.quantized)
     assert packed_layers(model)
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(written.dequantized, dtype=torch.float32)
+    assert relative_l2(logits(model), logits(oracle)) < F32
+
+
+# Of one format in the usual tests.
+MORE = [
+    pytest.param(name, form, marks=() if form == REFUSED_FORMAT else pytest.mark.slow)
+    for name in MORE_ARCHITECTURES
+    for form in FORMATS
+]
+
+
+@pytest.mark.parametrize(("architecture", "format_name"), MORE)
+def test_logits_of_further_architectures(architecture: str, format_name: str, tmp_path: Path) -> None:
+    try:
+        transformers.AutoConfig.for_model(architecture)
+    except ValueError:
+        pytest.skip(f"transformers {transformers.__version__} does not have {architecture}")
+    test_logits_are_those_of_the_dequantized_model(architecture, format_name, tmp_path)
+
+
+@pytest.mark.parametrize("format_name", ["compressed-tensors FP8", "compressed-tensors MXFP4"])
+def test_granite_with_all_experts_in_one_tensor(format_name: str, tmp_path: Path) -> None:
+    """As its unquantized files have them: input_linear holds gate and up."""
+    written = write_model(tmp_path, "granitemoe", format_name)
+    file = written.quantized / "model.safetensors"
+    stored = load_file(file)
+    for layer in (0, 1):
+        root = f"model.layers.{layer}.block_sparse_moe"
+        parts = {name.rpartition(".")[2] for name in stored if name.startswith(f"{root}.experts.0.")}
+        for part in parts:
+            gate, up, down = (
+                torch.stack([stored.pop(f"{root}.experts.{e}.{which}_proj.{part}").view(torch.uint8) for e in range(4)])
+                for which in ("gate", "up", "down")
+            )
+            dtype = {"weight": torch.float8_e4m3fn, "weight_scale": torch.float32}.get(part, torch.uint8)
+            dtype = torch.uint8 if "MXFP4" in format_name else dtype
+            stored[f"{root}.input_linear.{part}"] = torch.cat((gate, up), 1).contiguous().view(dtype)
+            stored[f"{root}.output_linear.{part}"] = down.view(dtype)
+    save_file(stored, file, metadata={"format": "pt"})
+    model = load(written.quantized)
+    assert packed_layers(model) == 2
     oracle = transformers.AutoModelForCausalLM.from_pretrained(written.dequantized, dtype=torch.float32)
     assert relative_l2(logits(model), logits(oracle)) < F32
 

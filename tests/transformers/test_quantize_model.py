@@ -59,7 +59,9 @@ def test_the_accuracy_is_that_of_prepare_and_stays_when_a_model_moves(accuracy: 
         moeq_transformers.quantize_model(random_model("qwen3_moe"), "fp8", accuracy="exact")
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "nemotron_h"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "nemotron_h", "granitemoe", "llama4_text"]
+)
 def test_unquantized_weights_give_the_logits_of_the_model(name: str) -> None:
     model = random_model(name)
     want = logits(model)

@@ -347,8 +347,11 @@ def test_settings_given_to_from_pretrained_ask_for_transformers_own_quantizer() 
 
 @pytest.mark.parametrize("format_name", ["ModelOpt NVFP4", "compressed-tensors NVFP4", "FP8 128x128", "GPTQ"])
 def test_another_name_for_experts_is_refused(format_name: str, tmp_path: Path) -> None:
-    written = write_model(tmp_path, "granitemoe", format_name)
-    with pytest.raises(ValueError, match=r"must name the experts of layers \[0, 1\] of GraniteMoeForCausalLM"):
+    written = write_model(tmp_path, "qwen3_moe", format_name)
+    file = written.quantized / "model.safetensors"
+    tensors = {name.replace(".experts.", ".specialists."): t for name, t in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"must name the experts of layers \[0, 1\] of Qwen3MoeForCausalLM"):
         _load(written.quantized)
 
 

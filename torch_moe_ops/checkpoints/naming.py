@@ -4,18 +4,21 @@ Two layouts exist, under any prefix and with any module between the layer and it
 
     ...layers.<n>.<module>.experts.<e>.<projection>.<part>     one module per expert
     ...layers.<n>.<module>.experts.<projection>[_.]<part>      all experts of a layer in one tensor
+
+Granite calls the second one `block_sparse_moe.input_linear.<part>` and `block_sparse_moe.output_linear.<part>`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from torch_moe_ops.files.errors import CheckpointError
 
 _PER_EXPERT = re.compile(r"([0-9]+)\.(gate_up_proj|gate_proj|up_proj|down_proj|w1|w2|w3)\.(.+)")
-_FUSED = re.compile(r"(gate_up_proj|gate_proj|up_proj|down_proj)(?:[._](.+))?")
+_FUSED = re.compile(r"(gate_up_proj|gate_proj|up_proj|down_proj|input_linear|output_linear)(?:[._](.+))?")
+_GRANITE = "block_sparse_moe"
 # DeepSeek-V4 keeps its prediction layers under mtp.<n>, beside layers.<n>.
 _LAYERS = ("layers", "mtp")
 _MTP_COMPONENTS = frozenset({"mtp", "mtp_layers", "nextn"})
@@ -30,6 +33,8 @@ _PROJECTIONS = {
     "w1": "gate",
     "w3": "up",
     "w2": "down",
+    "input_linear": "gate_up",
+    "output_linear": "down",
 }
 PART_ALIASES = {"scale": "weight_scale", "scale_inv": "weight_scale_inv"}
 # Left over from calibration or for the cache of keys and values; they say nothing about the weights.
@@ -62,6 +67,12 @@ class ExpertLayer:
     @property
     def is_fused(self) -> bool:
         return None in self.experts
+
+    def tensor_names(self) -> Iterator[str]:
+        """Every tensor that belongs to an expert."""
+        for projections in self.experts.values():
+            for parts in projections.values():
+                yield from parts.values()
 
     def add(self, rest: str, name: str) -> None:
         """File one tensor under its expert, projection and part."""
@@ -100,8 +111,8 @@ def find_layers(names: Iterable[str], num_hidden_layers: int | None = None) -> l
         if start is None:
             continue
         module = ".".join(pieces[: start + 2])
-        if "experts" in pieces[start + 2 : -1]:
-            end = pieces.index("experts", start + 2)
+        if "experts" in pieces[start + 2 : -1] or _is_granite(pieces):
+            end = pieces.index(_GRANITE if _is_granite(pieces) else "experts", start + 2)
             root = ".".join(pieces[: end + 1])
             if root not in layers:
                 layers[root] = ExpertLayer(root, int(pieces[start + 1]))
@@ -115,6 +126,10 @@ def find_layers(names: Iterable[str], num_hidden_layers: int | None = None) -> l
         layer.mtp = numbered or named or modules[root] in mtp_modules
     found = (layer for layer in layers.values() if layer.experts or layer.unknown)
     return sorted(found, key=lambda layer: (layer.mtp, layer.number, layer.root))
+
+
+def _is_granite(pieces: list[str]) -> bool:
+    return len(pieces) > 2 and pieces[-3] == _GRANITE and pieces[-2] in ("input_linear", "output_linear")
 
 
 def _layer_start(pieces: list[str]) -> int | None:

@@ -41,7 +41,8 @@ def _one_by_one(raw: RawWeights, names: ExpertLayer, form: WrittenFormat) -> Ite
     for expert in range(raw.num_experts):
         for projection in projections:
             if names.is_fused:
-                module = f"{names.root}.{expert}.{_OWN_NAMES[projection]}"
+                root = names.root if names.root.endswith(".experts") else f"{names.root}.experts"  # of Granite
+                module = f"{root}.{expert}.{_OWN_NAMES[projection]}"
             else:
                 module = names.experts[expert][projection]["weight"].removesuffix(".weight")
             for part, tensor in form.parts(fields_of(raw, expert, projection)).items():

@@ -16,6 +16,7 @@ from torch_moe_ops.files.errors import PATH_LENGTH, short
 from torch_moe_ops.prepared.prepare import prepare
 from torch_moe_ops.prepared.prepared_weights import PreparedWeights
 from torch_moe_ops.transformers.act_formats import AUTO, Choices, chosen_act_format, stored_act_format
+from torch_moe_ops.transformers.adapters import PREPARE_OPTIONS, is_adapted
 from torch_moe_ops.transformers.experts import IMPLEMENTATION, ExpertWeights
 from torch_moe_ops.transformers.implementation import register_implementation
 from torch_moe_ops.transformers.linears import check_linears_loaded
@@ -100,7 +101,7 @@ def attach_to(
         act = chosen_act_format(raw, stored, target, prepare_options) if act_format == AUTO else act_format
         attached[found.name] = attach_raw(found, raw, target, act_format=act, **prepare_options)
         choices.add(stored, attached[found.name])
-    model.set_experts_implementation(IMPLEMENTATION)
+    set_implementation(model, modules)
     if route:
         replace_routers(model, modules)
     if act_format == AUTO:
@@ -108,10 +109,16 @@ def attach_to(
     return attached
 
 
+def set_implementation(model: Any, modules: list[ExpertsModule]) -> None:
+    """Let the model's experts interface, where it has one, run packed experts."""
+    if not all(is_adapted(found.module) for found in modules):
+        model.set_experts_implementation(IMPLEMENTATION)
+
+
 def attach_raw(found: ExpertsModule, raw: RawWeights, device: torch.device, **prepare_options: Any) -> PreparedWeights:
     """Prepare one layer and give it to its module, whose own parameters are dropped once everything fits."""
     _check_sizes(found, raw)
-    w = prepare(raw, device=device, **prepare_options)
+    w = prepare(raw, device=device, **getattr(found.module, PREPARE_OPTIONS, {}), **prepare_options)
     _check_activation(found, w)
     remove_parameters(found.module)
     found.module.moeq_weights = ExpertWeights(w)
@@ -167,7 +174,8 @@ def _check_activation(found: ExpertsModule, w: PreparedWeights) -> None:
     module = found.module
     if module.has_gate:
         halves = torch.cat((gate, up), 1) if module.is_concatenated else torch.stack((gate, up), 2).flatten(1)
-        theirs, ours = module._apply_gate(halves), apply_activation(w.activation, gate, up, *constants)
+        theirs = module.act_fn(gate) * up if is_adapted(module) else module._apply_gate(halves)
+        ours = apply_activation(w.activation, gate, up, *constants)
     else:
         theirs, ours = module.act_fn(gate), apply_activation(w.activation, None, gate, *constants)
     if not torch.allclose(theirs, ours, rtol=1e-4, atol=1e-4):

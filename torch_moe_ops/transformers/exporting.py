@@ -13,6 +13,7 @@ from torch_moe_ops.checkpoints.writing import WrittenFormat, format_of
 from torch_moe_ops.checkpoints.writing_config import hf_quant_config, quantization_config
 from torch_moe_ops.checkpoints.writing_layer import layer_tensors
 from torch_moe_ops.prepared.restoring import restored_views
+from torch_moe_ops.transformers.adapters import is_adapted
 from torch_moe_ops.transformers.dequantize import own_conversions
 from torch_moe_ops.transformers.experts import HOLDER
 from torch_moe_ops.transformers.linears import stored_dtype
@@ -56,10 +57,12 @@ def export_model(model: Any) -> Export:
     experts = {name for name, t in named.items() if t.is_meta}
     others = {name: t for name, t in named.items() if name not in experts}
     layers = _layers(model, experts, modules)
-    form = _common_format({found.name: (raws[found.name], layers[found.layer], found.module) for found in modules})
+    # One tensor for all experts is what the tools write for gpt-oss alone; they split Llama 4's experts.
+    fused = all(found.module.is_transposed and not is_adapted(found.module) for found in modules)
+    form = _common_format({found.name: (raws[found.name], layers[found.layer]) for found in modules}, fused)
     written = dict(others)
     for found in modules:
-        how = {"transposed": found.module.is_transposed, "interleaved": not found.module.is_concatenated}
+        how = {"transposed": fused, "interleaved": not found.module.is_concatenated}
         written |= layer_tensors(raws.pop(found.name), layers[found.layer], form, **how)
     ignored = sorted(name.removesuffix(".weight") for name, t in others.items() if _is_linear(name, t))
     return Export(written, quantization_config(form, ignored), hf_quant_config(form, ignored))
@@ -156,12 +159,12 @@ def _layers(model: Any, names: set[str], modules: list[ExpertsModule]) -> dict[i
     return layers
 
 
-def _common_format(layers: dict[str, tuple[RawWeights, ExpertLayer, Any]]) -> WrittenFormat:
+def _common_format(layers: dict[str, tuple[RawWeights, ExpertLayer]], fused: bool) -> WrittenFormat:
     """The one format of all layers: config files describe no other kind of checkpoint here."""
     first: tuple[str, WrittenFormat] | None = None
-    for name, (raw, names, module) in layers.items():
+    for name, (raw, names) in layers.items():
         try:
-            form = format_of(raw, gpt_oss=names.is_fused and module.is_transposed)
+            form = format_of(raw, gpt_oss=names.is_fused and fused)
         except ValueError as error:
             raise ValueError(f"save_pretrained: {name} cannot be written: {error}") from error
         if first is None:

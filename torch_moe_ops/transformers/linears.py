@@ -57,7 +57,8 @@ class LoadedTensors(TensorReader):
 def quantized_linears(index: CheckpointIndex) -> dict[str, dict[str, str]]:
     """Module -> part -> tensor name, of every module outside the experts that stores a quantized weight."""
     modules: dict[str, dict[str, str]] = {}
-    for name in index.entries:
+    experts = {name for layer in index.layers for name in layer.tensor_names()}
+    for name in (name for name in index.entries if name not in experts):
         module, _, part = name.rpartition(".")
         if not part.endswith(SKIPPED) and "experts" not in module.split("."):
             modules.setdefault(module, {})[PART_ALIASES.get(part, part)] = name

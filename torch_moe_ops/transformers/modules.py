@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_moe_ops.transformers.adapters import adapt
+
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 # Parameters of an experts module are named after these: the weights, their biases, and scales of FP8 weights.
 _WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
@@ -25,14 +27,15 @@ class ExpertsModule:
 
 
 def find_experts(model: nn.Module) -> list[ExpertsModule]:
-    """Every module of the model that goes through the experts interface of transformers.
+    """Every module of the model that goes through the experts interface of transformers, or is made to (adapters.py).
 
     Raises ValueError for one outside `layers.<n>.`, whose experts could not be found in a checkpoint.
     """
     found = []
     for name, module in model.named_modules():
         # Set by transformers.integrations.moe.use_experts_implementation on each instance.
-        if not {"is_transposed", "is_concatenated", "has_gate", "has_bias"} <= module.__dict__.keys():
+        known = {"is_transposed", "is_concatenated", "has_gate", "has_bias"} <= module.__dict__.keys()
+        if not known and not adapt(model.get_submodule(name.rpartition(".")[0]), module):
             continue
         numbers = _LAYER.findall(f"{name}.")
         if not numbers:

@@ -36,10 +36,7 @@ def release(modules: list[ExpertsModule]) -> None:
 
 
 def _stored_bytes(layer: ExpertLayer, index: CheckpointIndex) -> int:
-    names = {
-        name for projections in layer.experts.values() for parts in projections.values() for name in parts.values()
-    }
-    return sum(index.entries[name].nbytes for name in names)
+    return sum(index.entries[name].nbytes for name in layer.tensor_names())
 
 
 def _quantized_bytes(scheme: str, sizes: tuple[int, int, int], halves: int) -> int:

@@ -11,8 +11,7 @@ from torch_moe_ops.checkpoints.model_config import activation_fields, parse_conf
 from torch_moe_ops.checkpoints.progress import track
 from torch_moe_ops.core.schemes import FLOATS
 from torch_moe_ops.prepared.prepared_weights import PreparedWeights
-from torch_moe_ops.transformers.attach import attach_raw
-from torch_moe_ops.transformers.experts import IMPLEMENTATION
+from torch_moe_ops.transformers.attach import attach_raw, set_implementation
 from torch_moe_ops.transformers.implementation import register_implementation
 from torch_moe_ops.transformers.modules import ExpertsModule, find_experts
 from torch_moe_ops.transformers.routers import replace_routers
@@ -58,7 +57,7 @@ def quantize_model(
         fields = activation_fields(config, is_gated=found.module.has_gate, is_gpt_oss=config.is_gpt_oss)
         raw = _quantized(found, scheme, fields)
         done[found.name] = attach_raw(found, raw, raw.device, act_format=act_format, **prepare_options)
-    model.set_experts_implementation(IMPLEMENTATION)
+    set_implementation(model, modules)
     if route:
         replace_routers(model, modules)
     model.hf_quantizer = AttachedExperts()

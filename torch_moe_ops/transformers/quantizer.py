@@ -138,6 +138,9 @@ class PackedExperts(HfQuantizer):
         model._keys_to_ignore_on_load_unexpected = known | set(_NOT_LOADED_HERE)
         self._watch_missing_keys(model)
 
+    def _convert_model_for_quantization(self, model: Any) -> None:
+        """Not into modules of linears, as transformers does for its own quantizers: experts stay together."""
+
     def _not_ours(self, model: Any, index: CheckpointIndex, modules: list[ExpertsModule]) -> str:
         """Why transformers' own quantizer is the one to load this, "" where it is not."""
         if self.method in (MODELOPT, IMPLEMENTATION):
@@ -159,6 +162,7 @@ class PackedExperts(HfQuantizer):
         _log.warning("%s of quant_method %r is left to transformers: %s", type(model).__name__, self.method, reason)
         theirs = AutoHfQuantizer.from_config(vars(self.quantization_config), pre_quantized=True)
         theirs.validate_environment(**self._environment)
+        theirs._convert_model_for_quantization(model)
         model.config.quantization_config = theirs.quantization_config
         self.__class__, self.__dict__ = type(theirs), theirs.__dict__  # type: ignore[assignment]
 

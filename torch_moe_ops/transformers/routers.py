@@ -103,9 +103,18 @@ def find_options(router: nn.Module) -> RouterOptions | None:
         bias = given[0] if given else _correction(probe)
         for options in _candidates(router, ids.shape[-1], bias is not None):
             if _same(logits, bias, options, ids, weights):
-                low = _original(type(probe))(probe.bfloat16(), hidden.bfloat16(), *given)[0]
-                return RouterOptions(options, low.dtype == torch.float32, bias is not None)
+                return RouterOptions(options, _multiplies_in_float32(probe, hidden, given), bias is not None)
     return None
+
+
+def _multiplies_in_float32(probe: nn.Module, hidden: Tensor, given: tuple[Tensor, ...]) -> bool:
+    """Whether a model in bfloat16 gets logits of float32 products, and not bfloat16 ones that are made float32."""
+    low = probe.bfloat16()
+    weight = low._parameters["weight"]
+    assert weight is not None  # or it gave no logits
+    logits = _original(type(low))(low, hidden.bfloat16(), *given)[0]
+    rounded = nn.functional.linear(hidden.bfloat16(), weight, low._parameters.get("bias"))
+    return not torch.equal(logits.float(), rounded.float())
 
 
 def _correction(router: nn.Module) -> Tensor | None:
