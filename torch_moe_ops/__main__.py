@@ -16,7 +16,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m torch_moe_ops")
     commands = parser.add_subparsers(dest="command", required=True)
     inspect = commands.add_parser("inspect", help="what a checkpoint holds and what can run it")
-    inspect.add_argument("path", help="folder with safetensors, or one .safetensors file")
+    inspect.add_argument(
+        "path", help="folder with safetensors, one .safetensors file, or org/name on the Hugging Face Hub"
+    )
     inspect.add_argument("--layer", type=int, help="only this layer")
     inspect.add_argument("--quick", action="store_true", help="headers and first experts only: no check of all scales")
     inspect.add_argument("--no-backends", action="store_true", help="leave out what can run it")

@@ -9,6 +9,7 @@ from functools import cached_property
 from threading import Lock
 from typing import Any
 
+from torch_moe_ops.checkpoints.hub import is_repository, repository_folder
 from torch_moe_ops.checkpoints.model_config import ModelConfig, parse_config
 from torch_moe_ops.checkpoints.naming import ExpertLayer, NameConflict, find_layers
 from torch_moe_ops.files.errors import CheckpointError, short
@@ -72,6 +73,8 @@ _cache_lock = Lock()
 def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointIndex:
     """Index of a checkpoint: a folder with model.safetensors or shards and their index, or one .safetensors file.
 
+    A name such as "org/name" or "org/name@revision" that is nothing here is a repository of the Hugging Face Hub.
+
     The last few are kept, and read again once a file is another one (the small ones by their text, those with
     tensors by inode, times and size). A change that those do not tell is TensorReader's to find.
 
@@ -79,6 +82,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointIndex:
         CheckpointError: naming the file and, where one is at fault, the tensor.
     """
     path = os.fsdecode(path)
+    if is_repository(path):
+        path = repository_folder(path)
     folder, file = _locate(path)
     is_sharded = not file.endswith(".safetensors")
     config, quant_config = (os.path.join(folder, name) for name in (CONFIG, QUANT_CONFIG))

@@ -58,7 +58,8 @@ def load_experts(
 
     Args:
         path: a folder with model.safetensors, or with shards and model.safetensors.index.json, or one
-            .safetensors file. Nothing else is read: pickle files can run code.
+            .safetensors file. Nothing else is read: pickle files can run code. Or the name of a repository of the
+            Hugging Face Hub, "org/name" or "org/name@revision", whose files come through huggingface_hub's cache.
         layer: n of `layers.<n>.` under any prefix. None: an iterator over every layer that has experts, in
             ascending order; `source` of each ends in "layer <n>".
         mtp: also find multi-token-prediction layers (`mtp.<n>`, or `layers.<n>` beyond the model's own). Where a
