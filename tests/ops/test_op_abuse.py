@@ -63,8 +63,9 @@ def _bases(op: str, device: str) -> Iterator[Sample]:
                 continue
             yield _with_out(op, routed_sample(case, backend, device))
             scheme = next(s for s in FAMILIES[_family(op)] if s.name == case.scheme)
-            if case.act_format != "none":
-                yield _with_out(op, packed_sample(packed_case(scheme, case.act_format), backend, device))
+            packed = packed_case(scheme, case.act_format) if case.act_format != "none" else None
+            if packed is not None and runs(packed, backend, device):
+                yield _with_out(op, packed_sample(packed, backend, device))
 
 
 def _cases(family: str) -> list[Case]:

@@ -64,9 +64,10 @@ def prepared(case: Case, backend: str, device: str) -> moe.PreparedWeights:
 
 
 def runs(case: Case, backend: str, device: str) -> bool:
-    """Whether a backend takes the case at all."""
+    """Whether a backend takes the case: its weights, and hidden states of its dtype."""
     settings = {"act_format": case.act_format, "weight_policy": case.weight_policy, "device": device}
-    return not moe.explain(make_raw(case), **settings).against[backend]
+    fits = not moe.explain(make_raw(case), **settings).against[backend]
+    return fits and case.dtype in BACKENDS[backend].hidden_dtypes
 
 
 def _options(case: Case, w: moe.PreparedWeights) -> dict[str, Any]:
