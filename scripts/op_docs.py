@@ -19,14 +19,18 @@ PAGE = Path(__file__).parent.parent / "docs" / "ops.md"
 
 HEADER = """# Ops of `torch.ops.moeq`
 
-Made by `scripts/op_docs.py` from the schemas. All ops are pure (except `.out`), inference only, return fresh
+Made by `scripts/op_docs.py` from the schemas. All ops are pure (except `.out`), return fresh
 contiguous tensors, have fakes, and are capturable where their backend is. Errors are `RuntimeError`s of the form
 `moeq::<op>: <argument> must <requirement>, got <value>`. Pairs hold exactly:
 `X_moe(x, logits, ...) == X_moe_routed(x, *route(logits, ...), ...)`.
 
 Weights, block scales and packed hidden states of dtype float8_e4m3fn may also be given as uint8 of the same shape: the
-same bits, the same result (e8m0 scales are uint8 anyway). No op has a derivative: a backward pass, forward-mode AD and
-the transforms of torch.func raise an error that names the op; a forward pass that nobody differentiates runs.
+same bits, the same result (e8m0 scales are uint8 anyway).
+
+The expert ops and `route` have gradients: to hidden states, routing weights, router logits, w13_bias and w2_bias.
+Packed weights and scales have none, nor have the `.out` overloads and the quantizers: asking for one in a backward
+pass is an error that names op and argument, as is forward-mode AD. Rounding of activations passes gradients through as
+if it were not there (straight-through). How to train with them: [howto/train.md](howto/train.md).
 
 The value that an expert op computes, and every rounding step, is in [numerics.md](numerics.md).
 Shapes of weights and scales are those of the linear layout; a backend with another layout takes what `prepare` made.
@@ -48,6 +52,8 @@ WEIGHTS = {
 OTHER_OPS = {
     "route": "Router logits to expert ids and weights. Ties go to the lowest index; a NaN ranks last; ids are always "
     "top_k distinct experts. `routed_scaling_factor` is folded into the weights, once.",
+    "moe_routed_backward": "Gradients of every routed op, from its arguments and the gradient of its output; its "
+    "backward pass calls it. What the forward pass made in between is made again. float32 sums, in an order that never changes.",
     "quantize_nvfp4": "NVFP4 codes and block scales of activations: value = code * scale / gscale.",
     "quantize_mxfp4": "MXFP4 codes, two a byte, and e8m0 scales: value = code * 2^(scale - 127).",
     "quantize_mxfp8": "MXFP8: e4m3 codes and e8m0 scales: value = code * 2^(scale - 127).",
@@ -83,6 +89,9 @@ ARGUMENTS = {
     "a1_gscale": "None (dynamic, one per token), or float32 [] or [local experts]: multiplies the hidden states before "
     "they are quantized.",
     "a2_gscale": "The same for the intermediate.",
+    "grad_output": "[num_tokens, hidden_size], any float dtype: gradient of what the routed op returned.",
+    "scheme": "Which weights these are, a name of `torch_moe_ops.core.schemes.SCHEMES`.",
+    "wanted": "Which of the results are asked for, in their order; the others are empty.",
     "backend": "The name under which the weights were prepared.",
     "act_format": "How GEMM operands are made from activations.",
     "activation": "A name of `torch_moe_ops.core.activations.ACTIVATIONS`; gated unless it ends in `_no_mul`.",

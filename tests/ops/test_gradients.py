@@ -1,4 +1,7 @@
-"""No op has a derivative: asking for one is an error that names the op, however it is asked; a forward pass runs."""
+"""What has no derivative: asking for one is an error that names the op, however it is asked; a forward pass runs.
+
+The gradients that there are: tests/gradients.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from problems import Case, make_batch, make_raw
-from samples import SAMPLES, overload, routed_sample
+from problems import Case
+from samples import SAMPLES, overload, packed_case, packed_sample, routed_sample
 from torch import Tensor
 from torch.autograd import forward_ad
 
 import torch_moe_ops as moe
-from torch_moe_ops.core.schemas import FAMILIES
+from torch_moe_ops.core.schemas import FAMILIES, arguments
 
 CASE = Case(scheme="none", hidden=64, inter=32, dtype=torch.float32)
 ARGS, KEYWORDS = routed_sample(CASE, "reference")
@@ -25,15 +28,18 @@ def _layer(backend: str) -> Callable[[Tensor], Tensor]:
     return lambda x: torch.ops.moeq.moe_routed(x, *args[1:], **keywords)
 
 
-def _refused(op: str = "moe_routed") -> Any:
-    return pytest.raises(RuntimeError, match=f"moeq::{op}: inputs must be detached from the graph")
+def _refused(op: str = "moe_routed", what: str = "inputs") -> Any:
+    return pytest.raises(RuntimeError, match=f"moeq::{op}(_routed)?: {what} must be detached from the graph")
 
 
 def _leaf(value: Any) -> Any:
     return value.clone().requires_grad_() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-@pytest.mark.parametrize("name", sorted(SAMPLES))
+DIFFERENTIABLE = [name for name in SAMPLES if name.endswith(("moe", "moe_routed"))]
+
+
+@pytest.mark.parametrize("name", sorted(SAMPLES.keys() - {*DIFFERENTIABLE, "route"}))
 def test_forward_runs_and_backward_names_the_op(name: str) -> None:
     args, keywords = SAMPLES[name]("cpu")[0]
     args = tuple(_leaf(a) for a in args)
@@ -50,37 +56,53 @@ def test_forward_runs_and_backward_names_the_op(name: str) -> None:
     assert all(a.grad is None for a in args if isinstance(a, Tensor))
 
 
-@backends
-@pytest.mark.parametrize("which", ["hidden_states", "topk_weights", "w13", "w2", "w2_bias"])
-def test_every_input_counts(backend: str, which: str) -> None:
-    args, keywords = routed_sample(Case(scheme="none", hidden=64, inter=32, dtype=torch.float32, bias=True), backend)
-    at = ["hidden_states", "", "", "topk_weights", "w13", "", "w2", "w2_bias"].index(which)
-    leaf = args[at].clone().requires_grad_()
-    out = torch.ops.moeq.moe_routed(*args[:at], leaf, *args[at + 1 :], **keywords)
-    with _refused():
-        (out.sum() + leaf.sum()).backward()
-    with torch.no_grad():
-        assert not torch.ops.moeq.moe_routed(*args[:at], leaf, *args[at + 1 :], **keywords).requires_grad
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_weights_and_scales_have_none(name: str) -> None:
+    """A gradient that lacks them would be silently wrong for whoever asked for it."""
+    args, keywords = SAMPLES[name]("cpu")[0]
+    for i, argument in enumerate(arguments(name)[0][: len(args)]):
+        leaf = _leaf(args[i])
+        if leaf is args[i] or argument in ("hidden_states", "topk_weights", "router_logits", "w13_bias", "w2_bias"):
+            continue
+        out = overload(name)(*args[:i], leaf, *args[i + 1 :], **keywords)
+        with _refused(name, argument):
+            out.sum().backward()
+        x = _leaf(args[0])
+        both = overload(name)(x, *args[1:i], leaf, *args[i + 1 :], **keywords)
+        with _refused(name, argument):
+            both.sum().backward()
+        assert x.grad is None
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_packed_hidden_states_have_none(backend: str) -> None:
+    scheme = FAMILIES["fp8"][0]
+    args, keywords = packed_sample(packed_case(scheme, "fp8"), backend)
+    codes = args[0].clone().requires_grad_()  # float8, so torch lets them
+    out = torch.ops.moeq.fp8_moe_routed(codes, *args[1:], **keywords)
+    with _refused("fp8_moe_routed", "hidden_states"):
+        out.sum().backward()
 
 
 @backends
 @pytest.mark.parametrize(
     "ask",
     [
-        lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
-        lambda f, x: torch.func.vjp(f, x)[1](x),
         lambda f, x: torch.func.jvp(f, (x,), (x,)),
         lambda f, x: torch.func.jacfwd(f)(x),
-        lambda f, x: torch.func.jacrev(f)(x),
-        lambda f, x: torch.func.vmap(torch.func.grad(lambda x: f(x).sum()))(x[None]),
+        lambda f, x: torch.func.hessian(lambda x: f(x).sum())(x),
         lambda f, x: torch.autograd.functional.jvp(f, x, x),
-        lambda f, x: torch.autograd.functional.vjp(f, x, x),
     ],
-    ids=["grad", "vjp", "jvp", "jacfwd", "jacrev", "grad of each", "functional.jvp", "functional.vjp"],
+    ids=["jvp", "jacfwd", "hessian", "functional.jvp"],
 )
-def test_other_derivatives(backend: str, ask: Callable[..., Any]) -> None:
-    with _refused():
+def test_forward_mode_and_second_derivatives(backend: str, ask: Callable[..., Any]) -> None:
+    with _refused("moe_routed(_backward)?"):
         ask(_layer(backend), ARGS[0])
+
+
+def test_quantizers_refuse_transforms() -> None:
+    with _refused("dynamic_gscale_nvfp4"):
+        torch.func.grad(lambda x: moe.dynamic_gscale_nvfp4(x).sum())(torch.randn(2, 16))
 
 
 @backends
@@ -102,37 +124,19 @@ def test_transforms_of_something_else_run(backend: str) -> None:
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("family", ["", "nvfp4"])
-def test_compiled(compiler: str, family: str) -> None:
-    scheme = FAMILIES[family][0]
-    case = Case(scheme=scheme.name, act_format=scheme.act_formats[0])
-    w = moe.prepare(make_raw(case), act_format=case.act_format)
-    x, ids, weights = make_batch(case)
+def test_compiled(compiler: str) -> None:
     torch._dynamo.reset()
+    w13 = _leaf(ARGS[4])
 
     @torch.compile(fullgraph=True, backend=compiler)
     def layer(x: Tensor) -> Tensor:
-        return moe.fused_moe_routed(x * 2, ids, weights, w) + x
+        return torch.ops.moeq.moe_routed(x * 2, *ARGS[1:4], w13, *ARGS[5:], **KEYWORDS) + x
 
-    leaf = x.clone().requires_grad_()
+    leaf = ARGS[0].clone().requires_grad_()
     out = layer(leaf)
-    torch.testing.assert_close(out, moe.fused_moe_routed(x * 2, ids, weights, w) + x, rtol=0, atol=0)
-    with _refused(f"{scheme.op_prefix}moe_routed"):
+    with _refused(what="w13"):
         out.sum().backward()
     assert leaf.grad is None
-    assert not layer(x).requires_grad
-
-
-def test_exported() -> None:
-    class Layer(torch.nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.ops.moeq.moe_routed(x, *ARGS[1:], **KEYWORDS)
-
-    program = torch.export.export(Layer(), (_leaf(ARGS[0]),))
-    assert torch.ops.moeq.moe_routed.default in [node.target for node in program.graph.nodes]
-    out = program.module()(_leaf(ARGS[0]))
-    with _refused():
-        out.sum().backward()
 
 
 @backends

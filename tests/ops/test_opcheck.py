@@ -5,11 +5,13 @@ opcheck compares arguments before and after by torch.allclose, which lacks float
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from samples import SAMPLES, as_bytes, overload, results_of
 
-from torch_moe_ops.core.schemas import SCHEMAS
+from torch_moe_ops.core.schemas import SCHEMAS, arguments
 
 
 def test_every_overload_has_samples() -> None:
@@ -28,6 +30,25 @@ def _opcheck(name: str, device: str, some: bool) -> None:
     for args, keywords in samples[::step]:
         fresh = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in keywords.items()}
         torch.library.opcheck(overload(name), tuple(as_bytes(a) for a in args), fresh)
+        leaves = _differentiated(name, args)
+        if leaves is not None:
+            torch.library.opcheck(overload(name), leaves, fresh, test_utils=UTILS[: 3 if name == "route" else 4])
+
+
+def _differentiated(name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """The arguments, those that have a gradient as leaves that require one; None for an op without a derivative."""
+    names, found = arguments(name)[0], [as_bytes(a) for a in args]
+    if not name.endswith(("moe", "moe_routed", "route")):
+        return None
+    for i, (argument, value) in enumerate(zip(names, found, strict=False)):
+        if argument in DIFFERENTIABLE and isinstance(value, torch.Tensor) and value.is_floating_point():
+            found[i] = value.clone().requires_grad_()
+    return tuple(found)
+
+
+# The last one adds the results up, integers first, which torch refuses for route: test_training.py compiles routers.
+UTILS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+DIFFERENTIABLE = ("hidden_states", "topk_weights", "router_logits", "w13_bias", "w2_bias")
 
 
 names = pytest.mark.parametrize("name", sorted(SAMPLES))

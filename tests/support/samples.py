@@ -14,7 +14,7 @@ from problems import Case, make_batch, make_raw
 
 import torch_moe_ops as moe
 from torch_moe_ops.backends import BACKENDS
-from torch_moe_ops.core.schemas import FAMILIES
+from torch_moe_ops.core.schemas import FAMILIES, arguments
 from torch_moe_ops.core.schemes import ACT_FORMATS, SCHEMES, Scheme
 from torch_moe_ops.numerics import mx
 from torch_moe_ops.oracle.operands import MX_ELEMENTS
@@ -135,8 +135,7 @@ def _routed_out(family: str) -> Callable[[str], list[Sample]]:
     def samples(device: str) -> list[Sample]:
         found = []
         for args, keywords in _routed(family)(device):
-            act = ACT_FORMATS[keywords["act_format"]]
-            hidden = args[0].shape[1] * (act.pack if args[1] is not None else 1)
+            hidden = _hidden_size(args, keywords)
             dtype = torch.bfloat16 if args[1] is not None else args[0].dtype
             out = torch.zeros(args[2].shape[0], hidden, dtype=dtype, device=device)
             found.append((args, {**keywords, "out": out}))
@@ -209,12 +208,35 @@ def _quantize_int8(device: str) -> list[Sample]:
     return [((x.half(),), {}), ((x, torch.rand(5, device=device) * 30), {}), ((x[:0],), {})]
 
 
+def _routed_backward(device: str) -> list[Sample]:
+    """The backward of routed samples, every scheme and backend; biases where there are any."""
+    found = []
+    for family in FAMILIES:
+        names, defaults = arguments(f"{family}_moe_routed" if family else "moe_routed")
+        for args, keywords in _routed(family)(device):
+            given = dict(zip(names, (*args, *defaults[len(args) :]), strict=True)) | keywords
+            element = given.pop("element", "")
+            scheme = next(s for s in FAMILIES[family] if not element or s.element == element)
+            dtype = torch.bfloat16 if args[1] is not None else args[0].dtype
+            grad = torch.randn(args[2].shape[0], _hidden_size(args, keywords), device=device).to(dtype)
+            wanted = [args[1] is None, True, given["w13_bias"] is not None, given["w2_bias"] is not None]
+            given |= {"grad_output": grad, "scheme": scheme.name, "wanted": wanted}
+            found.append((tuple(given.get(name) for name in arguments("moe_routed_backward")[0]), {}))
+    return found
+
+
+def _hidden_size(args: tuple[Any, ...], keywords: dict[str, Any]) -> int:
+    pack = ACT_FORMATS[keywords["act_format"]].pack if args[1] is not None else 1
+    return args[0].shape[1] * pack
+
+
 SAMPLES: dict[str, Callable[[str], list[Sample]]] = {
     "quantize_mxfp4": _quantize_mx,
     "quantize_mxfp8": _quantize_mx,
     "quantize_fp8": _quantize_fp8,
     "quantize_int8": _quantize_int8,
     "route": _route,
+    "moe_routed_backward": _routed_backward,
     "quantize_nvfp4": _quantize_nvfp4,
     "dynamic_gscale_nvfp4": _dynamic_gscale,
     "swizzle_scale": _swizzle,

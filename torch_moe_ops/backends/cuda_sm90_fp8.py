@@ -54,6 +54,8 @@ def restore(scheme: Scheme, tensors: Mapping[str, Tensor], sizes: Sizes) -> dict
     halves = 2 if sizes.is_gated else 1
     restored = {}
     for name, _, k, gated in matrices(sizes):
+        if name not in tensors:
+            continue
         rows = sizes.hidden_size if name == "w2" else halves * sizes.intermediate_size
         restored[name] = tiled.untile_fp8(tensors[name], rows, k, gated)
         scale = tensors[f"{name}_scale"]

@@ -73,6 +73,8 @@ def restore_packed(scheme: Scheme, tensors: Mapping[str, Tensor], sizes: Sizes) 
     """Inverse of prepare, bit for bit."""
     restored = {}
     for name, _, k, gated in matrices(sizes):
+        if name not in tensors:
+            continue
         rows = sizes.hidden_size if name == "w2" else (2 if gated else 1) * sizes.intermediate_size
         restored[name], restored[f"{name}_scale"] = tiled.unpack(
             tensors[name], tensors[f"{name}_scale"], rows, k, gated
@@ -86,6 +88,19 @@ def restore_folded(scheme: Scheme, tensors: Mapping[str, Tensor], sizes: Sizes) 
         f"restore: backend must not be {FOLDED!r}: its weights are rounded to e4m3, and the codes and block scales "
         f"that they were made of are gone; prepare with weight_policy='packed', or keep the raw weights"
     )
+
+
+def decode_folded(tensors: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
+    """w13 and w2 float32 [E, rows, K]: e4m3 weights times the powers of two of their rows."""
+    found = {}
+    for name, _, k, gated in matrices(sizes):
+        if name not in tensors:
+            continue
+        rows = sizes.hidden_size if name == "w2" else (2 if gated else 1) * sizes.intermediate_size
+        codes = tiled.untile_fp8(tensors[name], rows, k, gated)
+        scale = tensors[f"{name}_scale"].unflatten(1, (2 if gated else 1, -1))[:, :, : rows // (2 if gated else 1)]
+        found[name] = codes.float() * scale.flatten(1, 2)
+    return found
 
 
 def run(weights: str, call: ExpertsCall, out: Tensor) -> None:
@@ -120,6 +135,7 @@ def _register(name: str, policy: str) -> Backend:
             ),
             prepare=partial(prepare, folded),
             restore=restore_folded if folded else restore_packed,
+            decode=decode_folded if folded else None,
             run=partial(run, "rows" if folded else "packed"),
             hidden_dtypes=(torch.bfloat16,),
             notes=lambda problem: f"prefill kernels on fp8 tensor cores, {bits} bits a weight",

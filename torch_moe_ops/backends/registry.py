@@ -40,12 +40,16 @@ class Backend:
     """One way to run the experts.
 
     prepare: raw weights -> {argument: tensor} in this layout, for the arguments that `layout` lists.
-    restore: {argument: tensor} and sizes -> the same arguments as RawWeights holds them, bit for bit.
+    restore: {argument: tensor} of w13, w2 or both, and sizes -> the same ones as RawWeights holds them, bit for bit.
     run: fills `out` [num_tokens, hidden_size] (contiguous, of call.out_dtype; at least one token).
     notes: what a user should know where the backend fits ("pads ...", "emulates ..."), else "".
     run_monolithic: (call, router logits and the arguments of moeq::route after them, out) -> whether it ran.
         False, or None here: moeq::route and `run` do it.
     delegate: the backend whose kernels run what this one's do not, "" where there is none; `notes` says what that is.
+    decode: as restore, but -> {"w13", "w2": numbers [E, rows, K] without alphas}, which gradients are made with.
+        None: what `restore` gives is decoded.
+    run_backward: (call, sizes, gradient of the output, which gradients are wanted) -> them, as gradients/experts.py has
+        it; None where it does not run, or here: experts are decoded in chunks.
     one_input_scale: tokens are quantized once, so `prepare` takes the largest a13_input_scale for all experts.
     auto: `prepare` may take it unasked.
     accuracy: "strict" where results are within the bounds that docs/numerics.md has for strict backends, "standard"
@@ -65,6 +69,8 @@ class Backend:
     run_monolithic: Callable[[ExpertsCall, tuple[Any, ...], Tensor], bool] | None = None
     bias_layout: BiasLayout | None = None
     delegate: str = ""
+    decode: Callable[[Mapping[str, Tensor], Sizes], dict[str, Tensor]] | None = None
+    run_backward: Callable[[ExpertsCall, Sizes, Tensor, Any], Any] | None = None
     one_input_scale: bool = False
     accuracy: str = STRICT
     of_the_field: bool = False

@@ -87,6 +87,17 @@ def _monolithic(family: str) -> str:
     return f"({_monolithic_arguments(family)}) -> Tensor"
 
 
+def _routed_backward() -> str:
+    """Of every routed op: the gradient of its output, its arguments by the names of ExpertsCall, and what is wanted."""
+    optional = "w13, w13_scale, w13_zero_point, g1_alphas, w13_bias, w2, w2_scale, w2_zero_point, g2_alphas, w2_bias"
+    weights = ", ".join(f"Tensor{'' if n in ('w13', 'w2') else '?'} {n}" for n in optional.split(", "))
+    return (
+        f"(Tensor grad_output, {_ROUTED}, {weights}, {_INPUT_SCALES}, str backend, str scheme, str act_format, "
+        f"{_ACTIVATION}, bool router_weight_on_input=False, {_TAIL}, bool[] wanted=[True, True, False, False]) -> "
+        "(Tensor grad_hidden_states, Tensor grad_topk_weights, Tensor grad_w13_bias, Tensor grad_w2_bias)"
+    )
+
+
 # Bodies: ops/moe.py and ops/moe_routed.py of the experts, the other files of ops/ of the rest.
 SCHEMAS: dict[str, str] = {
     "route": (
@@ -128,6 +139,7 @@ SCHEMAS: dict[str, str] = {
     "int8_moe": _monolithic("int8"),
     "int8_moe_routed": _routed("int8"),
     "int8_moe_routed.out": _routed_out("int8"),
+    "moe_routed_backward": _routed_backward(),
     "moe": _monolithic(""),
     "moe_routed": _routed(""),
     "moe_routed.out": _routed_out(""),

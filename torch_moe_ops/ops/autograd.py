@@ -1,9 +1,9 @@
-"""The ops have no derivatives. Asking for one is an error that names the op, never a gradient without the experts.
+"""How the ops stand with autograd: some have a derivative, the others refuse one by name, and it costs next to nothing.
 
-A forward pass that nobody differentiates runs. Where an input requires a gradient, the outputs get a node whose
-backward raises. In a compiled graph that node is traced, so its backward calls an op of its own,
-`moeq_autograd::refuse`, which raises when the compiled backward runs. Forward-mode derivatives, and those of
-torch.func, raise at once.
+Where an input requires a gradient, the outputs get a node. Its backward follows the op's Rule; where there is none, or
+for an argument without a gradient (packed weights, scales), it raises, so that a gradient never silently lacks a part.
+In a compiled graph that node is traced, so what refuses is an op of its own, `moeq_autograd::refuse`, which raises
+when the compiled backward runs. Forward-mode derivatives raise at once.
 
 In inference mode none of this is reached. Elsewhere the kernel here stands where torch's own fallback would, and calls
 the op's body itself where nothing else is to come between them: dispatching a second time would cost 3 us.
@@ -12,63 +12,120 @@ the op's body itself where nothing else is to come between them: dispatching a s
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import _C, Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
 
 from torch_moe_ops.core.check import fail
 from torch_moe_ops.core.schemas import LIB
 
 _HELPERS = torch.library.Library("moeq_autograd", "DEF")
-_HELPERS.define("refuse(Tensor grad, SymInt[] size, ScalarType dtype, str op) -> Tensor")
+_HELPERS.define("refuse(Tensor grad, SymInt[] size, ScalarType dtype, str op, str argument) -> Tensor")
 
 _WITHOUT = "be detached from the graph, or the op called under torch.no_grad(): it has no derivative"
+_CONSTANT = "be detached from the graph: the op has gradients, but none to it"
+_NO_TANGENT = "be detached from the graph: the op has no forward-mode derivative"
 
 
-def _fail(op: str, what: str) -> NoReturn:
-    fail(op, "inputs", _WITHOUT, what)
-
-
-def _refuse(grad: Tensor, size: list[int], dtype: torch.dtype, op: str) -> Tensor:
-    _fail(op, "a backward pass")
+def _refuse(grad: Tensor, size: list[int], dtype: torch.dtype, op: str, argument: str) -> Tensor:
+    fail(op, argument or "inputs", _CONSTANT if argument else _WITHOUT, "a backward pass")
 
 
 _HELPERS.impl("refuse", _refuse, "CompositeExplicitAutograd")
 torch.library.register_fake(
-    "moeq_autograd::refuse", lambda grad, size, dtype, op: grad.new_empty(size, dtype=dtype), lib=_HELPERS
+    "moeq_autograd::refuse", lambda grad, size, dtype, op, argument: grad.new_empty(size, dtype=dtype), lib=_HELPERS
 )
 
+Args = tuple[Any, ...]
 
-class _Undifferentiable(torch.autograd.Function):
-    """Runs an op; its backward raises. writes: the op returns nothing and writes its last argument."""
+
+@dataclass(frozen=True)
+class Rule:
+    """The derivative of an op.
+
+    backward: (arguments, results, gradients of the results, whether each argument needs one) -> {position: gradient}.
+        Called in traces too. results: those of the forward pass where it keeps them, else nothing.
+    differentiable: whether an argument, by its position, has a gradient in this call.
+    constant: positions of arguments on which no result depends smoothly: their gradient is zero, as None.
+    """
+
+    backward: Callable[[Args, Args, tuple[Tensor, ...], tuple[bool, ...]], dict[int, Tensor]]
+    differentiable: Callable[[int, Args], bool]
+    constant: tuple[int, ...] = ()
+    keeps_results: bool = False
+
+
+class _Node(_SingleLevelFunction):
+    """Runs an op; its backward follows the rule. writes: the op returns nothing and writes its last argument.
+
+    Of one level, as a node of a C++ kernel is: transforms of torch.func come before the kernel that makes it.
+    """
 
     @staticmethod
-    def forward(ctx: Any, op: str, run: Callable[..., Any], writes: bool, *args: Any) -> Any:
-        ctx.op = op
-        # By input: what its gradient would look like.
-        ctx.inputs = [(a.shape, a.dtype) if isinstance(a, Tensor) else None for a in args]
+    def forward(
+        ctx: Any, op: str, names: tuple[str, ...], run: Callable[..., Any], rule: Rule | None, writes: bool, *args: Any
+    ) -> Any:
+        ctx.op, ctx.names, ctx.rule = op, names, rule
         with _C._AutoDispatchBelowAutograd():
             result = run(*args)
+        if rule is None:
+            # By input: what its gradient would look like.
+            ctx.inputs = [(a.shape, a.dtype) if isinstance(a, Tensor) else None for a in args]
+        else:
+            ctx.plain = [None if isinstance(a, Tensor) else (a,) for a in args]
+            kept = (result if isinstance(result, tuple) else (result,)) if rule.keeps_results else ()
+            ctx.save_for_backward(*(a for a in args if isinstance(a, Tensor)), *kept)
         if not writes:
             return result
         ctx.mark_dirty(args[-1])
         return args[-1]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        grad = next(g for g in grads if g is not None)
-        needed = zip(ctx.inputs, ctx.needs_input_grad[3:], strict=True)
-        found = [torch.ops.moeq_autograd.refuse(grad, *like, ctx.op) if needs else None for like, needs in needed]
-        return None, None, None, *found
+    def backward(ctx: Any, *grads: Any) -> Any:
+        needs = ctx.needs_input_grad[_OWN_ARGUMENTS:]
+        found: dict[int, Tensor] = {}
+        constant: tuple[int, ...] = ()
+        if ctx.rule is None:
+            inputs, named = ctx.inputs, False
+        else:
+            saved = iter(ctx.saved_tensors)
+            args = tuple(next(saved) if plain is None else plain[0] for plain in ctx.plain)
+            inputs, named = [(a.shape, a.dtype) if isinstance(a, Tensor) else None for a in args], True
+            smooth = tuple(need and ctx.rule.differentiable(i, args) for i, need in enumerate(needs))
+            found = ctx.rule.backward(args, tuple(saved), grads, smooth) if any(smooth) else {}
+            constant = ctx.rule.constant
+        grad = next(g for g in grads if g is not None and g.is_floating_point())
+        for i, needed in enumerate(needs):
+            if needed and i not in found and i not in constant:
+                found[i] = torch.ops.moeq_autograd.refuse(grad, *inputs[i], ctx.op, ctx.names[i] if named else "")
+        return (*(None,) * _OWN_ARGUMENTS, *(found.get(i) for i in range(len(needs))))
 
 
-def attach_autograd(name: str, cpu: Callable[..., Any], anywhere: Callable[..., Any]) -> None:
-    """Give op `name` its autograd kernel. cpu, anywhere: as in `bind.attach`."""
+_OWN_ARGUMENTS = 5  # of _Node.forward, before those of the op
+
+
+def attach_autograd(
+    name: str,
+    cpu: Callable[..., Any],
+    anywhere: Callable[..., Any],
+    rule: Rule | None = None,
+    parts: Callable[..., Any] | None = None,
+) -> None:
+    """Give op `name` its autograd kernel.
+
+    cpu, anywhere: as in `bind.attach`.
+    rule: its derivative; None: it has none.
+    parts: the same op as several that have derivatives, called where a gradient is wanted.
+    """
     packet, _, suffix = name.partition(".")
     op = getattr(getattr(torch.ops.moeq, packet), suffix or "default")
     tensors = 1 + max(i for i, a in enumerate(op._schema.arguments) if "Tensor" in str(a.type) and not a.kwarg_only)
+    names = tuple(a.name for a in op._schema.arguments)
     bodies: dict[int, Callable[..., Any]] = {}  # keys of a call -> what they lead to, where that is one of ours
     is_grad_enabled, requires_grad, body_of = _C.is_grad_enabled, _C._any_requires_grad, bodies.get  # a look-up less
 
@@ -94,7 +151,7 @@ def attach_autograd(name: str, cpu: Callable[..., Any], anywhere: Callable[..., 
             bodies[keyset.raw_repr()] = body
         values = (*args, out) if suffix else args
         if forward_ad._current_level >= 0 and any(_is_dual(value) for value in values):
-            _fail(packet, "a forward-mode derivative")
+            fail(packet, "inputs", _NO_TANGENT, "a forward-mode derivative")
         below = keyset & _C._after_autograd_keyset
 
         def run(*values: Any) -> Any:
@@ -103,11 +160,12 @@ def attach_autograd(name: str, cpu: Callable[..., Any], anywhere: Callable[..., 
         if not (is_grad_enabled() and requires_grad(*values)):
             with _C._AutoDispatchBelowAutograd():
                 return run(*values)
-        if _C._are_functorch_transforms_active():
-            _fail(packet, "a derivative of torch.func")
+        if parts is not None:
+            return parts(*args)
         if suffix and body is not None:
             _forget_history(out)
-        result = _Undifferentiable.apply(packet, run, bool(suffix), *values)
+        with enable_single_level_autograd_function():  # which torch.func else takes for a mistake
+            result = _Node.apply(packet, names, run, rule, bool(suffix), *values)  # type: ignore[attr-defined]
         return None if suffix else result
 
     LIB.impl(name, kernel_with_out if suffix else kernel, "Autograd", with_keyset=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_moe_ops.core.check import fail
 from torch_moe_ops.core.schemas import LIB, arguments
-from torch_moe_ops.ops.autograd import attach_autograd
+from torch_moe_ops.ops.autograd import Rule, attach_autograd
 
 _NOTHING = nullcontext()
 
@@ -20,7 +20,7 @@ def like_a_kernel(device_type: str) -> AbstractContextManager[Any]:
     """Run a Python body as if it were C++: neither autograd nor autocast sees what happens inside.
 
     Without it a pure-torch backend would be differentiated through, and multiplied in bfloat16 under
-    autocast, and a C++ one would not. The ops are inference-only on every backend. Free where both are off.
+    autocast, and a C++ one would not. Derivatives are rules of the ops (derivatives.py). Free where both are off.
     """
     if torch.is_autocast_enabled(device_type):
         return _without_autocast(device_type)
@@ -33,12 +33,20 @@ def _without_autocast(device_type: str) -> Iterator[None]:
         yield
 
 
-def attach(name: str, cpu: Callable[..., Any], anywhere: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def attach(
+    name: str,
+    cpu: Callable[..., Any],
+    anywhere: Callable[..., Any],
+    fake: Callable[..., Any],
+    rule: Rule | None = None,
+    parts: Callable[..., Any] | None = None,
+) -> None:
     """Give op `name` its kernels.
 
     cpu: runs where every tensor argument is an ordinary one on the CPU (the dispatcher guarantees it).
     anywhere: runs on any device and checks devices itself.
     fake: shapes, dtypes and the same errors, no data.
+    rule, parts: as in `attach_autograd`.
     """
     LIB.impl(name, cpu, "CPU")
     LIB.impl(name, anywhere, "CUDA")  # ordinary tensors, of which some are on a CUDA device
@@ -46,7 +54,7 @@ def attach(name: str, cpu: Callable[..., Any], anywhere: Callable[..., Any], fak
     for key in ("CompositeExplicitAutograd", "NestedTensorCPU", "NestedTensorCUDA"):
         LIB.impl(name, strided, key)
     torch.library.register_fake(f"moeq::{name}", _strided_only(name, fake), lib=LIB)
-    attach_autograd(name, cpu, anywhere)
+    attach_autograd(name, cpu, anywhere, rule, parts)
 
 
 def _strided_only(name: str, body: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,24 +17,16 @@ from torch_moe_ops.ops import run
 from torch_moe_ops.ops.bind import attach
 from torch_moe_ops.ops.binder import Binder
 from torch_moe_ops.ops.checks import check_experts, check_weighted_input
+from torch_moe_ops.ops.derivatives import ROUTE_OPTIONS, routed_parts
 from torch_moe_ops.ops.plan import Plan, Table, plan_of
 from torch_moe_ops.routing.options import check_route
-
-_ROUTE_ARGUMENTS = (
-    "routing_method",
-    "top_k",
-    "n_group",
-    "topk_group",
-    "routed_scaling_factor",
-    "renormalize",
-)
 
 
 def define(op: str) -> None:
     """Body and fake of a monolithic op."""
     binder = Binder(op)
     logits_at, bias_at = binder.position["router_logits"], binder.position["routing_bias"]
-    route_at = [binder.position[name] for name in _ROUTE_ARGUMENTS]
+    route_at = [binder.position[name] for name in ROUTE_OPTIONS]
 
     def checked(
         args: Any, kwargs: Any, devices: bool, tracing: bool = False
@@ -80,7 +72,7 @@ def define(op: str) -> None:
         call, _, table, _ = checked(args, kwargs, True, tracing=True)
         return run.output(call, table.hidden_size)
 
-    attach(op, make(devices=False), make(devices=True), fake)
+    attach(op, make(devices=False), make(devices=True), fake, parts=routed_parts(op, binder))
 
 
 for _op in SCHEMAS:

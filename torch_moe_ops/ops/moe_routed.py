@@ -19,6 +19,7 @@ from torch_moe_ops.ops import run
 from torch_moe_ops.ops.bind import attach
 from torch_moe_ops.ops.binder import Binder
 from torch_moe_ops.ops.checks import check_experts, check_out, check_topk
+from torch_moe_ops.ops.derivatives import routed_rule
 from torch_moe_ops.ops.plan import Plan, Table, plan_of
 
 _NOTHING: dict[str, Any] = {}  # keywords: the dispatcher passes everything by position
@@ -56,7 +57,7 @@ def define(op: str) -> None:
         call, _, table = checked(args, kwargs, True, tracing=True)
         return run.output(call, table.hidden_size)
 
-    attach(op, make(devices=False), make(devices=True), fake)
+    attach(op, make(devices=False), make(devices=True), fake, rule=routed_rule(binder))
     define_out(op, checked)
 
 

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops.core.check import fail
+from torch_moe_ops.core.schemas import arguments
+from torch_moe_ops.gradients.routing import logits_gradient
+from torch_moe_ops.ops.autograd import Args, Rule
 from torch_moe_ops.ops.bind import attach, like_a_kernel
 from torch_moe_ops.routing.options import check_route
 from torch_moe_ops.routing.reference import route_reference
@@ -92,4 +95,14 @@ def _check_devices(router_logits: Tensor, routing_bias: Tensor | None) -> None:
         fail("route", "routing_bias", f"be on {router_logits.device} like router_logits", routing_bias.device)
 
 
-attach("route", _implementation(devices=False), _implementation(devices=True), _fake)
+def _backward(args: Args, results: Args, grads: tuple[Tensor, ...], needs: tuple[bool, ...]) -> dict[int, Tensor]:
+    given = dict(zip(_NAMES, (*args, *_DEFAULTS[len(args) :]), strict=True))
+    options = (given["routing_method"], given["routed_scaling_factor"], given["renormalize"])
+    return {0: logits_gradient(grads[1], given["router_logits"], results[0], *options)}
+
+
+_NAMES, _DEFAULTS = arguments("route")
+# The bias chooses experts and is in no weight.
+_RULE = Rule(_backward, lambda position, args: position == 0, constant=(1,), keeps_results=True)
+
+attach("route", _implementation(devices=False), _implementation(devices=True), _fake, rule=_RULE)

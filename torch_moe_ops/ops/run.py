@@ -59,18 +59,7 @@ def run_experts(
             run_experts(call, plan, table, copy, routing)
             out.copy_(copy)
             return
-    small = {name: t.contiguous() for name in _MADE_CONTIGUOUS if (t := getattr(call, name)) is not None}
-    for name in table.e4m3:
-        codes = small.get(name, getattr(call, name))
-        if codes.dtype is torch.uint8:
-            small[name] = codes.view(torch.float8_e4m3fn)
-    ready = call._replace(
-        **small,
-        swiglu_alpha=plan.alpha,
-        swiglu_beta=plan.beta,
-        swiglu_limit=plan.limit,
-        out_dtype=out.dtype,
-    )
+    ready = completed(call, plan, table, out.dtype)
     with like_a_kernel(out.device.type):
         if routing is not None:
             whole = plan.backend.run_monolithic
@@ -81,6 +70,22 @@ def run_experts(
             ids, weights = choose(*routing)
             ready = ready._replace(topk_ids=ids, topk_weights=weights)
         plan.backend.run(ready, out)
+
+
+def completed(call: ExpertsCall, plan: Plan, table: Table, dtype: torch.dtype) -> ExpertsCall:
+    """A checked call as backends get it: contiguous, codes as e4m3, constants as numbers, `dtype` of the output."""
+    small = {name: t.contiguous() for name in _MADE_CONTIGUOUS if (t := getattr(call, name)) is not None}
+    for name in table.e4m3:
+        codes = small.get(name, getattr(call, name))
+        if codes.dtype is torch.uint8:
+            small[name] = codes.view(torch.float8_e4m3fn)
+    return call._replace(
+        **small,
+        swiglu_alpha=plan.alpha,
+        swiglu_beta=plan.beta,
+        swiglu_limit=plan.limit,
+        out_dtype=dtype,
+    )
 
 
 _TENSORS = (*(n for n in FIELDS if n.startswith(("hidden", "topk", "w13", "w2", "g1", "g2", "a1", "a2"))),)

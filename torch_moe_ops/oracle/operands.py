@@ -27,11 +27,8 @@ def weight_operand(call: ExpertsCall, which: int, e: int, halves: int, dtype: to
     """[N, K] of expert e. Scales along K are applied; scales of rows are the factor; alphas are neither."""
     name = "w13" if which == 1 else "w2"
     weight, scale, zero_point = (getattr(call, f"{name}{part}") for part in ("", "_scale", "_zero_point"))
-    of_expert = [None if t is None else t[e] for t in (scale, zero_point)]
-    piece = Weight(weight[e], of_expert[0], of_expert[1], halves, dtype)
-    if call.weight_policy != "exact":
-        return Operand(w4a8.dequantize(piece.codes, piece.given_scale, dtype))
-    return WEIGHTS[call.scheme](piece)
+    scale, zero_point = (None if t is None else t[e] for t in (scale, zero_point))
+    return decode_weight(call.scheme, Weight(weight[e], scale, zero_point, halves, dtype), call.weight_policy)
 
 
 class Weight(NamedTuple):
@@ -47,6 +44,13 @@ class Weight(NamedTuple):
     def given_scale(self) -> Tensor:
         assert self.scale is not None  # the op's checks have seen to it
         return self.scale
+
+
+def decode_weight(scheme: str, w: Weight, weight_policy: str = "exact") -> Operand:
+    """What the codes stand for under a policy (of fp8 activations)."""
+    if weight_policy != "exact":
+        return Operand(w4a8.dequantize(w.codes, w.given_scale, w.dtype))
+    return WEIGHTS[scheme](w)
 
 
 def _mx_weight(element: str) -> Callable[[Weight], Operand]:
@@ -110,8 +114,8 @@ def activation_operand(
     rows = x.float() if x.dtype == torch.float64 else x
     if x_scale is None:
         group = SCHEMES[call.scheme].fp8_group
-        return _quantized(call.act_format, rows, gscale, group, dtype)
-    return _packed(call, x, x_scale, dtype)
+        return quantized_operand(call.act_format, rows, gscale, group, dtype)
+    return packed_operand(call, x, x_scale, dtype)
 
 
 def _unrounded(act_format: str, x: Tensor, gscale: Tensor | None) -> Operand:
@@ -119,7 +123,7 @@ def _unrounded(act_format: str, x: Tensor, gscale: Tensor | None) -> Operand:
     return Operand(x if act_format != "nvfp4" or gscale is None else x * gscale.to(x.dtype))
 
 
-def _quantized(act_format: str, x: Tensor, gscale: Tensor | None, group: int, dtype: torch.dtype) -> Operand:
+def quantized_operand(act_format: str, x: Tensor, gscale: Tensor | None, group: int, dtype: torch.dtype) -> Operand:
     """Quantized as the numerics contract says, and decoded again."""
     if act_format == "nvfp4":
         if gscale is not None:
@@ -141,7 +145,7 @@ MX_ELEMENTS = {"mxfp4": "e2m1", "mxfp8": "e4m3", "mxfp6_e3m2": "e3m2", "mxfp6_e2
 ACT_FORMATS = ("none", "nvfp4", "fp8", "int8", *MX_ELEMENTS)
 
 
-def _packed(call: ExpertsCall, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Operand:
+def packed_operand(call: ExpertsCall, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Operand:
     """Hidden states that came quantized."""
     act_format, group = call.act_format, SCHEMES[call.scheme].fp8_group
     if act_format == "nvfp4":

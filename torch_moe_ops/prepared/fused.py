@@ -41,7 +41,7 @@ def fused_moe(
         routing: method, top_k and options.
         out_dtype: None: the dtype of unquantized hidden states, bfloat16 for packed ones.
 
-    Returns: [num_tokens, hidden_size], or [batch, sequence, hidden_size], a new tensor. Inference only. Traces under
+    Returns: [num_tokens, hidden_size], or [batch, sequence, hidden_size], a new tensor. Differentiable. Traces under
         torch.compile.
     Raises: RuntimeError naming op, argument, requirement and value; TypeError for `w` or `routing` of another type.
     """

@@ -22,7 +22,7 @@ from torch_moe_ops.core.routing_methods import MAX_EXPERTS, METHODS
 
 # Keeps a sum of sigmoids from being 0 (DeepSeek's reference, MiniMax, FlashInfer). A softmax's kept
 # mass is at least 1 / num_experts, where adding it changes no bit.
-_EPSILON = 1e-20
+EPSILON = 1e-20
 
 
 def route_reference(
@@ -90,7 +90,7 @@ def _renormalize(weights: Tensor) -> Tensor:
     """Weights (not negative) over their sum; infinite ones share everything, as in softmax."""
     top = weights.amax(-1, keepdim=True)
     weights = torch.where(top.isinf(), weights.isinf().to(weights.dtype), weights)
-    return weights / (weights.sum(-1, keepdim=True) + _EPSILON)
+    return weights / (weights.sum(-1, keepdim=True) + EPSILON)
 
 
 def _outside_best_groups(choice: Tensor, n_group: int, topk_group: int, has_bias: bool) -> Tensor:

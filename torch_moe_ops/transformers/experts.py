@@ -114,7 +114,7 @@ def moeq_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, to
             experts of other ranks) or below 0 contributes nothing.
         top_k_weights: [num_tokens, top_k], final multipliers.
 
-    Returns: [num_tokens, hidden_size] in the dtype of hidden_states. Inference only. Traces under torch.compile.
+    Returns: [num_tokens, hidden_size] in the dtype of hidden_states. Differentiable. Traces under torch.compile.
     Raises: RuntimeError where the module has no prepared weights, or naming op and argument.
     """
     weights = getattr(self, "moeq_weights", None)

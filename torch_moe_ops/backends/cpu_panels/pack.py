@@ -86,6 +86,8 @@ def restore(scheme: Scheme, tensors: Mapping[str, Tensor], sizes: Sizes) -> dict
     rows = 2 * inter if sizes.is_gated else inter
     name, restored = kernel_scheme(scheme), {}
     for which, gated, size_n, size_k in (("w13", sizes.is_gated, rows, hidden), ("w2", False, hidden, inter)):
+        if which not in tensors:
+            continue
         codes = cpu_layout.unpack_weight(name, tensors[which], size_n, size_k, gated)
         restored[which] = _from_kernel_codes(scheme, codes)
         for part in ("_scale", "_zero_point"):

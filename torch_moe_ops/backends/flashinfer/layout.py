@@ -107,6 +107,8 @@ class LayerLayout:
         hidden, inter = rules.padded(sizes.hidden_size, sizes.intermediate_size)
         restored: dict[str, Tensor] = {}
         for name, gated in (("w13", sizes.is_gated), ("w2", False)):
+            if name not in tensors:
+                continue
             halves = 2 if gated else 1
             n, k = (halves * sizes.intermediate_size, sizes.hidden_size)
             n, k = (n, k) if name == "w13" else (k, sizes.intermediate_size)

@@ -73,6 +73,8 @@ def restore(scheme: Scheme, tensors: Mapping[str, Tensor], sizes: Sizes) -> dict
     """Inverse of prepare, bit for bit."""
     restored = {}
     for name, rows, k, gated in _matrices(sizes):
+        if name not in tensors:
+            continue
         restored[name] = layout.unpack_codes(tensors[name], rows, k, gated, _CODES[scheme.name])
         packed = tensors[f"{name}_scale"]
         if scheme.name == "nvfp4":

@@ -38,15 +38,13 @@ def pack_nvfp4(scales: Tensor, gated: bool, name: str) -> Tensor:
     """
     codes = scales.contiguous().view(torch.uint8)
     need = f"positive finite scales or zero (e4m3 codes up to {LARGEST_E4M3:#x})"
-    return _pack_bytes(
-        codes, gated, _NVFP4, _bytes_of_e4m3().to(codes.device), f"{name} must hold {need}", LARGEST_E4M3
-    )
+    return _pack_bytes(codes, gated, _NVFP4, _bytes_of_e4m3(codes.device), f"{name} must hold {need}", LARGEST_E4M3)
 
 
 def unpack_nvfp4(packed: Tensor, rows: int, k: int, gated: bool) -> Tensor:
     """Inverse of pack_nvfp4 for a weight of `rows` rows in all and K = k."""
     out = packed.new_empty((packed.shape[0], rows, k // 16))
-    table = _e4m3_of_bytes().to(packed.device)
+    table = _e4m3_of_bytes(packed.device)
     for e in range(packed.shape[0]):
         from_tiles(_in_rows(look_up(table, packed[e]), _NVFP4), gated, out[e])
     return out.view(torch.float8_e4m3fn)
@@ -157,13 +155,14 @@ def _in_rows(stored: Tensor, blocks: int) -> Tensor:
     return stored.unflatten(2, (4, 8, blocks, 2)).permute(0, 2, 5, 3, 1, 4)
 
 
+@cache
 def _units(device: torch.device) -> Tensor:
     """What the scales of rows g and g + 8 are multiplied by, in the order of to_tiles."""
     return torch.tensor([2.0**112, 2.0**108], device=device).view(2, 1, 1, 1)
 
 
 @cache
-def _bytes_of_e4m3() -> Tensor:
+def _bytes_of_e4m3(device: torch.device) -> Tensor:
     """Byte of the layout for e4m3 codes 0 .. 126."""
     code = torch.arange(LARGEST_E4M3 + 1)
     # A normal code is (r + 7) << 3 | m. A subnormal one is c * 2^-9: its leading bit, at p, makes r = p - 9.
@@ -171,12 +170,12 @@ def _bytes_of_e4m3() -> Tensor:
     subnormal = ((leading - 9 + 23) << 3) | ((code << (3 - leading)) & 7)
     table = torch.where(code >= 8, code + ((23 - 7) << 3), subnormal)
     table[0] = 0
-    return table.to(torch.uint8)
+    return table.to(torch.uint8).to(device)
 
 
 @cache
-def _e4m3_of_bytes() -> Tensor:
+def _e4m3_of_bytes(device: torch.device) -> Tensor:
     """Inverse of _bytes_of_e4m3; bytes that it never makes go to zero."""
     table = torch.zeros(256, dtype=torch.uint8)
-    table[_bytes_of_e4m3().long()] = torch.arange(LARGEST_E4M3 + 1, dtype=torch.uint8)
-    return table
+    table[_bytes_of_e4m3(torch.device("cpu")).long()] = torch.arange(LARGEST_E4M3 + 1, dtype=torch.uint8)
+    return table.to(device)

@@ -1,0 +1,48 @@
+"""Products of rows, sorted by expert, with the experts' matrices."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_moe_ops.gradients.pairs import Piece
+
+_TORCH_SERVES = ((9, 0), (10, 0), (10, 3))  # where torch._grouped_mm has a kernel, and waits for nothing
+_ALIGNMENT = 16  # bytes, of rows
+
+
+def grouped_product(rows: Tensor, weights: Tensor, piece: Piece, transposed: bool) -> Tensor:
+    """rows[r] @ weights[e] for each row r of expert e, or @ weights[e].T where transposed.
+
+    Args:
+        rows: [rows, K] in the order of the piece; weights: [experts, K, N] ([experts, N, K] where transposed), same
+            dtype, both contiguous.
+
+    Returns: [rows, N] of their dtype, summed in float32 or wider; what is in rows that are not valid is undefined.
+    """
+    matrices = weights.transpose(1, 2) if transposed else weights
+    if _torch_serves(rows, matrices):
+        return torch._grouped_mm(rows, matrices, offs=piece.ends)
+    out = rows.new_empty((rows.shape[0], matrices.shape[2]))
+    if piece.host_ends is None:
+        return _without_waiting(rows, matrices, piece, out)
+    start = 0
+    for matrix, end in zip(matrices, piece.host_ends, strict=True):
+        if end > start:
+            torch.mm(rows[start:end], matrix, out=out[start:end])
+        start = end
+    return out
+
+
+def _torch_serves(rows: Tensor, matrices: Tensor) -> bool:
+    if rows.dtype is not torch.bfloat16 or not rows.is_cuda:
+        return False
+    sizes = (matrices.shape[1], matrices.shape[2])
+    return torch.cuda.get_device_capability(rows.device) in _TORCH_SERVES and not any(2 * n % _ALIGNMENT for n in sizes)
+
+
+def _without_waiting(rows: Tensor, matrices: Tensor, piece: Piece, out: Tensor) -> Tensor:
+    """Every row times every matrix: slow, but it captures."""
+    for e, matrix in enumerate(matrices):
+        out = torch.where((piece.expert == e)[:, None], rows @ matrix, out)
+    return out

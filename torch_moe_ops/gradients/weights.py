@@ -1,0 +1,102 @@
+"""A few experts' weights as numbers, from the layout that a backend made of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_moe_ops.backends.registry import Backend
+from torch_moe_ops.core.call import ExpertsCall
+from torch_moe_ops.core.layout import Sizes
+from torch_moe_ops.core.schemes import SCHEMES
+from torch_moe_ops.oracle.operands import Operand, Weight, decode_weight
+
+CHUNK_ELEMENTS = 1 << 26  # weights that are decoded at once: 128 MiB in bfloat16
+
+
+def experts_at_once(call: ExpertsCall, backend: Backend, sizes: Sizes, dtype: torch.dtype) -> int:
+    """How many experts' weights are decoded at once: all where nothing is copied, else what CHUNK_ELEMENTS hold."""
+    if call.scheme == "none" and backend.layout.name == "linear_v1" and call.w13.dtype == dtype:
+        return sizes.num_experts
+    halves = 2 if sizes.is_gated else 1
+    of_expert = (halves + 1) * sizes.hidden_size * sizes.intermediate_size
+    return max(1, min(sizes.num_experts, CHUNK_ELEMENTS // of_expert))
+
+
+def decode_experts(
+    call: ExpertsCall, backend: Backend, sizes: Sizes, experts: slice, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """w13 [n, rows, hidden_size], rows [gate; up], and w2 [n, hidden_size, intermediate_size] in `dtype`, real values.
+
+    Args:
+        call: a checked call; sizes: of its layer, the intermediate size as the layout pads it.
+        experts: n consecutive local ones.
+    """
+    found = []
+    for name, alphas, gscale in (("w13", call.g1_alphas, call.a1_gscale), ("w2", call.g2_alphas, call.a2_gscale)):
+        weight, scale, zero_point = (getattr(call, f"{name}{part}") for part in _PARTS)
+        stored = Stored(weight, scale, zero_point, _real_alphas(call, alphas, gscale))
+        found.append(decode_projection(name, stored, call.scheme, call.weight_policy, backend, sizes, experts, dtype))
+    return found[0], found[1]
+
+
+class Stored(NamedTuple):
+    """A projection of all experts as a layout has it. scale_2: float32 [E] or [E, halves], multiplies its values."""
+
+    weight: Tensor
+    scale: Tensor | None
+    zero_point: Tensor | None
+    scale_2: Tensor | None
+
+
+def decode_projection(
+    name: str,
+    stored: Stored,
+    scheme: str,
+    weight_policy: str,
+    backend: Backend,
+    sizes: Sizes,
+    experts: slice,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The projection `name`, "w13" or "w2", of n consecutive experts: [n, rows, K] in `dtype`, real values."""
+    of_experts = Stored._make(None if t is None else t[experts] for t in stored)
+    count = of_experts.weight.shape[0]
+    halves = 2 if sizes.is_gated and name == "w13" else 1
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    sizes = dataclasses.replace(sizes, num_experts=count)
+    tensors = {f"{name}{part}": t for part, t in zip(_PARTS, of_experts, strict=False) if t is not None}
+    if backend.decode is not None:
+        operand = Operand(backend.decode(tensors, sizes)[name].flatten(0, 1).to(wide))
+    else:
+        raw = backend.restore(SCHEMES[scheme], tensors, sizes)
+        # The rows of all experts make one tall matrix: only tiles are shared across rows, and `count` parts those.
+        scale, zero_point = (t if (t := raw.get(f"{name}{part}")) is None else t.flatten(0, 1) for part in _PARTS[1:])
+        plain = dtype if scheme == "none" else wide
+        tall = Weight(raw[name].flatten(0, 1), scale, zero_point, count * halves, plain)
+        operand = decode_weight(scheme, tall, weight_policy)
+    return _real(operand, of_experts.scale_2, count, dtype)
+
+
+_PARTS = ("", "_scale", "_zero_point")
+
+
+def _real_alphas(call: ExpertsCall, alphas: Tensor | None, gscale: Tensor | None) -> Tensor | None:
+    """What multiplies the weights alone: [E], [E, halves] or None. NVFP4's alphas hold 1 / gscale as well."""
+    if alphas is None or gscale is None or call.act_format != "nvfp4":
+        return alphas
+    return alphas * (gscale[:, None] if gscale.ndim and alphas.ndim == 2 else gscale)
+
+
+def _real(operand: Operand, alphas: Tensor | None, experts: int, dtype: torch.dtype) -> Tensor:
+    """values * factor * alpha, [experts, rows, K] in `dtype`."""
+    values, factor = operand
+    if alphas is not None:
+        of_rows = alphas.reshape(-1).repeat_interleave(values.shape[0] // alphas.numel())[:, None]
+        factor = of_rows if factor is None else factor * of_rows
+    if factor is not None:
+        values = values * factor.to(values.dtype)
+    return values.to(dtype).unflatten(0, (experts, -1))

@@ -1,0 +1,110 @@
+"""The op `moeq::moe_routed_backward`: the gradients of every routed op, whatever its scheme.
+
+Its arguments are the gradient of the output, the call that was made, as an ExpertsCall has it, and which gradients are
+wanted. Checked as the routed op was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from torch_moe_ops.core.call import FIELDS, ExpertsCall
+from torch_moe_ops.core.check import check, check_given, describe, fail
+from torch_moe_ops.core.layout import Sizes
+from torch_moe_ops.core.schemas import arguments
+from torch_moe_ops.core.schemes import FLOATS, SCHEMES
+from torch_moe_ops.gradients.experts import Wanted, experts_gradients
+from torch_moe_ops.ops.bind import attach, like_a_kernel
+from torch_moe_ops.ops.checks import check_experts, check_topk
+from torch_moe_ops.ops.plan import Plan, Table, plan_of
+from torch_moe_ops.ops.run import completed
+
+OP = "moe_routed_backward"
+NAMES, _DEFAULTS = arguments(OP)
+_POSITION = [NAMES.index(name) for name in FIELDS]
+
+
+def arguments_of(grad: Tensor, call: ExpertsCall, wanted: Wanted) -> tuple[Any, ...]:
+    """The op's arguments."""
+    given = {**call._asdict(), "grad_output": grad, "wanted": list(wanted)}
+    return tuple(given[name] for name in NAMES)
+
+
+def _checked(
+    args: tuple[Any, ...], kwargs: dict[str, Any], devices: bool, tracing: bool
+) -> tuple[Tensor, ExpertsCall, Plan, Table, Wanted]:
+    full = [*args, *_DEFAULTS[len(args) :]]
+    for name, value in kwargs.items():
+        full[NAMES.index(name)] = value
+    grad, flags = full[0], full[-1]
+    call = ExpertsCall(*(full[i] for i in _POSITION))
+    check_given(OP, "grad_output", grad)
+    if call.scheme not in SCHEMES:
+        fail(OP, "scheme", f"be one of {list(SCHEMES)}", call.scheme)
+    plan = plan_of(OP, call)
+    table = check_experts(OP, call, plan, devices, tracing)
+    check_topk(OP, call)
+    _check_grad(grad, call, table.hidden_size, devices)
+    if len(flags) != len(Wanted._fields):
+        fail(OP, "wanted", f"have {len(Wanted._fields)} values, for {', '.join(Wanted._fields)}", flags)
+    wanted = Wanted(*flags)
+    for name, is_wanted in zip(Wanted._fields, wanted, strict=True):
+        if is_wanted and getattr(call, name) is None:
+            fail(OP, name, "be given where its gradient is wanted", None)
+    if wanted.hidden_states and call.hidden_states_scale is not None:
+        fail(OP, "hidden_states", "be unquantized where their gradient is wanted", call.hidden_states.dtype)
+    return grad, call, plan, table, wanted
+
+
+def _check_grad(grad: Tensor, call: ExpertsCall, hidden_size: int, devices: bool) -> None:
+    shape = (call.hidden_states.shape[0], hidden_size)
+    check(grad.shape == shape, lambda: describe(OP, "grad_output", f"have shape {shape}", grad.shape))
+    if grad.dtype not in FLOATS:
+        fail(OP, "grad_output", f"have one of the dtypes {[str(d) for d in FLOATS]}", grad.dtype)
+    if devices and grad.device != call.hidden_states.device:
+        fail(OP, "grad_output", f"be on {call.hidden_states.device} like hidden_states", grad.device)
+
+
+def _allocated(call: ExpertsCall, wanted: Wanted) -> tuple[Tensor, ...]:
+    """Like the arguments whose gradients they are; empty where not wanted."""
+    x = call.hidden_states
+    return tuple(
+        x.new_empty(getattr(call, name).shape, dtype=getattr(call, name).dtype) if asked else x.new_empty(0, dtype=_F32)
+        for name, asked in zip(Wanted._fields, wanted, strict=True)
+    )
+
+
+_F32 = FLOATS[2]
+
+
+def _make(devices: bool) -> Callable[..., tuple[Tensor, ...]]:
+    def impl(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        grad, call, plan, table, wanted = _checked(args, kwargs, devices, tracing=False)
+        results = _allocated(call, wanted)
+        if not call.topk_ids.shape[0]:
+            for result in results:
+                result.zero_()
+            return results
+        scheme, layout = plan.scheme, plan.backend.layout
+        call = completed(call, plan, table, call.out_dtype or grad.dtype)
+        inter = layout.intermediate_size(scheme, tuple(call.w2.shape))
+        sizes = Sizes(table.num_experts, table.hidden_size, inter, plan.is_gated, call.w13.dtype)
+        with like_a_kernel(grad.device.type):
+            found = experts_gradients(call, plan.backend, sizes, grad, wanted)
+            for result, gradient in zip(results, found, strict=True):
+                if gradient is not None:
+                    result.copy_(gradient)
+        return results
+
+    return impl
+
+
+def _fake(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    _, call, _, _, wanted = _checked(args, kwargs, devices=True, tracing=True)
+    return _allocated(call, wanted)
+
+
+attach(OP, _make(devices=False), _make(devices=True), _fake)
