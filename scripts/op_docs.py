@@ -53,7 +53,7 @@ OTHER_OPS = {
     "route": "Router logits to expert ids and weights. Ties go to the lowest index; a NaN ranks last; ids are always "
     "top_k distinct experts. `routed_scaling_factor` is folded into the weights, once.",
     "moe_routed_backward": "Gradients of every routed op, from its arguments and the gradient of its output; its "
-    "backward pass calls it. What the forward pass made in between is made again. float32 sums, in an order that never changes.",
+    "backward pass calls it. What the forward pass made in between is made again. Sums in float32, in a fixed order.",
     "quantize_nvfp4": "NVFP4 codes and block scales of activations: value = code * scale / gscale.",
     "quantize_mxfp4": "MXFP4 codes, two a byte, and e8m0 scales: value = code * 2^(scale - 127).",
     "quantize_mxfp8": "MXFP8: e4m3 codes and e8m0 scales: value = code * 2^(scale - 127).",
