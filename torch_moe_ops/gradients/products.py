@@ -8,7 +8,7 @@ from torch import Tensor
 from torch_moe_ops.gradients.pairs import Piece
 
 _TORCH_SERVES = ((9, 0), (10, 0), (10, 3))  # where torch._grouped_mm has a kernel, and waits for nothing
-_ALIGNMENT = 16  # bytes, of rows
+_ALIGNMENT = 16  # bytes, of rows and where they begin
 
 
 def grouped_product(rows: Tensor, weights: Tensor, piece: Piece, transposed: bool) -> Tensor:
@@ -37,8 +37,8 @@ def grouped_product(rows: Tensor, weights: Tensor, piece: Piece, transposed: boo
 def _torch_serves(rows: Tensor, matrices: Tensor) -> bool:
     if rows.dtype is not torch.bfloat16 or not rows.is_cuda:
         return False
-    sizes = (matrices.shape[1], matrices.shape[2])
-    return torch.cuda.get_device_capability(rows.device) in _TORCH_SERVES and not any(2 * n % _ALIGNMENT for n in sizes)
+    numbers = (2 * matrices.shape[1], 2 * matrices.shape[2], matrices.data_ptr(), rows.data_ptr())
+    return torch.cuda.get_device_capability(rows.device) in _TORCH_SERVES and not any(n % _ALIGNMENT for n in numbers)
 
 
 def _without_waiting(rows: Tensor, matrices: Tensor, piece: Piece, out: Tensor) -> Tensor:
