@@ -101,7 +101,7 @@ def test_pieces_of_experts_and_rows_change_nothing_but_sums(monkeypatch: pytest.
     call, sizes, grad = _biased(case, "reference")
     whole = _gradients(call, sizes, "reference", grad)
     monkeypatch.setattr(weights, "CHUNK_ELEMENTS", 2 * 3 * case.hidden * case.inter)  # two experts
-    monkeypatch.setattr(experts, "_PIECE_ELEMENTS", 4 * 192)  # four rows
+    monkeypatch.setattr(experts, "PIECE_ELEMENTS", 4 * 192)  # four rows
     seen = []
     monkeypatch.setattr(experts, "pieces", lambda *a: [seen.append(p) or p for p in pairs.pieces(*a)])
     for found, expected in zip(_gradients(call, sizes, "reference", grad), whole, strict=True):

@@ -36,10 +36,10 @@ def _leaf(value: Any) -> Any:
     return value.clone().requires_grad_() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-DIFFERENTIABLE = [name for name in SAMPLES if name.endswith(("moe", "moe_routed"))]
+DIFFERENTIABLE = [name for name in SAMPLES if name.endswith(("moe", "moe_routed", "grouped_linear"))]
 
 
-@pytest.mark.parametrize("name", sorted(SAMPLES.keys() - {*DIFFERENTIABLE, "route"}))
+@pytest.mark.parametrize("name", sorted(SAMPLES.keys() - {*DIFFERENTIABLE, "route", "grouped_linear"}))
 def test_forward_runs_and_backward_names_the_op(name: str) -> None:
     args, keywords = SAMPLES[name]("cpu")[0]
     args = tuple(_leaf(a) for a in args)
@@ -62,7 +62,14 @@ def test_weights_and_scales_have_none(name: str) -> None:
     args, keywords = SAMPLES[name]("cpu")[0]
     for i, argument in enumerate(arguments(name)[0][: len(args)]):
         leaf = _leaf(args[i])
-        if leaf is args[i] or argument in ("hidden_states", "topk_weights", "router_logits", "w13_bias", "w2_bias"):
+        if leaf is args[i] or argument in (
+            "x",
+            "hidden_states",
+            "topk_weights",
+            "router_logits",
+            "w13_bias",
+            "w2_bias",
+        ):
             continue
         out = overload(name)(*args[:i], leaf, *args[i + 1 :], **keywords)
         with _refused(name, argument):

@@ -123,7 +123,7 @@ def _fits(op: str, sample: Sample, name: str, what: str, new: Tensor | None) -> 
     if what == "no dimension" and name.endswith("gscale"):
         return True  # one for all rows or experts
     if what == "dimension 2 longer" and name.endswith("_scale"):
-        return _family(op) in ("int4", "int8") and new.shape[2] == 2  # groups of half a row
+        return (_family(op) in ("int4", "int8") or op == "grouped_linear") and new.shape[2] == 2  # groups of half a row
     if "moe" in op:
         return False
     return len(given) == 1 or what.startswith(("dimension", "a dimension", "flat"))  # any rows, on any device
@@ -138,9 +138,11 @@ def _is_optional(op: str, name: str, given: dict[str, Tensor]) -> bool:
 
 def _other_dtypes(op: str, name: str, given: dict[str, Tensor]) -> tuple[torch.dtype, ...]:
     family, packed = _family(op), "hidden_states_scale" in given
-    if given[name].dtype == torch.float8_e4m3fn and "moe" in op:
+    if given[name].dtype == torch.float8_e4m3fn and ("moe" in op or op == "grouped_linear"):
         return (torch.uint8,)
     if name in ("x", "router_logits") or (name == "hidden_states" and family and not packed):
+        return FLOATS
+    if op == "grouped_linear" and name in ("weight", "weight_scale") and given[name].dtype in FLOATS:
         return FLOATS
     if name in ("w13_scale", "w2_scale") and family in ("int4", "int8"):
         return FLOATS

@@ -230,6 +230,37 @@ def _hidden_size(args: tuple[Any, ...], keywords: dict[str, Any]) -> int:
     return args[0].shape[1] * pack
 
 
+def grouped_sample(w: moe.PreparedWeights, projection: str, device: str = "cpu", transposed: bool = False) -> Sample:
+    """Ten rows, of which expert 1 has none and the last ones are nobody's."""
+    gated = w.activation.endswith("_no_mul") is False
+    sizes = {
+        "w13": (w.hidden_size, (2 if gated else 1) * w.intermediate_size),
+        "w2": (w.intermediate_size, w.hidden_size),
+    }
+    x = torch.randn(10, sizes[projection][transposed], device=device)
+    offsets = torch.linspace(0, 8, w.num_local_experts).int().to(device)
+    parts = [getattr(w, f"{projection}{part}", None) for part in ("", "_scale", "_zero_point", "_scale_2")]
+    own = (w.backend, w.scheme, projection, w.hidden_size, w.intermediate_size, gated, transposed, w.weight_policy)
+    return (x, offsets, *parts, *own), {}
+
+
+def _grouped_linear(device: str) -> list[Sample]:
+    found = []
+    for scheme, act, policy in (
+        ("nvfp4", "none", "exact"),
+        ("nvfp4", "fp8", "packed"),
+        ("none", "none", "exact"),
+        ("fp8_block", "none", "exact"),
+        ("int4", "none", "exact"),
+    ):
+        case = Case(scheme=scheme, act_format=act, weight_policy=policy, hidden=96, inter=64)
+        for name in _backends(device):
+            if runs(case, name, device):
+                w = prepared(case, name, device)
+                found += [grouped_sample(w, "w13", device), grouped_sample(w, "w2", device, transposed=True)]
+    return found
+
+
 SAMPLES: dict[str, Callable[[str], list[Sample]]] = {
     "quantize_mxfp4": _quantize_mx,
     "quantize_mxfp8": _quantize_mx,
@@ -237,6 +268,7 @@ SAMPLES: dict[str, Callable[[str], list[Sample]]] = {
     "quantize_int8": _quantize_int8,
     "route": _route,
     "moe_routed_backward": _routed_backward,
+    "grouped_linear": _grouped_linear,
     "quantize_nvfp4": _quantize_nvfp4,
     "dynamic_gscale_nvfp4": _dynamic_gscale,
     "swizzle_scale": _swizzle,

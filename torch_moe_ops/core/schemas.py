@@ -140,6 +140,11 @@ SCHEMAS: dict[str, str] = {
     "int8_moe_routed": _routed("int8"),
     "int8_moe_routed.out": _routed_out("int8"),
     "moe_routed_backward": _routed_backward(),
+    "grouped_linear": (
+        "(Tensor x, Tensor offsets, Tensor weight, Tensor? weight_scale, Tensor? weight_zero_point, "
+        "Tensor? weight_scale_2, str backend, str scheme, str projection, int hidden_size, int intermediate_size, "
+        'bool is_gated=True, bool transposed=False, str weight_policy="exact") -> Tensor'
+    ),
     "moe": _monolithic(""),
     "moe_routed": _routed(""),
     "moe_routed.out": _routed_out(""),

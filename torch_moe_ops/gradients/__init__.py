@@ -1,1 +1,1 @@
-"""Derivatives of the ops, in plain torch: routing, activations, and experts, whose weights are decoded in chunks."""
+"""Derivatives of the ops, in plain torch: routing, activations, experts, and linears of packed experts."""

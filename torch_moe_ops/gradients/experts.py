@@ -23,12 +23,10 @@ from torch_moe_ops.core.call import ExpertsCall
 from torch_moe_ops.core.layout import Sizes
 from torch_moe_ops.core.schemes import SCHEMES
 from torch_moe_ops.gradients.activations import activation_gradients
-from torch_moe_ops.gradients.pairs import Piece, pieces, sort_pairs
-from torch_moe_ops.gradients.products import grouped_product
+from torch_moe_ops.gradients.pairs import PIECE_ELEMENTS, Piece, pieces, sort_pairs
+from torch_moe_ops.gradients.products import grouped_product, product_dtype
 from torch_moe_ops.gradients.weights import decode_experts, experts_at_once
 from torch_moe_ops.oracle.operands import packed_operand, quantized_operand
-
-_PIECE_ELEMENTS = 1 << 26  # of the widest intermediate result
 
 
 class Wanted(NamedTuple):
@@ -67,20 +65,12 @@ def experts_gradients(call: ExpertsCall, backend: Backend, sizes: Sizes, grad: T
     return _Backward(call, backend, sizes, grad, wanted).run()
 
 
-def product_dtype(call: ExpertsCall) -> torch.dtype:
-    """Of the factors of matrix products: bfloat16 on GPUs unless the hidden states are wider, float32 elsewhere."""
-    dtype = call.hidden_states.dtype
-    if dtype == torch.float64:
-        return dtype
-    return torch.bfloat16 if call.hidden_states.is_cuda and dtype != torch.float32 else torch.float32
-
-
 class _Backward:
     """One backward pass: what all of its pieces share."""
 
     def __init__(self, call: ExpertsCall, backend: Backend, sizes: Sizes, grad: Tensor, wanted: Wanted) -> None:
         self.call, self.backend, self.sizes, self.grad, self.wanted = call, backend, sizes, grad, wanted
-        self.dtype = product_dtype(call)
+        self.dtype = product_dtype(call.hidden_states)
         self.wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         self.halves = 2 if sizes.is_gated else 1
         self.top_k = call.topk_ids.shape[1]
@@ -107,7 +97,7 @@ class _Backward:
         widest = max(self.halves * self.sizes.intermediate_size, self.sizes.hidden_size)
         for first in range(0, count, step):
             last, w13 = min(first + step, count), None
-            for piece in pieces(self.pairs, first, last, max(1, _PIECE_ELEMENTS // widest)):
+            for piece in pieces(self.pairs, first, last, max(1, PIECE_ELEMENTS // widest)):
                 if w13 is None:  # not for experts that nobody visits
                     chosen = slice(first, last)
                     w13, w2 = decode_experts(self.call, self.backend, self.sizes, chosen, self.dtype)

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+PIECE_ELEMENTS = 1 << 26  # of the widest result of a piece
+
 
 class Pairs(NamedTuple):
     """The slots of topk_ids [num_tokens, top_k], those of local experts first, ascending by expert, then by slot.

@@ -11,6 +11,13 @@ _TORCH_SERVES = ((9, 0), (10, 0), (10, 3))  # where torch._grouped_mm has a kern
 _ALIGNMENT = 16  # bytes, of rows and where they begin
 
 
+def product_dtype(rows: Tensor) -> torch.dtype:
+    """Of the factors of products with such rows: bfloat16 on GPUs unless the rows are wider, float32 elsewhere."""
+    if rows.dtype == torch.float64:
+        return rows.dtype
+    return torch.bfloat16 if rows.is_cuda and rows.dtype != torch.float32 else torch.float32
+
+
 def grouped_product(rows: Tensor, weights: Tensor, piece: Piece, transposed: bool) -> Tensor:
     """rows[r] @ weights[e] for each row r of expert e, or @ weights[e].T where transposed.
 

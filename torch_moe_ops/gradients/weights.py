@@ -23,7 +23,12 @@ def experts_at_once(call: ExpertsCall, backend: Backend, sizes: Sizes, dtype: to
         return sizes.num_experts
     halves = 2 if sizes.is_gated else 1
     of_expert = (halves + 1) * sizes.hidden_size * sizes.intermediate_size
-    return max(1, min(sizes.num_experts, CHUNK_ELEMENTS // of_expert))
+    return at_once(sizes.num_experts, of_expert)
+
+
+def at_once(experts: int, of_expert: int) -> int:
+    """How many of these experts, of so many weights each, are decoded at once."""
+    return max(1, min(experts, CHUNK_ELEMENTS // of_expert))
 
 
 def decode_experts(
