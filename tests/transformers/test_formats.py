@@ -126,8 +126,10 @@ def _greedy(model: Any, ids: Tensor, tokens: int) -> Tensor:
 
 COMPILED = ["qwen3_moe_ct_nvfp4", "qwen3_moe_ct_int8", "qwen3_moe_fp8_block", "gpt_oss_mxfp4", "mixtral_modelopt_nvfp4"]
 
+REST = sorted(folder.name for folder in CHECKPOINTS.iterdir() if folder.name not in COMPILED)
 
-@pytest.mark.parametrize("name", COMPILED)
+
+@pytest.mark.parametrize("name", [*COMPILED, *(pytest.param(name, marks=pytest.mark.slow) for name in REST)])
 def test_static_cache_and_one_graph(name: str) -> None:
     """generate with a static cache gives the tokens of decoding without one; the model compiles to one graph."""
     expected = load_file(CHECKPOINTS / name / "expected.safetensors")
@@ -140,3 +142,33 @@ def test_static_cache_and_one_graph(name: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(lambda ids: logits(model, ids), fullgraph=True, backend="aot_eager")
     assert relative_l2(compiled(expected["input_ids"]), expected["logits_dequant"]) < F32
+
+
+@pytest.mark.parametrize("architecture", ["llama4_text", "granitemoe"])
+def test_static_cache_and_one_graph_of_other_blocks(architecture: str, tmp_path: Path) -> None:
+    written = write_model(tmp_path, architecture, "compressed-tensors INT4")
+    model = load(written.quantized)
+    generated = model.generate(
+        IDS[:1, :5], max_new_tokens=4, do_sample=False, cache_implementation="static", disable_compile=True
+    )
+    assert torch.equal(generated, _greedy(model, IDS[:1, :5], generated.shape[1] - 5))
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda ids: logits(model, ids), fullgraph=True, backend="aot_eager")
+    assert relative_l2(compiled(IDS), logits(model)) < F32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_moe_modelopt_nvfp4", "gpt_oss_mxfp4"])
+def test_generate_compiles_itself(name: str) -> None:
+    """As on a GPU, where `generate` compiles the step through a static cache: by inductor, in one graph."""
+    model = load(CHECKPOINTS / name)
+    ids = load_file(CHECKPOINTS / name / "expected.safetensors")["input_ids"][:1, :5]
+    torch._dynamo.reset()
+    settings = transformers.CompileConfig(fullgraph=True, dynamic=False, mode="default")
+    settings._compile_all_devices = True
+    generated = model.generate(
+        ids, max_new_tokens=4, do_sample=False, cache_implementation="static", compile_config=settings
+    )
+    counts = torch._dynamo.utils.counters
+    assert counts["stats"]["unique_graphs"] >= 1 and not counts["graph_break"]
+    assert torch.equal(generated, _greedy(model, ids, generated.shape[1] - 5))
