@@ -5,12 +5,14 @@ from __future__ import annotations
 import builtins
 import json
 import tracemalloc
+from pathlib import Path
 
 import pytest
 import torch
 from checkpoints_support import FIXTURES, NVFP4_FIXTURES, config_of, copied, stored, write
 
 from torch_moe_ops.checkpoints import CheckpointError, index, load_experts, progress
+from torch_moe_ops.checkpoints.buffers import _empty
 from torch_moe_ops.checkpoints.model_config import activation_fields, parse_config
 from torch_moe_ops.checkpoints.naming import find_layers
 from torch_moe_ops.core.same_bits import same_bits
@@ -273,3 +275,22 @@ def test_unknown_activation_warns(tmp_path):
     with pytest.warns(UserWarning, match="hidden_act 'quick_gelu' of a gated expert is unknown"):
         raw = load_experts(folder, 0)
     assert raw.activation is None
+
+
+def test_memory_of_a_layer_goes_back_to_the_system() -> None:
+    """malloc would keep blocks of this size, and split them for smaller ones."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        pytest.skip("needs Linux: /proc/self/status has the memory")
+
+    def anonymous() -> int:
+        return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("RssAnon:"))
+
+    before = anonymous()
+    for round_ in range(8):
+        kept = torch.zeros(1 << 16)  # what is allocated afterwards lies beyond it
+        buffer = _empty((4, 1 << 20), torch.float32, torch.device("cpu")).zero_()
+        assert anonymous() - before > 15 * 1024
+        kept[round_] = buffer[0, 0]
+        del buffer
+        assert anonymous() - before < 8 * 1024
