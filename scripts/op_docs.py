@@ -19,7 +19,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "ops.md"
 
 HEADER = """# Ops of `torch.ops.moeq`
 
-Made by `scripts/op_docs.py` from the schemas. All ops are pure (except `.out`), return fresh
+Made by `scripts/op_docs.py` from the schemas. All ops are pure (except `.out`, and the counter of `ep_place`), return fresh
 contiguous tensors, have fakes, and are capturable where their backend is. Errors are `RuntimeError`s of the form
 `moeq::<op>: <argument> must <requirement>, got <value>`. Pairs hold exactly:
 `X_moe(x, logits, ...) == X_moe_routed(x, *route(logits, ...), ...)`.
@@ -62,6 +62,11 @@ OTHER_OPS = {
     "quantize_fp8": "e4m3 codes and float32 scales that multiply: per token, per `group` of K, or from `gscale`.",
     "quantize_int8": "int8 codes and float32 scales that multiply: one per token, or from `gscale`.",
     "dynamic_gscale_nvfp4": "A gscale per row for quantize_nvfp4: 2688 / amax, at most 2^118; 1 of zeros, NaN of NaN.",
+    "ep_place": "Experts as the router numbers them to the slots where they lie; `load` counts them.",
+    "ep_dispatch": "The rows of all ranks of a group to this one: all of them, or with a `capacity` those that have an "
+    "expert here. Collective. Rows that stand for no token have the expert -1; an absent scale comes back as [0, 0].",
+    "ep_combine": "The ranks' partial rows back to the ranks of the tokens, added in float32 in ascending rank order. "
+    "Collective.",
     "swizzle_scale": "Block scales in the 128x4 tiling that NVIDIA's kernels read, zeros in the padding.",
     "unswizzle_scale": "Inverse of swizzle_scale.",
 }
@@ -123,9 +128,27 @@ ARGUMENTS = {
     "intermediate_size": "Of the layer, without padding.",
     "is_gated": "Whether w13 has gate and up rows.",
     "transposed": "x @ W instead of x @ W.T.",
+    "first": "int32 [num_experts]: where in `slots` the places of an expert begin.",
+    "count": "int32 [num_experts]: how many places follow; row t takes number (t + rank) modulo count.",
+    "slots": "ep_place: int32 [places], slots of all ranks numbered through. ep_dispatch, ep_combine with a capacity: "
+    "experts on each rank.",
+    "load": "int64 [num_experts], contiguous: grows by the number of times that each expert is asked for.",
+    "rank": "Of this process in the group.",
+    "partial_rows": "[world_size * (capacity or max_tokens), hidden_size] bfloat16, float16 or float32.",
+    "positions": "int32 [num_tokens, world_size]: the row of a rank's part that has a token's result, -1: none; "
+    "[0, world_size] without a capacity. ep_dispatch makes it.",
+    "num_tokens": "Of this rank.",
+    "transport": 'A name of `torch_moe_ops.transports.registry.TRANSPORTS`: "nccl".',
+    "world_size": "Ranks of the group.",
+    "max_tokens": "The largest number of rows on any rank; the same on every rank.",
+    "capacity": "Rows from one rank to one other at most; more are an error on every rank, told by the host. 0: every "
+    "row goes to every rank.",
+    "tp_group": "Name of a group of ranks that have other parts of the same experts, and the same tokens; empty: none.",
+    "tp_size": "Ranks of tp_group.",
     "gscale": "float32, [] or one per row [...]: multiplies x before it is rounded.",
     "rule": 'Of the block exponent: "rceil" (never clips), "floor" (OCP), "even".',
-    "group": "Values of K that share a scale; 0: the whole row. The last group may be partial.",
+    "group": "quantize_fp8: values of K that share a scale; 0: the whole row; the last group may be partial. "
+    "ep_dispatch, ep_combine: name of a process group of torch.distributed.",
     "scale": "[..., rows, cols], any dtype of 1 or 2 bytes.",
     "swizzled": "[..., padded rows * padded cols].",
     "rows": "Before padding.",

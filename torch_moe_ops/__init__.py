@@ -6,6 +6,8 @@ from torch_moe_ops import config, ops
 from torch_moe_ops.checkpoints import CheckpointError, load_experts
 from torch_moe_ops.core.problem import Problem
 from torch_moe_ops.core.version import __version__
+from torch_moe_ops.expert_parallel.layer import ExpertParallel
+from torch_moe_ops.expert_parallel.placement import ExpertPlacement
 from torch_moe_ops.ops.codecs import (
     dequantize_fp8,
     dequantize_int4,
@@ -35,6 +37,8 @@ from torch_moe_ops.weights.raw_weights import RawWeights
 
 __all__ = [
     "CheckpointError",
+    "ExpertParallel",
+    "ExpertPlacement",
     "PreparedWeights",
     "Problem",
     "RawWeights",

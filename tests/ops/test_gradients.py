@@ -52,7 +52,7 @@ def test_forward_runs_and_backward_names_the_op(name: str) -> None:
             with _refused(name.removesuffix(".out")):
                 torch.autograd.backward(result, torch.ones_like(result), retain_graph=True)
         assert result.requires_grad == result.is_floating_point()
-    assert asked or name == "quantize_mxfp4"  # integers alone
+    assert asked or name in ("quantize_mxfp4", "ep_place")  # integers alone
     assert all(a.grad is None for a in args if isinstance(a, Tensor))
 
 

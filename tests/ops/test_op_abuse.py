@@ -132,7 +132,7 @@ def _fits(op: str, sample: Sample, name: str, what: str, new: Tensor | None) -> 
 def _is_optional(op: str, name: str, given: dict[str, Tensor]) -> bool:
     schema = torch._C.parse_schema(f"moeq::{op}{SCHEMAS[op]}")
     kind = next(str(a.type) for a in schema.arguments if a.name == name)
-    packed = "hidden_states_scale" in given
+    packed = "hidden_states_scale" in given and "moe" in op
     return kind.startswith("Optional") and not (packed and name in ("hidden_states_scale", "a1_gscale"))
 
 
@@ -140,6 +140,8 @@ def _other_dtypes(op: str, name: str, given: dict[str, Tensor]) -> tuple[torch.d
     family, packed = _family(op), "hidden_states_scale" in given
     if given[name].dtype == torch.float8_e4m3fn and ("moe" in op or op == "grouped_linear"):
         return (torch.uint8,)
+    if op.startswith("ep_"):
+        return _EXCHANGED.get((op, name), ())
     if name in ("x", "router_logits") or (name == "hidden_states" and family and not packed):
         return FLOATS
     if op == "grouped_linear" and name in ("weight", "weight_scale") and given[name].dtype in FLOATS:
@@ -149,6 +151,15 @@ def _other_dtypes(op: str, name: str, given: dict[str, Tensor]) -> tuple[torch.d
     if name in ("scale", "swizzled"):
         return tuple(d for d in abuse.DTYPES if torch.empty(0, dtype=d).element_size() <= 2)
     return ()
+
+
+# What may be exchanged between ranks, besides the dtype of the sample.
+_EXCHANGED = {
+    ("ep_place", "topk_ids"): (torch.int32, torch.int64),
+    ("ep_dispatch", "hidden_states"): (*FLOATS, torch.uint8, torch.int8, torch.float8_e4m3fn),
+    ("ep_dispatch", "hidden_states_scale"): (torch.float32, torch.uint8, torch.float8_e4m3fn),
+    ("ep_combine", "partial_rows"): FLOATS,
+}
 
 
 OPS = sorted(op for op in SCHEMAS if "backward" not in op)  # what that refuses: test_backward_op.py

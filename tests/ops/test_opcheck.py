@@ -80,7 +80,7 @@ def test_bytes_give_the_result_of_float8(name: str) -> None:
     found = 0
     for args, keywords in SAMPLES[name]("cpu"):
         given = tuple(as_bytes(a) for a in args)
-        if name.endswith("swizzle_scale") or all(a is b for a, b in zip(args, given, strict=True)):
+        if name.endswith(("swizzle_scale", "ep_dispatch")) or all(a is b for a, b in zip(args, given, strict=True)):
             continue
         found += 1
         assert results_of(name, args, keywords) == results_of(name, given, keywords)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from groups_of_one import group_of_one
 from problems import Case, make_batch, make_raw
 
 import torch_moe_ops as moe
@@ -261,6 +262,39 @@ def _grouped_linear(device: str) -> list[Sample]:
     return found
 
 
+def _ep_place(device: str) -> list[Sample]:
+    ids = torch.tensor([[0, 3], [2, -1], [4, 1]], dtype=torch.int32, device=device)
+    tables = moe.ExpertPlacement(((0, 1), (2, 3, 0)), "spread").tables(0).values()
+    load = torch.zeros(4, dtype=torch.int64, device=device)
+    return [((t, *(table.to(device) for table in tables), load, 1), {}) for t in (ids, ids[:0])]
+
+
+def _exchange(device: str, max_tokens: int) -> tuple[Any, ...]:
+    return "nccl", group_of_one(device), 1, max_tokens
+
+
+def _ep_dispatch(device: str) -> list[Sample]:
+    x, ids, weights = make_batch(Case(tokens=5), device)
+    codes, scale = torch.ops.moeq.quantize_fp8(x, None, 32)
+    return [
+        ((x, None, ids, weights, *_exchange(device, 8)), {}),
+        ((codes, scale, ids, weights, *_exchange(device, 5)), {}),
+        ((x, None, ids, weights, *_exchange(device, 8)), {"slots": [4], "capacity": 6}),
+        ((x[:0], None, ids[:0], weights[:0], *_exchange(device, 3)), {}),
+    ]
+
+
+def _ep_combine(device: str) -> list[Sample]:
+    rows = torch.randn(8, 16, device=device)
+    nowhere = torch.empty(0, 1, dtype=torch.int32, device=device)
+    placed = torch.tensor([[1], [-1], [0]], dtype=torch.int32, device=device)
+    return [
+        ((rows, nowhere, 5, *_exchange(device, 8), torch.bfloat16), {}),
+        ((rows.bfloat16(), nowhere, 0, *_exchange(device, 8), torch.float32), {}),
+        ((rows, placed, 3, *_exchange(device, 9), torch.float32), {"slots": [4], "capacity": 8}),
+    ]
+
+
 SAMPLES: dict[str, Callable[[str], list[Sample]]] = {
     "quantize_mxfp4": _quantize_mx,
     "quantize_mxfp8": _quantize_mx,
@@ -271,6 +305,9 @@ SAMPLES: dict[str, Callable[[str], list[Sample]]] = {
     "grouped_linear": _grouped_linear,
     "quantize_nvfp4": _quantize_nvfp4,
     "dynamic_gscale_nvfp4": _dynamic_gscale,
+    "ep_place": _ep_place,
+    "ep_dispatch": _ep_dispatch,
+    "ep_combine": _ep_combine,
     "swizzle_scale": _swizzle,
     "unswizzle_scale": _unswizzle,
 }

@@ -46,6 +46,7 @@ _ACTIVATION = (
     "int num_experts=0, int local_expert_offset=0"
 )
 _TAIL = 'str weight_policy="exact", ScalarType? out_dtype=None'
+_EXCHANGE = "str transport, str group, int world_size, int max_tokens"
 _METHOD = "int n_group=0, int topk_group=0, float routed_scaling_factor=1.0, bool? renormalize=None"
 
 
@@ -112,6 +113,18 @@ SCHEMAS: dict[str, str] = {
     "dynamic_gscale_nvfp4": "(Tensor x) -> Tensor",
     "swizzle_scale": "(Tensor scale) -> Tensor",
     "unswizzle_scale": "(Tensor swizzled, int rows, int cols) -> Tensor",
+    "ep_place": (
+        "(Tensor topk_ids, Tensor first, Tensor count, Tensor slots, Tensor(a!) load, int rank) -> Tensor places"
+    ),
+    "ep_dispatch": (
+        f"(Tensor hidden_states, Tensor? hidden_states_scale, Tensor topk_ids, Tensor topk_weights, {_EXCHANGE}, "
+        "int[] slots=[], int capacity=0) -> (Tensor hidden_states, Tensor hidden_states_scale, Tensor topk_ids, "
+        "Tensor topk_weights, Tensor positions)"
+    ),
+    "ep_combine": (
+        f"(Tensor partial_rows, Tensor positions, SymInt num_tokens, {_EXCHANGE}, ScalarType out_dtype, "
+        'int[] slots=[], int capacity=0, str tp_group="", int tp_size=1) -> Tensor'
+    ),
     "nvfp4_moe": _monolithic("nvfp4"),
     "nvfp4_moe_routed": _routed("nvfp4"),
     "nvfp4_moe_routed.out": _routed_out("nvfp4"),

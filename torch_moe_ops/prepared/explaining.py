@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from typing import Any
+from typing import Any, Protocol, overload, runtime_checkable
 
 import torch
 
@@ -18,6 +18,18 @@ from torch_moe_ops.prepared.problem_of_config import problem_of_config
 from torch_moe_ops.weights.raw_weights import RawWeights
 
 
+@runtime_checkable
+class ExplainsItself(Protocol):
+    """What is more than weights and says itself what it does: ExpertParallel."""
+
+    def explain(self) -> Any: ...
+
+
+@overload
+def explain(what: ExplainsItself) -> Any: ...
+
+
+@overload
 def explain(
     what: PreparedWeights | RawWeights | Problem | FusedMoEConfig | None = None,
     *,
@@ -25,13 +37,23 @@ def explain(
     config: FusedMoEConfig | None = None,
     quant_config: FusedMoEQuantConfig | None = None,
     **settings: Any,
-) -> Explanation:
+) -> Explanation: ...
+
+
+def explain(
+    what: PreparedWeights | RawWeights | Problem | FusedMoEConfig | ExplainsItself | None = None,
+    *,
+    backend: str | None = None,
+    config: FusedMoEConfig | None = None,
+    quant_config: FusedMoEQuantConfig | None = None,
+    **settings: Any,
+) -> Any:
     """Every backend, chosen or not, with every reason. Print it.
 
     Args:
         what: prepared weights (why their backend was chosen), raw weights with prepare's other
             arguments (`activation=`, `act_format=`, `device=`, `parallel=`, `accuracy=`, ...), a Problem, or a
-            FusedMoEConfig.
+            FusedMoEConfig; or an ExpertParallel, alone (which transport exchanges its tokens, and why).
         backend: as in `prepare`; None: as it was prepared, else the config's `moe_backend`, MOEQ_BACKEND, "auto".
         config, quant_config: instead of `what`, a layer's configs (and `capability=(major, minor)`, where the
             device is not in this machine, and `accuracy=`). quant_config None: nothing is quantized.
@@ -49,6 +71,8 @@ def explain(
         return explanation if backend else dataclasses.replace(explanation, requested=what.requested)
     if isinstance(what, Problem):
         return explain_problem(what, check_requested(requested_backend(backend or "auto")))
+    if isinstance(what, ExplainsItself) and backend is None:
+        return what.explain()
     raise TypeError(f"explain: what must be PreparedWeights, RawWeights or Problem, got {type(what).__name__}")
 
 

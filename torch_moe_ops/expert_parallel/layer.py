@@ -1,0 +1,297 @@
+"""ExpertParallel: one layer whose experts lie on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_moe_ops.config.parallel import FusedMoEParallelConfig
+from torch_moe_ops.expert_parallel import explaining, rebalancing
+from torch_moe_ops.expert_parallel.agreement import agreed_placement
+from torch_moe_ops.expert_parallel.groups import Ranks, ranks_of, transport_of_config
+from torch_moe_ops.expert_parallel.payload import payload_of
+from torch_moe_ops.expert_parallel.placement import ExpertPlacement, as_placement
+from torch_moe_ops.expert_parallel.share import prepared_share
+from torch_moe_ops.prepared.fused import fused_moe_routed, route
+from torch_moe_ops.prepared.prepared_weights import PreparedWeights
+from torch_moe_ops.routing.options import Routing
+from torch_moe_ops.transports.registry import choose
+from torch_moe_ops.weights.raw_weights import RawWeights
+
+PARTIAL_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def _check_sizes(max_tokens_per_rank: int, capacity: int | None) -> None:
+    if isinstance(max_tokens_per_rank, bool) or not isinstance(max_tokens_per_rank, int) or max_tokens_per_rank < 1:
+        raise ValueError(f"ExpertParallel: max_tokens_per_rank must be at least 1, got {max_tokens_per_rank!r}")
+    if capacity is not None and not 1 <= capacity <= max_tokens_per_rank:
+        text = f"be None or in 1 ... max_tokens_per_rank = {max_tokens_per_rank}"
+        raise ValueError(f"ExpertParallel: capacity must {text}, got {capacity!r}")
+
+
+class ExpertParallel:
+    """One MoE layer over the ranks of a group; every rank calls it with its own tokens and gets their results.
+
+    Made once a layer, by all ranks of the group together, outside of CUDA graphs. Calls are collective: every rank
+    makes the same calls in the same order, with any number of tokens from 0 to max_tokens_per_rank (another one on each
+    rank), the same top_k and the same dtypes. Inference only. Traces under torch.compile(fullgraph=True); capturable in
+    CUDA graphs, which all ranks replay equally often.
+
+    Args:
+        group: a process group of torch.distributed; or a DeviceMesh, of one dimension, or with dimensions "ep" and "tp"
+            for experts whose intermediate size is divided among "tp" ranks, which all give the same tokens.
+        w: this rank's share: `prepare(share, num_experts=, local_expert_offset=)`, `prepare(raw, parallel=)`, or see
+            `from_raw`. Experts are numbered by slots (see ExpertPlacement) where there is a placement.
+        max_tokens_per_rank: the largest number of rows of a call on any rank. Every call exchanges this many rows
+            a rank, whatever their number is, unless it says max_tokens.
+        transport: "auto", or a name of `transports.registry.TRANSPORTS`: "nccl".
+        placement: an ExpertPlacement or its slots; None: each expert once, in order, as w was prepared.
+        partial_dtype: torch.float32 or torch.bfloat16, in which the ranks' partial results travel. They are added in
+            float32 in ascending rank order either way.
+        payload: what of the hidden states travels. "plain": as they are; "quantized": as codes and scales, where the
+            layer quantizes them anyway; "auto": quantized where one launch does it. The result is the same.
+        capacity: rows that one rank sends to another one at most, at most max_tokens_per_rank. Rows then go only
+            where their experts are. More of them are an error on every rank, which the host has to wait for: for eager
+            use only. None: every row goes to every rank.
+
+    Attributes: w, placement, transport (a name); `load`, int64 [num_experts] on the device: how often this rank's
+    tokens have asked for each expert.
+
+    Raises: ValueError, the same on every rank, where the ranks say different things or their shares do not fit.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        w: PreparedWeights,
+        max_tokens_per_rank: int,
+        transport: str = "auto",
+        *,
+        placement: ExpertPlacement | Sequence[Sequence[int]] | None = None,
+        partial_dtype: torch.dtype = torch.float32,
+        payload: str = "auto",
+        capacity: int | None = None,
+    ) -> None:
+        if not isinstance(w, PreparedWeights):
+            raise TypeError(f"ExpertParallel: w must be PreparedWeights, got {type(w).__name__}")
+        _check_sizes(max_tokens_per_rank, capacity)
+        if partial_dtype not in PARTIAL_DTYPES:
+            names = [str(dtype) for dtype in PARTIAL_DTYPES]
+            raise ValueError(f"ExpertParallel: partial_dtype must be one of {names}, got {partial_dtype}")
+        self.ranks: Ranks = ranks_of(group)
+        chosen, self.against = choose(transport, self.ranks.size, w.device.type)
+        self.w = w
+        self.requested = transport
+        self.transport = chosen.name
+        self.max_tokens_per_rank = max_tokens_per_rank
+        self.partial_dtype = partial_dtype
+        self.capacity = capacity or 0
+        self.payload = payload_of(w, payload)
+        settings = {
+            "max_tokens_per_rank": max_tokens_per_rank,
+            "transport": chosen.name,
+            "partial_dtype": partial_dtype,
+            "payload": self.payload.name,
+            "capacity": capacity,
+        }
+        given = None if placement is None else as_placement(placement)
+        self.placement = agreed_placement(self.ranks.group, w, given, settings)
+        self._first, self._count, self._slots = (
+            table.to(w.device) for table in self.placement.tables(self.ranks.rank).values()
+        )
+        self.load = torch.zeros(self.placement.num_experts, dtype=torch.int64, device=w.device)
+        # What the ops take: names and numbers.
+        self._exchange = (self.transport, self.ranks.name, self.ranks.size)
+        self._sent = (self.placement.slots_of_ranks if self.capacity else (), self.capacity)
+
+    @classmethod
+    def from_raw(
+        cls,
+        group: Any,
+        raw: RawWeights,
+        max_tokens_per_rank: int,
+        transport: str = "auto",
+        *,
+        placement: ExpertPlacement | Sequence[Sequence[int]] | None = None,
+        partial_dtype: torch.dtype = torch.float32,
+        payload: str = "auto",
+        capacity: int | None = None,
+        **prepare_options: Any,
+    ) -> ExpertParallel:
+        """Takes this rank's share of `raw`, which holds all experts whole, and prepares it.
+
+        Args: as of the class; prepare_options: of `prepare` (activation, act_format, backend, device, ...).
+        """
+        ranks = ranks_of(group)
+        given = (
+            ExpertPlacement.contiguous(raw.num_experts, ranks.size) if placement is None else as_placement(placement)
+        )
+        w = prepared_share(raw, given, ranks, prepare_options)
+        return cls(
+            group,
+            w,
+            max_tokens_per_rank,
+            transport,
+            placement=given,
+            partial_dtype=partial_dtype,
+            payload=payload,
+            capacity=capacity,
+        )
+
+    @classmethod
+    def from_config(
+        cls,
+        parallel: FusedMoEParallelConfig,
+        w: PreparedWeights,
+        max_tokens_per_rank: int,
+        group: Any = None,
+        **options: Any,
+    ) -> ExpertParallel:
+        """As a FusedMoEParallelConfig says, for `w = prepare(raw, parallel=parallel)`.
+
+        Args:
+            parallel: use_ep must be True. all2all_backend "allgather_reducescatter" and "naive" mean transport "nccl";
+                the others are names of other libraries' kernels, for which "auto" stands.
+            group: the ranks of ep_size; None: all.
+            options: of the class, but transport.
+
+        Raises ValueError: no expert parallelism, or a group of another size or order.
+        """
+        group = dist.group.WORLD if group is None else group
+        ranks = ranks_of(group)
+        if not parallel.use_ep:
+            raise ValueError("ExpertParallel: parallel.use_ep must be True, got False (ep_size 1)")
+        if (parallel.ep_size, parallel.ep_rank) != (ranks.size, ranks.rank):
+            said = f"ep_size {parallel.ep_size}, ep_rank {parallel.ep_rank}"
+            raise ValueError(
+                f"ExpertParallel: group must be the one of {said}, got size {ranks.size}, rank {ranks.rank}"
+            )
+        return cls(group, w, max_tokens_per_rank, transport_of_config(parallel), **options)
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        out_dtype: torch.dtype | None = None,
+        *,
+        max_tokens: int | None = None,
+    ) -> Tensor:
+        """The experts' weighted results of this rank's tokens.
+
+        Args:
+            hidden_states: [num_tokens, hidden_size] bfloat16, float16 or float32 (as the backend of w takes them);
+                or [batch, sequence, hidden_size].
+            topk_ids: [num_tokens, top_k] int32 or int64 experts as the router numbers them; what is no expert's number
+                contributes nothing.
+            topk_weights: like topk_ids, float, final multipliers.
+            out_dtype: None: that of the hidden states.
+            max_tokens: the largest number of rows on any rank in this call, where it is known to be less than
+                max_tokens_per_rank. The same on every rank.
+
+        Returns: like hidden_states, a new tensor.
+        Raises: RuntimeError naming op and argument; before anything is exchanged, so on this rank alone, but for an
+            overflow of the capacity, which every rank raises.
+        """
+        if hidden_states.ndim > 2:
+            shape = hidden_states.shape[:-1]
+            rows, ids, weights = (t.flatten(0, -2) for t in (hidden_states, topk_ids, topk_weights))
+            return self(rows, ids, weights, out_dtype, max_tokens=max_tokens).unflatten(0, shape)
+        rows_of_a_rank = self._rows_of_a_rank(hidden_states, max_tokens)
+        places = torch.ops.moeq.ep_place(topk_ids, self._first, self._count, self._slots, self.load, self.ranks.rank)
+        quantize = self.payload.quantize
+        codes, scale = (hidden_states, None) if quantize is None else quantize(hidden_states)
+        x, x_scale, ids, weights, positions = torch.ops.moeq.ep_dispatch(
+            codes, scale, places, topk_weights.to(torch.float32), *self._exchange, rows_of_a_rank, *self._sent
+        )
+        partial_rows = fused_moe_routed(
+            x,
+            ids,
+            weights,
+            self.w,
+            hidden_states_scale=None if scale is None else x_scale,
+            out_dtype=self.partial_dtype,
+        )
+        return torch.ops.moeq.ep_combine(
+            partial_rows,
+            positions,
+            hidden_states.shape[0],
+            *self._exchange,
+            rows_of_a_rank,
+            hidden_states.dtype if out_dtype is None else out_dtype,
+            *self._sent,
+            self.ranks.tp_name,
+            self.ranks.tp_size,
+        )
+
+    def fused(
+        self,
+        hidden_states: Tensor,
+        router_logits: Tensor,
+        *,
+        routing: Routing,
+        out_dtype: torch.dtype | None = None,
+        max_tokens: int | None = None,
+    ) -> Tensor:
+        """Router and experts: `self(hidden_states, *route(router_logits, routing))`.
+
+        Args:
+            router_logits: [num_tokens, num_experts] or [batch, sequence, num_experts], any float dtype.
+            routing: method, top_k and options.
+        """
+        if hidden_states.ndim > 2:
+            shape, rows, logits = hidden_states.shape[:-1], hidden_states.flatten(0, -2), router_logits.flatten(0, -2)
+            out = self.fused(rows, logits, routing=routing, out_dtype=out_dtype, max_tokens=max_tokens)
+            return out.unflatten(0, shape)
+        ids, weights = route(router_logits, routing)
+        return self(hidden_states, ids, weights, out_dtype, max_tokens=max_tokens)
+
+    def _rows_of_a_rank(self, hidden_states: Tensor, max_tokens: int | None) -> int:
+        """Checks what would leave the other ranks waiting, before anything is exchanged."""
+        most = self.max_tokens_per_rank if max_tokens is None else max_tokens
+        if not 1 <= most <= self.max_tokens_per_rank:
+            raise ValueError(
+                f"ExpertParallel: max_tokens must be in 1 ... {self.max_tokens_per_rank}, got {max_tokens}"
+            )
+        if hidden_states.shape[-1] != self.w.hidden_size:
+            shape = tuple(hidden_states.shape)
+            raise ValueError(f"ExpertParallel: hidden_states must be [..., {self.w.hidden_size}], got {shape}")
+        if self.capacity and torch.compiler.is_compiling():
+            raise RuntimeError(
+                "ExpertParallel: capacity must be None where it is traced: an overflow is told by the host"
+            )
+        return most
+
+    @torch.no_grad()
+    def rebalance(self, placement: ExpertPlacement | Sequence[Sequence[int]]) -> None:
+        """Move experts between the ranks; by all ranks together, outside of CUDA graphs.
+
+        No tensor changes its address: what was compiled or captured computes with the new map from then on. `load`
+        keeps counting. Each rank needs memory for the experts that come to it, besides those that it has.
+
+        Args:
+            placement: of the same experts, with as many slots on each rank as before.
+
+        Raises ValueError, the same on every rank: another number of experts or slots, or not the same on every rank.
+        """
+        new = as_placement(placement)
+        rebalancing.move_experts(self.ranks, self.w, self.placement, new)
+        for table, values in zip(
+            (self._first, self._count, self._slots), new.tables(self.ranks.rank).values(), strict=True
+        ):
+            table.copy_(values)
+        self.placement = new
+
+    def total_load(self) -> Tensor:
+        """`load` summed over the ranks: int64 [num_experts]. By all ranks together."""
+        total = self.load.clone()
+        dist.all_reduce(total, group=self.ranks.group)
+        return total
+
+    def explain(self) -> explaining.ExpertParallelExplanation:
+        """Which transport exchanges what, and why. Print it."""
+        return explaining.explain(self)
