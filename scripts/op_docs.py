@@ -19,8 +19,8 @@ PAGE = Path(__file__).parent.parent / "docs" / "ops.md"
 
 HEADER = """# Ops of `torch.ops.moeq`
 
-Made by `scripts/op_docs.py` from the schemas. All ops are pure (except `.out`, and the counter of `ep_place`), return fresh
-contiguous tensors, have fakes, and are capturable where their backend is. Errors are `RuntimeError`s of the form
+Made by `scripts/op_docs.py` from the schemas. All ops are pure (except `.out`, and the counter of `ep_place`), return
+fresh contiguous tensors, have fakes, and are capturable where their backend is. Errors are `RuntimeError`s of the form
 `moeq::<op>: <argument> must <requirement>, got <value>`. Pairs hold exactly:
 `X_moe(x, logits, ...) == X_moe_routed(x, *route(logits, ...), ...)`.
 
