@@ -99,3 +99,19 @@ def test_export_aoti(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert _figure(r"^package +(\d+) KiB", out) == round(package.stat().st_size / 1024)
     assert _figure(r"\((\d+) KiB of weights", out) > 30
     assert _figure(r"^difference +(\S+) at most", out) == 0
+
+
+def test_expert_parallel() -> None:
+    """Two processes over gloo, each with half of the experts, against one."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    program = str(ROOT / "examples" / "expert_parallel.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", program]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    for rank, experts in ((0, "0-3"), (1, "4-7")):
+        assert (
+            _figure(rf"^rank {rank} +experts {experts}, {5 + rank} tokens, error (\S+) relative L2$", done.stdout)
+            <= 1e-6
+        )
+    load = re.search(r"^load +\[(.*)\]$", done.stdout, re.MULTILINE)
+    assert load and sum(int(n) for n in load[1].split(",")) == (5 + 6) * 2

@@ -237,8 +237,35 @@ def _others() -> list[Wrong]:
         ("swizzle_scale", "scale", lambda t: t[0, 0], "scale must have shape [..., rows, cols], got (6,)"),
         ("unswizzle_scale", "rows", -1, "rows must be at least 0, got -1"),
         ("unswizzle_scale", "cols", 9, swizzled),
+        *_exchanged(),
     ]
     return [Wrong(op, "sample", *row) for op, *row in rows]
+
+
+def _exchanged() -> list[tuple[str, str, Any, str]]:
+    """The ops of expert parallelism."""
+    return [
+        ("ep_place", "topk_ids", lambda t: t[0], "topk_ids must have shape [num_tokens, top_k] with top_k at least 1"),
+        ("ep_place", "topk_ids", lambda t: t.short(), "topk_ids must have one of the dtypes"),
+        ("ep_place", "first", lambda t: t[1:], "first, count and load must have an element for each expert"),
+        ("ep_place", "slots", lambda t: t[:0], "slots must be a torch.int32 tensor of one dimension, not empty"),
+        ("ep_place", "load", lambda t: t.repeat_interleave(2)[::2], "load must be contiguous"),
+        ("ep_place", "rank", -1, "rank must be at least 0, got -1"),
+        ("ep_dispatch", "hidden_states", lambda t: t.long(), "hidden_states must have one of the dtypes"),
+        ("ep_dispatch", "hidden_states", lambda t: t[1:], "hidden_states must have 5 rows like topk_ids"),
+        ("ep_dispatch", "topk_ids", lambda t: t.long(), "topk_ids must have one of the dtypes ['torch.int32']"),
+        ("ep_dispatch", "topk_weights", lambda t: t[:, 1:], "topk_weights must have shape (5, 2) like topk_ids"),
+        ("ep_dispatch", "transport", "p2p", "transport must be one of ['nccl'], got 'p2p'"),
+        ("ep_dispatch", "max_tokens", 4, "topk_ids must have at most max_tokens = 4 rows"),
+        ("ep_dispatch", "capacity", -1, "capacity must be at least 0, got -1"),
+        ("ep_dispatch", "capacity", 3, "slots must have an element for each of 1 ranks"),
+        ("ep_combine", "partial_rows", lambda t: t[1:], "partial_rows must have 8 rows, 8 for each rank"),
+        ("ep_combine", "partial_rows", lambda t: t.double(), "partial_rows must be [rows, hidden_size] of one of"),
+        ("ep_combine", "positions", lambda t: t.new_zeros(3, 1), "positions must have 0 rows"),
+        ("ep_combine", "num_tokens", 9, "num_tokens must be at most max_tokens = 8, got 9"),
+        ("ep_combine", "num_tokens", -1, "num_tokens must be at least 0, got -1"),
+        ("ep_combine", "out_dtype", torch.float64, "out_dtype must be one of"),
+    ]
 
 
 WRONG = [*_shared(), *_routed(), *_monolithic(), *_packed(), *_schemes(), *_others()]
