@@ -109,11 +109,7 @@ def _check_dispatch(rows: Rows, transport: str, exchange: Exchange) -> None:
     check(tokens <= exchange.max_tokens, lambda: describe(op, "topk_ids", text, rows.topk_ids.shape))
 
 
-def _exchange(group: str, world_size: int, max_tokens: int, slots: list[int], capacity: int) -> Exchange:
-    return Exchange(group, world_size, max_tokens, tuple(slots), capacity)
-
-
-def _dispatch(
+def _bind_dispatch(
     hidden_states: Tensor,
     hidden_states_scale: Tensor | None,
     topk_ids: Tensor,
@@ -124,41 +120,35 @@ def _dispatch(
     max_tokens: int,
     slots: Any = (),
     capacity: int = 0,
-) -> Dispatched:
+) -> tuple[Rows, str, Exchange]:
+    """The arguments, checked."""
     rows = Rows(hidden_states, hidden_states_scale, topk_ids, topk_weights)
-    exchange = _exchange(group, world_size, max_tokens, slots, capacity)
+    exchange = Exchange(group, world_size, max_tokens, tuple(slots), capacity)
     _check_dispatch(rows, transport, exchange)
-    if capacity and hidden_states.is_cuda and torch.cuda.is_current_stream_capturing():
+    return rows, transport, exchange
+
+
+def _with_scale(rows: Rows, positions: Tensor) -> Dispatched:
+    """An absent scale as an empty tensor: an op returns tensors."""
+    x = rows.hidden_states
+    scale = x.new_empty((0, 0), dtype=torch.uint8) if rows.scale is None else rows.scale
+    return x, scale, rows.topk_ids, rows.topk_weights, positions
+
+
+def _dispatch(*args: Any, **kwargs: Any) -> Dispatched:
+    rows, transport, exchange = _bind_dispatch(*args, **kwargs)
+    x, capacity = rows.hidden_states, exchange.capacity
+    if capacity and x.is_cuda and torch.cuda.is_current_stream_capturing():
         fail("ep_dispatch", "capacity", "be 0 in a CUDA graph: an overflow is told by the host", capacity)
-    with like_a_kernel(hidden_states.device.type):
-        received, positions = TRANSPORTS[transport].dispatch(rows, exchange)
-    scale = received.scale
-    if scale is None:
-        scale = hidden_states.new_empty((0, 0), dtype=torch.uint8)
-    return received.hidden_states, scale, received.topk_ids, received.topk_weights, positions
+    with like_a_kernel(x.device.type):
+        return _with_scale(*TRANSPORTS[transport].dispatch(rows, exchange))
 
 
-def _dispatch_fake(
-    hidden_states: Tensor,
-    hidden_states_scale: Tensor | None,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    transport: str,
-    group: str,
-    world_size: int,
-    max_tokens: int,
-    slots: Any = (),
-    capacity: int = 0,
-) -> Dispatched:
-    rows = Rows(hidden_states, hidden_states_scale, topk_ids, topk_weights)
-    exchange = _exchange(group, world_size, max_tokens, slots, capacity)
-    _check_dispatch(rows, transport, exchange)
-    made = [t.new_empty((exchange.rows, t.shape[1])) for t in rows.present()]
-    received = rows.like(made)
-    scale = hidden_states.new_empty((0, 0), dtype=torch.uint8) if received.scale is None else received.scale
-    tokens = topk_ids.shape[0] if capacity else 0
-    positions = topk_ids.new_empty((tokens, world_size), dtype=torch.int32)
-    return received.hidden_states, scale, received.topk_ids, received.topk_weights, positions
+def _dispatch_fake(*args: Any, **kwargs: Any) -> Dispatched:
+    rows, _, exchange = _bind_dispatch(*args, **kwargs)
+    received = rows.like([t.new_empty((exchange.rows, t.shape[1])) for t in rows.present()])
+    tokens = rows.topk_ids.shape[0] if exchange.capacity else 0
+    return _with_scale(received, rows.topk_ids.new_empty((tokens, exchange.world_size), dtype=torch.int32))
 
 
 def _check_combine(partial_rows: Tensor, transport: str, exchange: Exchange, how: Combine) -> None:
@@ -186,7 +176,7 @@ def _check_combine(partial_rows: Tensor, transport: str, exchange: Exchange, how
     check(how.num_tokens >= 0, lambda: describe(op, "num_tokens", "be at least 0", how.num_tokens))
 
 
-def _combine(
+def _bind_combine(
     partial_rows: Tensor,
     positions: Tensor,
     num_tokens: int,
@@ -199,31 +189,23 @@ def _combine(
     capacity: int = 0,
     tp_group: str = "",
     tp_size: int = 1,
-) -> Tensor:
-    exchange = _exchange(group, world_size, max_tokens, slots, capacity)
+) -> tuple[Tensor, str, Exchange, Combine]:
+    """The arguments, checked."""
+    exchange = Exchange(group, world_size, max_tokens, tuple(slots), capacity)
     how = Combine(positions, num_tokens, out_dtype, tp_group, tp_size)
     _check_combine(partial_rows, transport, exchange, how)
-    with like_a_kernel(partial_rows.device.type):
-        return TRANSPORTS[transport].combine(partial_rows.contiguous(), exchange, how)
+    return partial_rows, transport, exchange, how
 
 
-def _combine_fake(
-    partial_rows: Tensor,
-    positions: Tensor,
-    num_tokens: int,
-    transport: str,
-    group: str,
-    world_size: int,
-    max_tokens: int,
-    out_dtype: torch.dtype,
-    slots: Any = (),
-    capacity: int = 0,
-    tp_group: str = "",
-    tp_size: int = 1,
-) -> Tensor:
-    exchange = _exchange(group, world_size, max_tokens, slots, capacity)
-    _check_combine(partial_rows, transport, exchange, Combine(positions, num_tokens, out_dtype, tp_group, tp_size))
-    return partial_rows.new_empty((num_tokens, partial_rows.shape[1]), dtype=out_dtype)
+def _combine(*args: Any, **kwargs: Any) -> Tensor:
+    rows, transport, exchange, how = _bind_combine(*args, **kwargs)
+    with like_a_kernel(rows.device.type):
+        return TRANSPORTS[transport].combine(rows.contiguous(), exchange, how)
+
+
+def _combine_fake(*args: Any, **kwargs: Any) -> Tensor:
+    rows, _, _, how = _bind_combine(*args, **kwargs)
+    return rows.new_empty((how.num_tokens, rows.shape[1]), dtype=how.out_dtype)
 
 
 attach("ep_place", _place, _place, _place_fake)
