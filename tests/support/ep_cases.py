@@ -279,7 +279,7 @@ def refusals(world: World) -> None:
     assert "capacity must be None or in" in expect(ValueError, lambda: make(capacity=5))
     assert "partial_dtype must be one of" in expect(ValueError, lambda: make(partial_dtype=torch.float16))
     assert "payload must be 'auto' or 'plain'" in expect(ValueError, lambda: make(payload="quantized"))
-    assert "on the ranks, got" in expect(ValueError, lambda: make(placement=[[0, 1]] * world.size))
+    assert "on the ranks, got" in expect(ValueError, lambda: make(placement=[[0]] * world.size))
     whole = moe.prepare(make_raw(BASE), act_format="none")
     text = expect(ValueError, lambda: moe.ExpertParallel(world.group, whole, 4))
     assert "w must be prepared with num_experts=8" in text, text
