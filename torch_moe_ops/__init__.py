@@ -32,6 +32,7 @@ from torch_moe_ops.prepared.prepare import prepare
 from torch_moe_ops.prepared.prepared_weights import PreparedWeights
 from torch_moe_ops.prepared.restoring import restore
 from torch_moe_ops.routing.options import Routing
+from torch_moe_ops.weights.merge_lora import merge_lora
 from torch_moe_ops.weights.quantize_experts import dequantize_experts, quantize_experts
 from torch_moe_ops.weights.raw_weights import RawWeights
 
@@ -58,6 +59,7 @@ __all__ = [
     "fused_moe_routed",
     "grouped_linear",
     "load_experts",
+    "merge_lora",
     "ops",
     "prepare",
     "quantize_experts",

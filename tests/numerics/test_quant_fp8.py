@@ -191,3 +191,14 @@ def test_errors() -> None:
     for function in (fp8.quantize_weight_block, fp8.quantize_weight_tensor):
         with pytest.raises(ValueError, match=r"w must have shape \[\.\.\., N, K\], got \(4,\)"):
             function(torch.ones(4))
+
+
+def test_a_matrix_under_a_given_scale():
+    """Its own scale gives the same codes; twice that, values of half the size; one of another shape is refused."""
+    w = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1))
+    codes, scale = fp8.quantize_weight_tensor(w)
+    again, kept = fp8.quantize_weight_tensor(w, scale)
+    assert kept is scale and torch.equal(again.float(), codes.float())
+    assert fp8.quantize_weight_tensor(w, scale * 2)[0].float().abs().amax((1, 2)).tolist() == [224.0, 224.0]
+    with pytest.raises(ValueError, match=r"scale must have shape \(2,\), got \(2, 4\)"):
+        fp8.quantize_weight_tensor(w, scale[:, None].expand(2, 4))

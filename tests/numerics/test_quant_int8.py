@@ -110,3 +110,18 @@ def test_errors() -> None:
         int8.dequantize_group(codes, scale, torch.ones(2, 1))
     with pytest.raises(TypeError, match=r"gscale must have dtype torch\.float32"):
         int8.quantize_int8(torch.ones(2, 4), torch.tensor(1))
+
+
+def test_weights_with_zero_points():
+    """The 256 codes from the smallest to the largest value, zero among them; value = (code - zero point) * scale."""
+    w = torch.stack([torch.linspace(-1, 4, 64), torch.linspace(1, 2, 64), -torch.linspace(1, 2, 64), torch.zeros(64)])
+    codes, scale, zero = int8.quantize_weight_asymmetric(w, 32)
+    assert (codes.dtype, zero.dtype, scale.shape, zero.shape) == (torch.int8, torch.int8, (4, 2), (4, 2))
+    ends = torch.tensor([[w[0, 31] + 1, 4.0], [w[1, 31], 2.0], [-w[2, 31], 2.0]])  # from zero, where all have one sign
+    torch.testing.assert_close(scale[:3], ends / 255)
+    assert zero[1].tolist() == [-128, -128] and zero[2].tolist() == [127, 127] and zero[3].tolist() == [0, 0]
+    again = int8.dequantize_group(codes, scale, zero)
+    assert ((again - w).abs() <= scale.repeat_interleave(32, 1) * 0.5001).all()
+    assert (again[3] == 0).all()
+    with pytest.raises(ValueError, match="K of w must be a positive multiple of 48"):
+        int8.quantize_weight_asymmetric(w, 48)

@@ -53,13 +53,21 @@ def quantize_fp8_group(x: Tensor, group: int = GROUP) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def quantize_weight_tensor(w: Tensor) -> tuple[Tensor, Tensor]:
-    """w [..., N, K] -> codes float8_e4m3fn [..., N, K], scale float32 w.shape[:-2] (one per matrix), multiplies."""
-    require_floats("fp8.quantize_weight_tensor", "w", w)
+def quantize_weight_tensor(w: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """w [..., N, K] -> codes float8_e4m3fn [..., N, K], scale float32 w.shape[:-2] (one per matrix), multiplies.
+
+    scale: float32 of that shape, where one is given.
+    """
+    function = "fp8.quantize_weight_tensor"
+    require_floats(function, "w", w)
     if w.ndim < 2:
-        raise ValueError(f"fp8.quantize_weight_tensor: w must have shape [..., N, K], got {tuple(w.shape)}")
-    codes, scale = _quantize_rows("fp8.quantize_weight_tensor", w.flatten(-2))
-    return codes.unflatten(-1, w.shape[-2:]), scale
+        raise ValueError(f"{function}: w must have shape [..., N, K], got {tuple(w.shape)}")
+    if scale is None:
+        codes, scale = _quantize_rows(function, w.flatten(-2))
+        return codes.unflatten(-1, w.shape[-2:]), scale
+    require_dtype(function, "scale", scale, torch.float32)
+    require_shape(function, "scale", scale, w.shape[:-2])
+    return e4m3.encode(divide(w.float(), scale[..., None, None])), scale
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops.numerics._arithmetic import divide, require_dtype, require_floats
+from torch_moe_ops.numerics._asymmetric import epsilon_for_zero, quantize_asymmetric
 from torch_moe_ops.numerics._blocks import require_shape, split_blocks
 from torch_moe_ops.numerics._nibbles import pack, unpack
 
@@ -29,7 +30,6 @@ __all__ = [
 ]
 
 SYMMETRIC_ZERO = 8
-_LARGEST = 15
 
 
 class Int4Weight(NamedTuple):
@@ -90,31 +90,15 @@ def quantize_weight_group(
     size = group if group > 0 else max(w.shape[-1:], default=1)
     groups = split_blocks(function, "w", w, max(size, 1)).float()
     if symmetric:
-        scale = _epsilon_for_zero(divide(groups.abs().amax(-1), 7.5).to(scale_dtype))
+        scale = epsilon_for_zero(divide(groups.abs().amax(-1), 7.5).to(scale_dtype))
         quotient = divide(groups, scale.float()[..., None]).to(scale_dtype).float()
         return Int4Weight(_codes(quotient).flatten(-2), scale, None)
-    return _quantize_asymmetric(groups, scale_dtype)
-
-
-def _quantize_asymmetric(groups: Tensor, scale_dtype: torch.dtype) -> Int4Weight:
-    """groups: float32 [..., groups, group]."""
-
-    def rounded(t: Tensor) -> Tensor:
-        return t.to(scale_dtype).float()
-
-    low, high = groups.amin(-1).clamp_max_(0), groups.amax(-1).clamp_min_(0)
-    scale = _epsilon_for_zero(divide(rounded(high - low), _LARGEST).to(scale_dtype))
-    zero = rounded(-8 - rounded(divide(low, scale.float()))).clamp_(-8, 7).round_().masked_fill_(low == high, 0)
-    quotient = rounded(rounded(divide(groups, scale.float()[..., None])) + zero[..., None])
-    return Int4Weight(_codes(quotient).flatten(-2), scale, (zero + 8).to(torch.uint8))
+    signed, scale, zero = quantize_asymmetric(groups, 4, scale_dtype)
+    return Int4Weight((signed + 8).to(torch.uint8).flatten(-2), scale, (zero + 8).to(torch.uint8))
 
 
 def _codes(quotient: Tensor) -> Tensor:
     return (quotient.round().clamp_(-8, 7) + 8).to(torch.uint8)
-
-
-def _epsilon_for_zero(scale: Tensor) -> Tensor:
-    return scale.masked_fill_(scale == 0, torch.finfo(scale.dtype).eps)
 
 
 def dequantize(

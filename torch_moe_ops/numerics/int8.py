@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops.numerics._arithmetic import amax_or_nan, divide, require_dtype, require_floats
+from torch_moe_ops.numerics._asymmetric import quantize_asymmetric
 from torch_moe_ops.numerics._blocks import align_leading, per_row, require_shape, split_blocks
 
 _MAX = 127.0
@@ -65,6 +66,25 @@ def quantize_weight_group(
     groups = split_blocks(function, "w", w, max(group, 1)).float()
     scale = _nonzero(divide(groups.abs().amax(-1), _WEIGHT_RANGE).to(scale_dtype))
     return _round(divide(groups, scale.float()[..., None]).to(scale_dtype).float(), -128.0).flatten(-2), scale
+
+
+@torch.no_grad()
+def quantize_weight_asymmetric(
+    w: Tensor, group: int = 128, scale_dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize weights with zero points, one scale and zero point per `group` of K, as `quantize_asymmetric` says.
+
+    Args:
+        w: [..., N, K] bfloat16, float16 or float32.
+        group: a divisor of K.
+    Returns: codes int8 [..., N, K], scale of scale_dtype [..., N, K / group], zero_point int8 like scale;
+        value = (code - zero_point) * scale.
+    """
+    function = "int8.quantize_weight_asymmetric"
+    require_floats(function, "w", w)
+    groups = split_blocks(function, "w", w, max(group, 1)).float()
+    codes, scale, zero = quantize_asymmetric(groups, 8, scale_dtype)
+    return codes.to(torch.int8).flatten(-2), scale, zero.to(torch.int8)
 
 
 def dequantize(

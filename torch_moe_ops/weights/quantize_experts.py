@@ -59,7 +59,7 @@ def _quantize_matrix(scheme: str, weight: Tensor, halves: int) -> dict[str, Tens
         return {"": weight}
     out: dict[str, Tensor] = {}
     for e in range(weight.shape[0]):
-        for part, tensor in _QUANTIZERS[scheme](weight[e], halves).items():
+        for part, tensor in QUANTIZERS[scheme](weight[e], halves).items():
             if part not in out:
                 out[part] = tensor.new_empty((weight.shape[0], *tensor.shape))
             out[part][e] = tensor
@@ -106,7 +106,8 @@ def _int8(w: Tensor, halves: int) -> Parts:
     return {"": codes, "_scale": scale[:, None]}
 
 
-_QUANTIZERS: dict[str, Callable[[Tensor, int], Parts]] = {
+# scheme -> one expert's matrix [rows, K] and its halves -> the tensors of RawWeights by what follows the name.
+QUANTIZERS: dict[str, Callable[[Tensor, int], Parts]] = {
     "nvfp4": _nvfp4,
     "mxfp4": _mx("e2m1"),
     "mxfp8": _mx("e4m3"),
@@ -125,19 +126,20 @@ def dequantize_experts(raw: RawWeights) -> tuple[Tensor, Tensor]:
 
     Rows of w13 are gate then up. Expert by expert into the result.
     """
-    halves = 2 if raw.is_gated else 1
     like: dict[str, Any] = {"dtype": torch.float32, "device": raw.device}
     w13 = torch.empty(raw.num_experts, raw.w13.shape[1], raw.hidden_size, **like)
     w2 = torch.empty(raw.num_experts, raw.hidden_size, raw.intermediate_size, **like)
     for e in range(raw.num_experts):
-        w13[e] = _dequantize_matrix(raw, "w13", e, halves)
-        w2[e] = _dequantize_matrix(raw, "w2", e, 1)
+        w13[e] = dequantize_expert(raw, "w13", e)
+        w2[e] = dequantize_expert(raw, "w2", e)
     return w13, w2
 
 
-def _dequantize_matrix(raw: RawWeights, name: str, e: int, halves: int) -> Tensor:
+def dequantize_expert(raw: RawWeights, name: str, e: int) -> Tensor:
+    """One expert's "w13" or "w2" in float32 [rows, K]."""
     # Which of them there are, RawWeights has checked.
     scale, zero_point, scale_2 = (_of_expert(getattr(raw, f"{name}_{part}"), e) for part in _PARTS)
+    halves = 2 if name == "w13" and raw.is_gated else 1
     return dequantize_matrix(raw.scheme, getattr(raw, name)[e], scale, zero_point, scale_2, halves)
 
 
