@@ -37,6 +37,11 @@ TIMES = {
 
 
 @pytest.fixture(autouse=True)
+def few_timings_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accuracy, "MIN_TOKENS", 1)
+
+
+@pytest.fixture(autouse=True)
 def everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine where every backend was built; which devices and layers each takes stays as it is."""
     for name, backend in list(BACKENDS.items()):
@@ -164,6 +169,15 @@ CASES = {
         "on this layer",
     ),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(("least", "chosen"), [(2, "triton_fp8"), (3, "triton")])
+def test_a_layer_counts_where_it_was_timed_at_several_numbers_of_tokens(
+    least: int, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results(monkeypatch, near("triton_fp8"), [TIMES])
+    monkeypatch.setattr(accuracy, "MIN_TOKENS", least)
+    assert moe.explain(FP8).chosen == chosen
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -110,7 +110,8 @@ def test_times_of_a_cell_are_of_one_run_the_last(script: Any) -> None:
 
 def test_what_the_script_writes_is_what_auto_reads(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     write(script, "h200_distances.jsonl", ENV, *OURS, *FIELD)
-    write(script, "h200_standard.jsonl", {"event": "env"}, bench("triton", 1, 30.0), bench("triton_fp8", 1, 20.0))
+    timed = [bench(name, m, us * m) for m in (1, 64, 512) for name, us in (("triton", 30.0), ("triton_fp8", 20.0))]
+    write(script, "h200_standard.jsonl", {"event": "env"}, *timed)
     monkeypatch.setattr(accuracy, "measured", lambda: json.loads(script.data()))
     problem = moe.Problem(
         "fp8_block", "fp8", device="cuda", capability=(9, 0), num_experts=256, hidden_size=7168, intermediate_size=2048

@@ -43,6 +43,8 @@ METHODS = {
     "gpt_oss": ("default", True),
 }
 OWN = ["phimoe", "ernie4_5_moe", "llama4_text"]
+# Routers that are known as newer releases have them, and left alone in 5.17.
+NEWER = ["granitemoe"] if transformers.__version__.startswith("5.17.") else []
 
 
 _TINY_LFM: dict[str, Any] = {
@@ -99,7 +101,8 @@ def test_logits_are_those_of_the_model_with_its_own_routers(name: str, everywher
     want = logits(model)
     routers.replace_routers(model, find_experts(model))
     found = routers_of(model)
-    assert len(found) == (len(find_experts(model)) if name in METHODS and not _in_block(model) else 0)
+    known = name in METHODS and name not in NEWER and not _in_block(model)
+    assert len(found) == (len(find_experts(model)) if known else 0)
     for router in found:
         method, _, _, _, _, renormalize = router.moeq_routing.options
         assert (method, renormalize) == METHODS[name]
@@ -111,7 +114,7 @@ def test_logits_are_those_of_the_model_with_its_own_routers(name: str, everywher
 def test_ids_are_exactly_those_of_the_torch_router(name: str, dtype: torch.dtype, everywhere: None) -> None:
     model = make(name)
     moeq_transformers.quantize_model(model, "none")
-    if _in_block(model):
+    if name in NEWER or _in_block(model):
         pytest.skip(f"this release of transformers chooses experts in the MoE block of {name}")
     router = routers_of(model)[-1].to(dtype)
     weight = router.weight
@@ -201,17 +204,22 @@ def test_every_architecture_has_a_router_that_is_known_or_left_alone() -> None:
     assert set(METHODS) - {"gpt_oss"} | set(OWN) == set(ARCHITECTURES)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "gpt_oss"])  # its mask copies from the host
 def test_on_a_gpu_in_a_graph(name: str) -> None:
+    """Captured in bfloat16: in float32 such experts run on the reference, which waits for the device."""
     model = make(name).cuda()
     moeq_transformers.quantize_model(model, "none", route=False)
     ids = IDS.cuda()
     want = logits(model, ids)
     routers.replace_routers(model, find_experts(model))
     assert relative_l2(logits(model, ids), want) < 1e-4
+    model = make(name).bfloat16().cuda()
+    moeq_transformers.quantize_model(model, "none")
+    want = logits(model, ids)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = logits(model, ids)
     graph.replay()
-    assert relative_l2(out, want) < 1e-4
+    assert torch.equal(out, want)

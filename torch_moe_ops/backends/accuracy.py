@@ -31,6 +31,7 @@ from torch_moe_ops.core.problem import Problem
 FILE = Path(__file__).parent / "distances.json"
 FACTOR = 1.1  # of the field's distance
 MIN_LAYERS = 2  # measured, or timed where the layer itself was not
+MIN_TOKENS = 3  # numbers of tokens at which a layer was timed
 SLOWER = 1.03  # than a strict backend, which no number of tokens may be: what two timings of one kernel differ by
 # A matrix's scale is that of two equal halves.
 _MEASURED_AS = {"tensor": "half"}
@@ -110,12 +111,12 @@ def _timed(problem: Problem) -> tuple[bool, list[Record]]:
 
 
 def _ratios(backend: str, other: str, records: Iterable[Record]) -> list[float] | None:
-    """Times of a backend over those of another one, for each layer and number of tokens; None: not timed on one."""
+    """Times of a backend over those of another one, for each layer and number of tokens; None: too few of a layer."""
     found: list[float] = []
     for record in records:
         mine, theirs = (record["us"].get(name, {}) for name in (backend, other))
         common = mine.keys() & theirs.keys()
-        if not common:
+        if len(common) < MIN_TOKENS:
             return None
         found += [mine[tokens] / theirs[tokens] for tokens in common]
     return found
@@ -131,7 +132,7 @@ def speed(backend: str, other: str, problem: Problem) -> tuple[float, str]:
         return math.inf, f"no record says that it is faster than {other} on such a layer"
     ratios = _ratios(backend, other, records)
     if not ratios:
-        return math.inf, f"it was not timed beside {other}"
+        return math.inf, f"it was not timed beside {other} at {MIN_TOKENS} numbers of tokens"
     where = "this layer" if own else f"{len(records)} layers with such weights"
     slower = sum(ratio > SLOWER for ratio in ratios)
     mean = math.exp(sum(math.log(ratio) for ratio in ratios) / len(ratios))

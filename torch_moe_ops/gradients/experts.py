@@ -227,6 +227,7 @@ def _sums(rows: Tensor, piece: Piece) -> Tensor:
         experts = torch.arange(piece.ends.shape[0], device=rows.device)
         assert piece.valid is not None
         mine = (piece.expert == experts[:, None]) & piece.valid
-        return mine.to(rows.dtype) @ rows
+        # No product: it would depend on the precision that is set for them, and cuBLAS may not start while captured.
+        return torch.stack([torch.where(chosen[:, None], rows, 0.0).sum(0) for chosen in mine])
     sizes = [end - start for start, end in zip([0, *piece.host_ends[:-1]], piece.host_ends, strict=True)]
     return torch.stack([of_expert.sum(0) for of_expert in rows.split(sizes)])
