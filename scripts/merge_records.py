@@ -1,10 +1,13 @@
 """Makes one record of a folder of test outcomes (tests/support/recording.py), for tests/records.
 
-    python scripts/merge_records.py FOLDER [--out tests/records/NAME.json]
+    python scripts/merge_records.py FOLDER [--out tests/records/NAME.json] [--without TESTS... --because TEXT]
 
 NAME: the device by default. The last outcome of a test counts. Runs of other contents, devices or versions than the
 last one are refused: a record speaks of one state. A run that knew no commit (no git there) is given that of this
 tree, where the contents that the backends depend on are the same.
+
+--without leaves out tests whose names begin so, as if they had not run: tests that were wrong themselves, or are of
+something else than backends. The record and the page made of it say so, with their outcomes and why.
 """
 
 from __future__ import annotations
@@ -67,6 +70,13 @@ def rows(found: dict[str, Line]) -> list[Line]:
     return [dict(zip(_ROW, ran, strict=True)) | _counted(counts[ran]) for ran in sorted(counts)]
 
 
+def _left_out(everything: dict[str, Line], without: tuple[str, ...], because: str) -> Line:
+    if not because:
+        raise ValueError("--without needs --because")
+    outcomes = Counter(line["outcome"] for test, line in everything.items() if test.startswith(without))
+    return {"left_out": {"tests": sorted(without), "because": because, **_counted(outcomes)}}
+
+
 def _counted(counts: Counter[str]) -> dict[str, int]:
     return {name: counts[name] for name in OUTCOMES}
 
@@ -95,7 +105,13 @@ def _all_right(cell: Line) -> bool:
     return bool(cell["replays"] == cell["right"] == cell["repeated"] == cell["like_eager"])
 
 
-def record(folder: Path, head: str | None = None, now: dict[str, str] | None = None) -> Line:
+def record(
+    folder: Path,
+    head: str | None = None,
+    now: dict[str, str] | None = None,
+    without: tuple[str, ...] = (),
+    because: str = "",
+) -> Line:
     """The record of a folder. head, now: this tree's commit and digests, for runs that knew no commit."""
     about, lines = read_folder(folder)
     if about["commit"] is None:
@@ -104,7 +120,8 @@ def record(folder: Path, head: str | None = None, now: dict[str, str] | None = N
         if now != about["digests"]:
             raise ValueError(f"no run of {folder} knew its commit, and the contents of this tree are others")
         about["commit"] = head
-    found = outcomes(lines)
+    everything = outcomes(lines)
+    found = {test: line for test, line in everything.items() if not without or not test.startswith(without)}
     by_file: dict[str, Counter[str]] = defaultdict(Counter)
     for test, line in found.items():
         by_file[test.split("::")[0]][line["outcome"]] += 1
@@ -117,6 +134,7 @@ def record(folder: Path, head: str | None = None, now: dict[str, str] | None = N
         "files": {file: _counted(counts) for file, counts in sorted(by_file.items())},
         "failed": sorted(test for test, line in found.items() if line["outcome"] == "failed"),
         "skipped": dict(sorted(skipped.items())),
+        **(_left_out(everything, without, because) if without else {}),
         "rows": rows(found),
         "in_graph": in_graph(folder),
     }
@@ -142,13 +160,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--without", nargs="+", default=[])
+    parser.add_argument("--because", default="")
     arguments = parser.parse_args()
     sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests" / "support")]
     from backend_digests import digests
     from recording import commit
 
     try:
-        made = record(arguments.folder, commit(), digests())
+        made = record(arguments.folder, commit(), digests(), tuple(arguments.without), arguments.because)
     except ValueError as error:
         raise SystemExit(f"merge_records: {error}") from None
     name = made["device"] if made["capability"] else f"{made['device']}-{made['cpu_isa']}"

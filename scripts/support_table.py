@@ -166,7 +166,13 @@ class Table:
         with_ = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton") if versions[name])
         counts = f"{totals['passed']} passed, {totals['failed']} failed, {totals['skipped']} skipped"
         device = record["device"] if record["capability"] else f"{record['device']} ({record['cpu_isa']})"
-        return f"- {device}, commit {record['commit'][:7]}, {record['date']}, {with_}: {counts}"
+        text = f"- {device}, commit {record['commit'][:7]}, {record['date']}, {with_}: {counts}"
+        left = record.get("left_out")
+        if left is None:
+            return text
+        tests = ", ".join(f"`{name}`" for name in left["tests"])
+        outcomes = f"{left['passed']} passed, {left['failed']} failed, {left['skipped']} skipped"
+        return f"{text}. Not counted: {tests} ({outcomes}): {left['because']}"
 
     def distilled(self) -> str:
         """torch_moe_ops/backends/tested.json: what an installed library knows of its records."""

@@ -76,6 +76,7 @@ ODD: list[tuple[str, Any, str]] = [
     ("act_format", "nonsense", "act_format must be one of"),
     ("act_format", "none", "a1_gscale must be None"),
     ("weight_policy", "folded", "weight_policy must be one of ['exact']"),
+    ("weight_policy", "exact" + "9" * 100_000, "weight_policy must be one of ['exact']"),
     ("num_experts", "4", "num_experts must be int, got '4'"),
     ("num_experts", 4.0, "num_experts must be int"),
     ("num_experts", True, "num_experts must be int"),
@@ -108,7 +109,7 @@ ODD: list[tuple[str, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value", "text"), ODD)
+@pytest.mark.parametrize(("name", "value", "text"), ODD, ids=lambda value: str(value)[:40])
 def test_plain_values(tmp_path: Path, saved: tuple[bytes, bytes], name: str, value: Any, text: str) -> None:
     refused(tmp_path, with_plain(saved[0], **{name: value}), text)
 

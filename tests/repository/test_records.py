@@ -71,6 +71,18 @@ def test_a_record_counts_by_backend(tmp_path: Path) -> None:
     assert json.loads(merge.text_of(made)) == made
 
 
+def test_what_is_left_out_is_named_with_its_outcomes(tmp_path: Path) -> None:
+    run(tmp_path, "1", LINES)
+    made = merge.record(tmp_path, without=("tests/a.py::two", "tests/b.py"), because="they were wrong")
+    assert (made["totals"]["passed"], made["failed"], row(made, "triton")["failed"]) == (1, [], 0)
+    assert made["left_out"] == {
+        "tests": ["tests/a.py::two", "tests/b.py"], "because": "they were wrong", "passed": 2, "failed": 1, "skipped": 1,
+    }  # fmt: skip
+    assert "`tests/b.py` (2 passed, 1 failed, 1 skipped): they were wrong" in table.Table([made], NOW).markdown()
+    with pytest.raises(ValueError, match="needs --because"):
+        merge.record(tmp_path, without=("tests/a.py",))
+
+
 def test_the_last_outcome_of_a_test_counts(tmp_path: Path) -> None:
     run(tmp_path, "1", LINES)
     run(tmp_path, "2", [line("tests/a.py::two", "passed", TRITON)])

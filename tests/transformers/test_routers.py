@@ -61,6 +61,12 @@ _TINY_LFM: dict[str, Any] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def triton_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Routing on CPUs is torch's, with Triton or without."""
+    monkeypatch.setattr(routers, "package_reason", lambda: None)
+
+
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routers, "KERNEL_DEVICES", ("cpu", "cuda"))
@@ -200,6 +206,13 @@ def test_one_graph(name: str, everywhere: None) -> None:
     assert relative_l2(compiled(IDS), logits(model)) < F32
 
 
+def test_without_triton_routers_stay(everywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routers, "package_reason", lambda: "the triton package must be importable, got none")
+    model = make("qwen3_moe")
+    moeq_transformers.quantize_model(model, "none")
+    assert not routers_of(model)
+
+
 def test_every_architecture_has_a_router_that_is_known_or_left_alone() -> None:
     assert set(METHODS) - {"gpt_oss"} | set(OWN) == set(ARCHITECTURES)
 
@@ -209,6 +222,7 @@ def test_every_architecture_has_a_router_that_is_known_or_left_alone() -> None:
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "gpt_oss"])  # its mask copies from the host
 def test_on_a_gpu_in_a_graph(name: str) -> None:
     """Captured in bfloat16: in float32 such experts run on the reference, which waits for the device."""
+    pytest.importorskip("triton", reason="needs Triton")
     model = make(name).cuda()
     moeq_transformers.quantize_model(model, "none", route=False)
     ids = IDS.cuda()

@@ -40,14 +40,10 @@ def describe(op: str, argument: str, requirement: str, got: Any) -> str:
     return f"moeq::{op}: {argument} must {requirement}, got {show(got)}"
 
 
-_LONGEST = 500  # of what a message shows: values may come from a file
-
-
 def show(value: Any) -> str:
-    """Shapes as tuples, strings quoted, everything else by its repr; what is long is cut."""
+    """Shapes as tuples, strings quoted, everything else by its repr."""
     if isinstance(value, torch.Size):
         return str(tuple(value))
     if isinstance(value, (torch.dtype, torch.device)):
         return str(value)
-    text = repr(value)
-    return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
+    return repr(value)

@@ -23,6 +23,7 @@ from torch_moe_ops.prepared.tensors import PLAIN_FIELDS
 from torch_moe_ops.weights.raw_weights import RawWeights
 
 _MAX_SIZE = 2**31 - 1
+_MESSAGE = 1000  # the most characters of an op's error
 
 Prepared = TypeVar("Prepared", bound=PreparedFields)
 
@@ -167,5 +168,5 @@ def _check_by_op(file: str, w: PreparedFields, backend: Backend) -> None:
     names, _ = arguments(op)
     try:
         getattr(torch.ops.moeq, op)(**{name: given[name] if name in given else getattr(meta, name) for name in names})
-    except RuntimeError as error:
-        raise CheckpointError(f"{file}: {error}") from error
+    except RuntimeError as error:  # it may repeat a text of the file
+        raise CheckpointError(f"{file}: {short(str(error), _MESSAGE)}") from error
