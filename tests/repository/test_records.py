@@ -83,6 +83,11 @@ def test_what_is_left_out_is_named_with_its_outcomes(tmp_path: Path) -> None:
         merge.record(tmp_path, without=("tests/a.py",))
 
 
+def test_a_backend_of_a_test_is_in_no_row(tmp_path: Path) -> None:
+    run(tmp_path, "1", [line("tests/a.py::one", "passed", SM90, ["mine", *SM90[1:]])])
+    assert [found["backend"] for found in merge.record(tmp_path)["rows"]] == ["cuda_sm90"]
+
+
 def test_the_last_outcome_of_a_test_counts(tmp_path: Path) -> None:
     run(tmp_path, "1", LINES)
     run(tmp_path, "2", [line("tests/a.py::two", "passed", TRITON)])
