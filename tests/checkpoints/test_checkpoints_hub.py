@@ -96,3 +96,10 @@ def test_inspect_takes_a_name(cache: Path) -> None:
     done = subprocess.run([*command[:-1], "someone/other"], env=environment, capture_output=True, text=True)
     assert done.returncode and "someone/other: no such file or folder, and" in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "name", ["org/name@../x", "org/name@v1/../..", "folder/model.safetensors", "folder/config.json"]
+)
+def test_what_is_no_repository(name: str) -> None:
+    assert not hub.is_repository(name)

@@ -182,3 +182,37 @@ def test_a_buffer_does_not_keep_the_graphs_of_all_steps(backend: str) -> None:
     assert [type(node).__name__ for node in nodes] == ["AccumulateGrad"]
     with _refused():
         out.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"router_logits": torch.randn(3, 8)}, "num_experts must be 0 or 8"),
+        ({"router_logits": torch.randn(2, 4)}, "router_logits must have num_tokens = 3 rows"),
+        ({"top_k": 9}, "top_k must"),
+    ],
+    ids=["experts", "rows", "top_k"],
+)
+def test_a_wrong_call_fails_alike_where_a_gradient_is_wanted(changes: dict[str, Any], text: str) -> None:
+    """A monolithic op runs as two then, which know less of the call."""
+    w = moe.prepare(moe.quantize_experts(torch.randn(4, 64, 32), torch.randn(4, 32, 32), "int4"), backend="reference")
+    given: dict[str, Any] = {"router_logits": torch.randn(3, 4), "top_k": 2} | changes
+    texts = []
+    for wanted in (False, True):
+        x = torch.randn(3, 32).requires_grad_(wanted)
+        with pytest.raises(RuntimeError, match=text) as error:
+            torch.ops.moeq.int4_moe(
+                x, None, given["router_logits"], None, *w.op_weights(), "reference", "default", given["top_k"],
+                num_experts=w.num_experts,
+            )  # fmt: skip
+        texts.append(str(error.value))
+    assert texts[0] == texts[1] and texts[0].startswith("moeq::int4_moe: ")
+
+
+def test_weights_of_a_routing_may_be_scaled_in_place() -> None:
+    """As models do after routing: only the ids are kept for the backward pass."""
+    logits = torch.randn(3, 8, requires_grad=True)
+    ids, weights = moe.route(logits, moe.Routing("renormalize", top_k=2))
+    weights.mul_(2.0)
+    weights[:, 0].sum().backward()
+    assert logits.grad is not None and bool(logits.grad.any()) and ids.shape == (3, 2)

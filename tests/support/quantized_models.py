@@ -179,6 +179,8 @@ FORMATS: dict[str, tuple[Callable[[Tensor], tuple[Parts, Tensor]], dict[str, Any
     "AWQ": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}),
 }
 
+_PACKS_ROWS = ("GPTQ", "AWQ")  # eight zero points of rows a word
+
 _SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 64,
@@ -328,6 +330,8 @@ def write_model(folder: Path, architecture: str, format_name: str, *, experts: b
     for name, tensor in tensors.items():
         meant[name] = tensor.clone()
         matrices = _matrices(name, meant[name], experts)
+        if format_name in _PACKS_ROWS and any(matrix.shape[0] % 8 for _, matrix in matrices):
+            matrices = []  # such tools leave it as it is
         for module, matrix in matrices:
             parts, meaning = encode(matrix.contiguous())
             matrix.copy_(meaning)

@@ -206,6 +206,22 @@ def test_one_graph(name: str, everywhere: None) -> None:
     assert relative_l2(compiled(IDS), logits(model)) < F32
 
 
+def test_logits_that_are_no_plain_product_keep_the_router() -> None:
+    """A cap bends logits after the product, which moeq::route would not see."""
+    linear = type(next(m for m in make("qwen3_moe").modules() if type(m).__name__.endswith("TopKRouter")))
+    router = next(m for m in make("qwen3_moe").modules() if isinstance(m, linear))
+    assert routers.find_options(router) is not None
+    plain = linear.forward
+
+    def capped(self: Any, hidden_states: Tensor, *given: Any) -> Any:
+        logits, weights, ids = plain(self, hidden_states, *given)
+        return torch.tanh(logits / 30) * 30, weights, ids
+
+    kind = type("Capped", (linear,), {"forward": capped})
+    router.__class__ = kind
+    assert routers.find_options(router) is None
+
+
 def test_without_triton_routers_stay(everywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routers, "package_reason", lambda: "the triton package must be importable, got none")
     model = make("qwen3_moe")

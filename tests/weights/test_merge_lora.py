@@ -197,6 +197,24 @@ def test_scales_in_common_stay_in_common() -> None:
         )
 
 
+def test_a_scale_of_all_experts_stays_while_it_covers_the_values() -> None:
+    """Else experts that learned nothing would be rounded anew, all in one direction."""
+    raw = LAYERS["nvfp4 one scale_2"]()
+    # An adapter that makes everything of one expert smaller, and one that makes a value larger than all others.
+    w13 = moe.dequantize_experts(raw)[0]
+    largest = int(w13.abs().flatten(1).amax(1).argmax())
+    rank = min(w13.shape[1:])
+    a, b = (torch.zeros(*shape) for shape in ((len(w13), rank, w13.shape[2]), (len(w13), w13.shape[1], rank)))
+    u, s, v = torch.linalg.svd(w13[largest].float(), full_matrices=False)
+    a[largest], b[largest] = v, -0.03 * u * s
+    smaller = moe.merge_lora(raw, a, b, scaling=1.0)
+    larger = moe.merge_lora(raw, a, b, scaling=-50.0)
+    assert raw.w13_scale_2 is not None and smaller.w13_scale_2 is not None and larger.w13_scale_2 is not None
+    assert torch.equal(smaller.w13_scale_2, raw.w13_scale_2) and (larger.w13_scale_2 > raw.w13_scale_2).all()
+    others = [e for e in range(len(w13)) if e != largest]
+    assert same_bits(smaller.w13[others], raw.w13[others])
+
+
 def test_either_projection_alone_is_the_same_as_in_both() -> None:
     raw = plain("nvfp4")
     factors = adapters(raw)

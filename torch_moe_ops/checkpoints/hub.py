@@ -15,6 +15,8 @@ _FILES = ("*.safetensors", "*.safetensors.index.json", "config.json", "hf_quant_
 
 def is_repository(path: str) -> bool:
     """Whether `path` names a repository, "org/name" or "org/name@revision", and nothing on this machine."""
+    if ".." in path.partition("@")[2].split("/") or path.endswith((".safetensors", ".json")):
+        return False
     return bool(_NAME.fullmatch(path)) and not os.path.lexists(path) and not os.path.lexists(path.partition("/")[0])
 
 

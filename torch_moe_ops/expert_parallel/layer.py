@@ -28,7 +28,7 @@ PARTIAL_DTYPES = (torch.float32, torch.bfloat16)
 def _check_sizes(max_tokens_per_rank: int, capacity: int | None) -> None:
     if isinstance(max_tokens_per_rank, bool) or not isinstance(max_tokens_per_rank, int) or max_tokens_per_rank < 1:
         raise ValueError(f"ExpertParallel: max_tokens_per_rank must be at least 1, got {max_tokens_per_rank!r}")
-    if capacity is not None and not 1 <= capacity <= max_tokens_per_rank:
+    if isinstance(capacity, (bool, float)) or (capacity is not None and not 1 <= capacity <= max_tokens_per_rank):
         text = f"be None or in 1 ... max_tokens_per_rank = {max_tokens_per_rank}"
         raise ValueError(f"ExpertParallel: capacity must {text}, got {capacity!r}")
 
@@ -100,10 +100,11 @@ class ExpertParallel:
         }
         given = None if placement is None else as_placement(placement)
         self.placement = agreed_placement(self.ranks.group, w, given, settings)
-        self._first, self._count, self._slots = (
-            table.to(w.device) for table in self.placement.tables(self.ranks.rank).values()
-        )
-        self.load = torch.zeros(self.placement.num_experts, dtype=torch.int64, device=w.device)
+        with torch.inference_mode(False):  # they are written later, in that mode and outside of it
+            self._first, self._count, self._slots = (
+                table.to(w.device, copy=True) for table in self.placement.tables(self.ranks.rank).values()
+            )
+            self.load = torch.zeros(self.placement.num_experts, dtype=torch.int64, device=w.device)
         # What the ops take: names and numbers.
         self._exchange = (self.transport, self.ranks.name, self.ranks.size)
         self._sent = (self.placement.slots_of_ranks if self.capacity else (), self.capacity)

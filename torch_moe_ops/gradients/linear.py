@@ -9,7 +9,7 @@ from torch_moe_ops.backends.registry import Backend
 from torch_moe_ops.core.layout import Sizes
 from torch_moe_ops.gradients.pairs import PIECE_ELEMENTS, Pairs, pieces
 from torch_moe_ops.gradients.products import grouped_product, product_dtype
-from torch_moe_ops.gradients.weights import Stored, at_once, decode_projection
+from torch_moe_ops.gradients.weights import MOST_EXPERTS, Stored, at_once, decode_projection
 
 
 def linear_rows(
@@ -39,7 +39,7 @@ def linear_rows(
     out = x.new_zeros((x.shape[0], k if transposed else n))
     pairs = Pairs(rows, torch.searchsorted(ends, rows, right=True), ends, host_ends)
     is_plain = scheme == "none" and backend.layout.name == "linear_v1" and stored.weight.dtype == dtype
-    step = sizes.num_experts if is_plain else at_once(sizes.num_experts, n * k)
+    step = min(sizes.num_experts, MOST_EXPERTS) if is_plain else at_once(sizes.num_experts, n * k)
     for first in range(0, sizes.num_experts, step):
         experts, weight = slice(first, min(first + step, sizes.num_experts)), None
         for piece in pieces(pairs, experts.start, experts.stop, max(1, PIECE_ELEMENTS // max(n, k))):

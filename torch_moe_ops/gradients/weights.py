@@ -14,13 +14,14 @@ from torch_moe_ops.core.layout import Sizes
 from torch_moe_ops.core.schemes import SCHEMES
 from torch_moe_ops.oracle.operands import Operand, Weight, decode_weight
 
+MOST_EXPERTS = 1023  # that torch._grouped_mm takes
 CHUNK_ELEMENTS = 1 << 26  # weights that are decoded at once: 128 MiB in bfloat16
 
 
 def experts_at_once(call: ExpertsCall, backend: Backend, sizes: Sizes, dtype: torch.dtype) -> int:
     """How many experts' weights are decoded at once: all where nothing is copied, else what CHUNK_ELEMENTS hold."""
     if call.scheme == "none" and backend.layout.name == "linear_v1" and call.w13.dtype == dtype:
-        return sizes.num_experts
+        return min(sizes.num_experts, MOST_EXPERTS)
     halves = 2 if sizes.is_gated else 1
     of_expert = (halves + 1) * sizes.hidden_size * sizes.intermediate_size
     return at_once(sizes.num_experts, of_expert)
@@ -28,7 +29,7 @@ def experts_at_once(call: ExpertsCall, backend: Backend, sizes: Sizes, dtype: to
 
 def at_once(experts: int, of_expert: int) -> int:
     """How many of these experts, of so many weights each, are decoded at once."""
-    return max(1, min(experts, CHUNK_ELEMENTS // of_expert))
+    return max(1, min(experts, MOST_EXPERTS, CHUNK_ELEMENTS // of_expert))
 
 
 def decode_experts(

@@ -49,15 +49,16 @@ class Rule:
     """The derivative of an op.
 
     backward: (arguments, results, gradients of the results, whether each argument needs one) -> {position: gradient}.
-        Called in traces too. results: those of the forward pass where it keeps them, else nothing.
+        Called in traces too. results: those of the forward pass that it keeps.
     differentiable: whether an argument, by its position, has a gradient in this call.
     constant: positions of arguments on which no result depends smoothly: their gradient is zero, as None.
+    keeps: which results, by position. A caller must not change those in place before the backward pass.
     """
 
     backward: Callable[[Args, Args, tuple[Tensor, ...], tuple[bool, ...]], dict[int, Tensor]]
     differentiable: Callable[[int, Args], bool]
     constant: tuple[int, ...] = ()
-    keeps_results: bool = False
+    keeps: tuple[int, ...] = ()
 
 
 class _Node(_SingleLevelFunction):
@@ -78,7 +79,8 @@ class _Node(_SingleLevelFunction):
             ctx.inputs = [(a.shape, a.dtype) if isinstance(a, Tensor) else None for a in args]
         else:
             ctx.plain = [None if isinstance(a, Tensor) else (a,) for a in args]
-            kept = (result if isinstance(result, tuple) else (result,)) if rule.keeps_results else ()
+            results = result if isinstance(result, tuple) else (result,)
+            kept = [results[i] for i in rule.keeps]
             ctx.save_for_backward(*(a for a in args if isinstance(a, Tensor)), *kept)
         if not writes:
             return result

@@ -38,13 +38,17 @@ def routed_rule(binder: Binder) -> Rule:
     return Rule(backward, differentiable)
 
 
-def routed_parts(op: str, binder: Binder) -> Callable[..., Tensor]:
-    """A monolithic op as `route` and the routed op: the same result, by the contract of the pair."""
+def routed_parts(op: str, binder: Binder, check: Callable[[Args], object]) -> Callable[..., Tensor]:
+    """A monolithic op as `route` and the routed op: the same result, by the contract of the pair.
+
+    check: raises what the op itself would; its parts know less of the call.
+    """
     routed = getattr(torch.ops.moeq, f"{op}_routed")
     names, _ = arguments(f"{op}_routed")
     route_at = [binder.position[name] for name in ("router_logits", "routing_bias", *ROUTE_OPTIONS)]
 
     def run(*args: Any) -> Tensor:
+        check(args)
         full = binder.fill(args, {})
         given = dict(zip(binder.names, full, strict=False))
         ids, weights = torch.ops.moeq.route(*(full[i] for i in route_at))

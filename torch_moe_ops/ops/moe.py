@@ -72,7 +72,10 @@ def define(op: str) -> None:
         call, _, table, _ = checked(args, kwargs, True, tracing=True)
         return run.output(call, table.hidden_size)
 
-    attach(op, make(devices=False), make(devices=True), fake, parts=routed_parts(op, binder))
+    def check_whole(args: Any) -> None:
+        checked(args, {}, True, tracing=True)
+
+    attach(op, make(devices=False), make(devices=True), fake, parts=routed_parts(op, binder, check_whole))
 
 
 for _op in SCHEMAS:

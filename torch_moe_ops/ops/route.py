@@ -103,6 +103,6 @@ def _backward(args: Args, results: Args, grads: tuple[Tensor, ...], needs: tuple
 
 _NAMES, _DEFAULTS = arguments("route")
 # The bias chooses experts and is in no weight.
-_RULE = Rule(_backward, lambda position, args: position == 0, constant=(1,), keeps_results=True)
+_RULE = Rule(_backward, lambda position, args: position == 0, constant=(1,), keeps=(0,))
 
 attach("route", _implementation(devices=False), _implementation(devices=True), _fake, rule=_RULE)

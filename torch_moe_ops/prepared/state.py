@@ -49,11 +49,23 @@ def take_over(w: PreparedWeights, given: PreparedWeights) -> None:
         for name, tensor in given.tensors().items():
             mine[name].copy_(tensor)
         return
-    for name in _MEANING:
+    _require_same(w, given, _MEANING)
+    w.update_(restored_views(given))
+
+
+def require_same_layer(w: PreparedWeights, given: PreparedWeights) -> None:
+    """For what takes the place of `w` as it is: of any scheme, layout and device, but of the same layer.
+
+    Raises: ValueError naming what differs.
+    """
+    _require_same(w, given, (*_MEANING, "num_local_experts", "hidden_size", "intermediate_size"))
+
+
+def _require_same(w: PreparedWeights, given: PreparedWeights, names: tuple[str, ...]) -> None:
+    for name in names:
         mine, theirs = getattr(w, name), getattr(given, name)
         if mine != theirs:
             raise ValueError(f"state_dict: {name} must be {mine!r} as prepared, got {theirs!r}")
-    w.update_(restored_views(given))
 
 
 # What `update_` takes from `w`. How activations are quantized is a choice of whoever prepared `w`.

@@ -13,7 +13,7 @@ from torch_moe_ops.prepared.fused import fused_moe_routed
 from torch_moe_ops.prepared.prepare import prepare
 from torch_moe_ops.prepared.prepared_weights import PreparedWeights
 from torch_moe_ops.prepared.restoring import restored_views
-from torch_moe_ops.prepared.state import SETTINGS, prepared_of, state_of, take_over
+from torch_moe_ops.prepared.state import SETTINGS, prepared_of, require_same_layer, state_of, take_over
 
 IMPLEMENTATION = "moeq"
 HOLDER = "moeq_weights"  # attribute of an experts module
@@ -90,6 +90,7 @@ class ExpertWeights(nn.Module):
         try:
             given = prepared_of(prefix.removesuffix("."), own)
             if local_metadata.get("assign_to_params_buffers", False):
+                require_same_layer(self.prepared, given)
                 self.prepared = given
             else:
                 take_over(self.prepared, given)

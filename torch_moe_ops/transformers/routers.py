@@ -98,7 +98,12 @@ def find_options(router: nn.Module) -> RouterOptions | None:
     for given in ((), (correction,)):
         try:
             logits, weights, ids = _original(type(probe))(probe, hidden, *given)
-        except (TypeError, ValueError):  # takes other arguments, or gives other results
+        except (TypeError, ValueError, IndexError, RuntimeError):  # takes other arguments, or gives other results
+            continue
+        # A cap, a norm or a temperature would be lost.
+        if not torch.allclose(
+            logits.float(), nn.functional.linear(hidden, weight, probe._parameters.get("bias")), rtol=1e-5, atol=1e-6
+        ):
             continue
         bias = given[0] if given else _correction(probe)
         for options in _candidates(router, ids.shape[-1], bias is not None):

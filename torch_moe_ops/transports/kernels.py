@@ -52,7 +52,8 @@ def ordered_sum_kernel(
     n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = n < elements
     total = tl.load(parts_ptr + n, mask=inside, other=0.0).to(tl.float32)
+    stride = tl.cast(part_stride, tl.int64)  # (PARTS - 1) of them may be beyond 2^31
     # Unrolled, so that the loads of all parts are in flight together.
     for part in tl.static_range(1, PARTS):
-        total += tl.load(parts_ptr + part * part_stride + n, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(parts_ptr + part * stride + n, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + n, narrow(total, out_ptr.dtype.element_ty, USE_PTX), mask=inside)

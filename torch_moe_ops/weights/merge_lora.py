@@ -157,7 +157,10 @@ class _MatrixScales(NamedTuple):
         if old is None or raw.num_experts == 1 or not torch.equal(old, old[:1].expand_as(old)):
             return scales
         largest = [largest_values(adapter.merged(raw, e, scaling), old.shape[1]) for e in range(raw.num_experts)]
-        return scales._replace(common=_settled(scales.new(torch.stack(largest).amax(0)), old[0]))
+        new = _settled(scales.new(torch.stack(largest).amax(0)), old[0])
+        # One that still covers all values stays, or every expert that learned nothing would be rounded anew.
+        covers = (new <= old[0]) & (new * _MARGIN >= old[0])
+        return scales._replace(common=torch.where(covers, old[0], new))
 
     @property
     def change_for_all(self) -> bool:
@@ -180,6 +183,8 @@ def _settled(scale: Tensor, before: Tensor) -> Tensor:
     """`before` where the two float32 scales differ by roundings alone: then a sum of zero keeps every value."""
     return torch.where(torch.isclose(scale, before, rtol=_ROUNDINGS, atol=0.0), before, scale)
 
+
+_MARGIN = 16.0  # by which a scale of all experts may be larger than it need be: the block scales and codes are floats
 
 # Three roundings to float32: decoding the largest value, two, and dividing it, one.
 _ROUNDINGS = 2.0**-22
