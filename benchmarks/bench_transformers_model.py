@@ -6,9 +6,11 @@
 
 A decode step is one token for each sequence of the batch, through a static cache of 1024 positions, mask given (as
 `generate` does). "moe" is all MoE blocks of the model one after the other, "experts" their experts alone on ids that
-are given, each in a graph of its own: a router costs what lies between. `--own-router` leaves transformers' routers.
+are given, each in a graph of its own: a router costs what lies between. "profile" says what routers and experts take
+within the decode step itself (see model_graphs.shares). `--own-router` leaves transformers' routers.
 
-One shape takes about three minutes on an H200, two of them compiling; `--compile ""` leaves that out.
+One shape takes about three minutes on an H200, two of them compiling: `--compile ""` leaves that out, and
+`--batches "" --prefill 0` leaves out all the rest. Each line is written to `--out` when it is known.
 
 transformers 5.17 or later must be importable, with what it imports: huggingface_hub, safetensors, tokenizers, regex,
 numpy, packaging, pyyaml, tqdm, filelock, typer. On a machine without a network, `scripts/carry_transformers.sh` puts
@@ -19,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -30,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import transformers
+from model_graphs import capture, profile, seconds, summary, timed
 from transformers import StaticCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers_models import SHAPES, build
@@ -40,7 +42,6 @@ from torch_moe_ops.transformers.modules import find_experts
 
 CACHE = 1024
 POSITION = 100  # below the sliding window of gpt-oss: its static layers change their Python path when it is full
-REPLAYS = 20
 
 
 class Decode:
@@ -111,64 +112,22 @@ def through_experts(model: Any, batch: int) -> Callable[[], Any]:
     return run
 
 
-def in_graph(run: Callable[[], Any], rounds: int, rewind: Callable[[], None] = lambda: None) -> dict[str, float]:
-    """Milliseconds of a call in a CUDA graph; on a CPU of a plain call."""
-    if not torch.cuda.is_available():
-        return _summary([_seconds(run, rewind) * 1e3 for _ in range(2)])
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-    torch.cuda.synchronize()
-    rewind()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for _ in range(rounds):
-        rewind()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        graph.replay()
-        begin.record()
-        for _ in range(REPLAYS):
-            graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / REPLAYS)
-    return _summary(times)
-
-
-def _seconds(run: Callable[[], Any], rewind: Callable[[], None] = lambda: None) -> float:
-    rewind()
+def measure(model: Any, args: argparse.Namespace, note: Callable[..., None]) -> None:
+    """Notes each line of the result when it is known."""
     begin = time.perf_counter()
-    run()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - begin
-
-
-def _summary(times: list[float]) -> dict[str, float]:
-    return {"ms": round(statistics.median(times), 4), "ms_min": round(min(times), 4)}
-
-
-def measure(model: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Lines of the result, each printed when it is known."""
-    lines: list[dict[str, Any]] = []
-    begin = time.perf_counter()
-
-    def note(**line: Any) -> None:
-        lines.append(line | {"at_s": round(time.perf_counter() - begin, 1)})
-        print(json.dumps(lines[-1]), flush=True)
-
+    layers = len(find_experts(model))
     decodes = {batch: Decode(model, batch, args.cache) for batch in _numbers(args.batches)}
     for batch, step in decodes.items():
-        note(what="decode", batch=batch, **in_graph(step, args.rounds, step.rewind))
-        note(what="moe", batch=batch, **in_graph(through_blocks(model, batch), args.rounds))
-        note(what="experts", batch=batch, **in_graph(through_experts(model, batch), args.rounds))
-    ids = torch.randint(0, model.config.vocab_size, (1, args.prefill), device=model.device)
-    prefill = lambda: model(input_ids=ids, use_cache=True, logits_to_keep=1)  # noqa: E731
-    prefill()
-    note(what="prefill", tokens=args.prefill, **_summary([_seconds(prefill) * 1e3 for _ in range(5)]))
+        replay = capture(step, step.rewind)
+        note(what="decode", batch=batch, **timed(replay, args.rounds, step.rewind))
+        note(what="moe", batch=batch, **timed(capture(through_blocks(model, batch)), args.rounds))
+        note(what="experts", batch=batch, **timed(capture(through_experts(model, batch)), args.rounds))
+        note(what="profile", batch=batch, **profile_or_reason(replay, layers, step.rewind))
+    if args.prefill:
+        ids = torch.randint(0, model.config.vocab_size, (1, args.prefill), device=model.device)
+        prefill = lambda: model(input_ids=ids, use_cache=True, logits_to_keep=1)  # noqa: E731
+        prefill()
+        note(what="prefill", tokens=args.prefill, **summary([seconds(prefill) * 1e3 for _ in range(5)]))
     for batch in _numbers(args.compile):
         if time.perf_counter() - begin > args.budget:
             note(what="decode compiled", batch=batch, left_out=f"{args.budget} s are over")
@@ -177,10 +136,19 @@ def measure(model: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
         torch._dynamo.reset()
         compiled = torch.compile(step.__call__, fullgraph=True, dynamic=False)
         step.rewind()
-        seconds = _seconds(compiled)
-        times = in_graph(compiled, args.rounds, step.rewind)
-        note(what="decode compiled", batch=batch, compile_s=round(seconds, 1), **times)
-    return lines
+        compiling = seconds(compiled)
+        replay = capture(compiled, step.rewind)
+        times = timed(replay, args.rounds, step.rewind)
+        note(what="decode compiled", batch=batch, compile_s=round(compiling, 1), **times)
+        note(what="profile compiled", batch=batch, **profile_or_reason(replay, layers, step.rewind))
+
+
+def profile_or_reason(replay: Callable[[], Any], layers: int, rewind: Callable[[], None]) -> dict[str, Any]:
+    """A profile's figures, or why there are none: what was timed before it is to be kept."""
+    try:
+        return profile(replay, layers, rewind)
+    except (ValueError, RuntimeError) as error:
+        return {"left_out": str(error)}
 
 
 def _numbers(text: str) -> list[int]:
@@ -193,7 +161,7 @@ def main() -> None:
     parser.add_argument("--scheme", choices=("nvfp4", "mxfp4"), help="default: nvfp4, of gpt_oss_20b mxfp4")
     parser.add_argument("--batches", default="1,8,64")
     parser.add_argument("--compile", default="1,8", help="batch sizes of which the step is compiled too")
-    parser.add_argument("--prefill", type=int, default=4096)
+    parser.add_argument("--prefill", type=int, default=4096, help="tokens; 0: none")
     parser.add_argument("--cache", type=int, default=CACHE)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--budget", type=float, default=110, help="seconds after which nothing more is compiled")
@@ -222,11 +190,19 @@ def main() -> None:
     if device.type == "cuda":
         result["allocated_gib"] = round(torch.cuda.memory_allocated() / 2**30, 3)
     print(json.dumps(result), flush=True)
-    result["lines"] = measure(model, args)
-    if device.type == "cuda":
-        result["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    lines: list[dict[str, Any]] = []
+    result["lines"] = lines
+
+    def note(**line: Any) -> None:
+        """Written at once, so that a run that is ended keeps what it knew."""
+        lines.append(line | {"at_s": round(time.perf_counter() - begin, 1)})
+        print(json.dumps(lines[-1]), flush=True)
+        if device.type == "cuda":
+            result["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
+        if args.out:
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+    measure(model, args, note)
 
 
 if __name__ == "__main__":

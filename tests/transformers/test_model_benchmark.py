@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from modules_by_path import ROOT
@@ -27,7 +28,65 @@ def test_every_number_is_measured(shape: str, options: list[str], tmp_path: Path
     assert result["shape"] == shape and result["routers"] == ("transformers" if options else "moeq::route")
     assert result["parameters"] > 200_000 and str(tmp_path) not in out.read_text()
     measured = [(line["what"], line.get("batch")) for line in result["lines"]]
-    assert measured == [(what, batch) for batch in (1, 2) for what in ("decode", "moe", "experts")] + [
-        ("prefill", None)
-    ]
-    assert all(line["ms"] >= line["ms_min"] > 0 for line in result["lines"])
+    steps = [(what, batch) for batch in (1, 2) for what in ("decode", "moe", "experts", "profile")]
+    assert measured == [*steps, ("prefill", None)]
+    timed = [line for line in result["lines"] if line["what"] != "profile"]
+    assert all(line["ms"] >= line["ms_min"] > 0 for line in timed)
+    profiles = [line for line in result["lines"] if line["what"] == "profile"]
+    assert [line["left_out"] for line in profiles] == ["profile: a GPU is needed"] * 2
+
+
+def test_a_run_that_is_ended_keeps_what_it_knew(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    given = ["--tiny", "--batches", "1", "--compile", "-1", "--prefill", "0", "--cache", "128", "--out", out]
+    program = [sys.executable, ROOT / "benchmarks" / "bench_transformers_model.py", *given]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(program, env=environment, capture_output=True, cwd=tmp_path)
+    assert done.returncode != 0  # there is no batch of -1
+    assert [line["what"] for line in json.loads(out.read_text())["lines"]] == ["decode", "moe", "experts", "profile"]
+
+
+@pytest.fixture
+def model_graphs(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import model_graphs
+
+    yield model_graphs
+    del sys.modules["model_graphs"]
+
+
+def _kernels(model_graphs: Any, names: list[str]) -> list[Any]:
+    """Each takes 2 us, and 1 us lies before the next."""
+    return [model_graphs.Kernel(name, 3.0 * i, 3.0 * i + 2.0) for i, name in enumerate(names)]
+
+
+ATTENTION = ["elementwise_kernel", "nvjet_tst_64x8", "fmha_cutlassF", "gemv2T_kernel", "norm_kernel"]
+EXPERTS = ["Memset (Device)", "void moeq::sm90::decode_kernel<1>()", "void moeq::sm90::combine_kernel()"]
+
+
+@pytest.mark.parametrize("router", [["route_kernel"], ["softmax", "topk", "sum", "div", "copy"]])
+@pytest.mark.parametrize("product", [["nvjet_hss_router"], ["sm90_xmma_gemm_splitK", "splitKreduce_kernel"]])
+def test_a_router_begins_with_its_product(model_graphs: Any, router: list[str], product: list[str]) -> None:
+    layer = [*ATTENTION, *product, *router, *EXPERTS]
+    kernels = _kernels(model_graphs, [*layer * 3, "norm_kernel", "nvjet_head"])
+    found = model_graphs.shares(kernels[::-1], layers=3)
+    before = len(product) + len(router) + 1  # what is set to zero counts as the router's
+    assert found["router_us"] == 2.0 * before and found["experts_us"] == 4.0
+    assert found["block_us"] == 3.0 * (before + 2) - 1.0 and found["blocks_ms"] == pytest.approx(
+        3e-3 * found["block_us"]
+    )
+    assert found["step_ms"] == pytest.approx(1e-3 * (3.0 * len(kernels) - 1.0)) and found["kernels"] == len(kernels)
+
+
+def test_kernels_of_experts_that_overlap_count_once_in_a_block(model_graphs: Any) -> None:
+    names = ["gemm", "route_kernel", "moeq::a", "moeq::b"]
+    kernels = [model_graphs.Kernel(name, float(i), 10.0) for i, name in enumerate(names)]
+    found = model_graphs.shares(kernels, layers=1)
+    assert (found["block_us"], found["experts_us"]) == (10.0, 8.0 + 7.0)
+
+
+def test_layers_that_are_not_found_are_an_error(model_graphs: Any) -> None:
+    with pytest.raises(ValueError, match=r"2 layers of experts must be found, got 1; kernels: .*'moeq::a'"):
+        model_graphs.shares(_kernels(model_graphs, ["gemm", "moeq::a", "moeq::b"]), layers=2)
+    with pytest.raises(ValueError, match="1 layers of experts must be found, got 0"):
+        model_graphs.shares([], layers=1)
