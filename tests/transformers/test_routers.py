@@ -222,6 +222,20 @@ def test_logits_that_are_no_plain_product_keep_the_router() -> None:
     assert routers.find_options(router) is None
 
 
+@pytest.mark.parametrize("order", [(2, 1, 0), (1, 2, 0)])
+def test_results_in_another_order_keep_the_router(order: tuple[int, ...]) -> None:
+    """As an older release of transformers has it: ids first, whose shape is not that of logits."""
+    router = next(m for m in make("qwen3_moe").modules() if type(m).__name__.endswith("TopKRouter"))
+    plain = type(router).forward
+
+    def reordered(self: Any, hidden_states: Tensor) -> Any:
+        results = plain(self, hidden_states)
+        return tuple(results[i] for i in order)
+
+    router.__class__ = type("Reordered", (type(router),), {"forward": reordered})
+    assert routers.find_options(router) is None
+
+
 def test_without_triton_routers_stay(everywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routers, "package_reason", lambda: "the triton package must be importable, got none")
     model = make("qwen3_moe")
@@ -238,6 +252,8 @@ def test_every_architecture_has_a_router_that_is_known_or_left_alone() -> None:
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "gpt_oss"])  # its mask copies from the host
 def test_on_a_gpu_in_a_graph(name: str) -> None:
     """Captured in bfloat16: in float32 such experts run on the reference, which waits for the device."""
+    if name in NEWER:
+        pytest.skip(f"this release of transformers chooses experts of {name} by operations of its own")
     pytest.importorskip("triton", reason="needs Triton")
     model = make(name).cuda()
     moeq_transformers.quantize_model(model, "none", route=False)

@@ -100,10 +100,10 @@ def find_options(router: nn.Module) -> RouterOptions | None:
             logits, weights, ids = _original(type(probe))(probe, hidden, *given)
         except (TypeError, ValueError, IndexError, RuntimeError):  # takes other arguments, or gives other results
             continue
-        # A cap, a norm or a temperature would be lost.
-        if not torch.allclose(
-            logits.float(), nn.functional.linear(hidden, weight, probe._parameters.get("bias")), rtol=1e-5, atol=1e-6
-        ):
+        # A cap, a norm or a temperature would be lost. Older releases give other results, or in another order.
+        product = nn.functional.linear(hidden, weight, probe._parameters.get("bias"))
+        alike = isinstance(logits, Tensor) and logits.shape == product.shape
+        if not alike or not torch.allclose(logits.float(), product, rtol=1e-5, atol=1e-6):
             continue
         bias = given[0] if given else _correction(probe)
         for options in _candidates(router, ids.shape[-1], bias is not None):
