@@ -39,6 +39,8 @@ TIMED = {
     "mxint4": ("mxint4", "none", None),
 }
 
+ACTIVATION = "silu"  # of every layer of benchmarks/distances.py
+
 Line = dict[str, Any]
 
 
@@ -105,6 +107,7 @@ def stated(lines: list[Line]) -> list[Line]:
             against = ratio_to_field(mine, each)
             entry = {name: mine[0][name] for name in ("scheme", "act_format", "weight_scales")}
             entry |= {"backend": who.who, "weight_policy": who.weight_policy}
+            entry["activation"] = ACTIVATION
             entry["layers"] = len(complete_layers(mine, tokens))
             for what in ("l2", "row"):
                 values = [line[what] for line in mine]

@@ -26,7 +26,8 @@ FP8 = moe.Problem(
     "fp8_block", "fp8", device="cuda", capability=(9, 0), num_experts=128, hidden_size=2048, intermediate_size=768
 )
 NEAR = {
-    "scheme": "fp8_block", "act_format": "fp8", "weight_policy": "exact", "weight_scales": None, "layers": 6,
+    "scheme": "fp8_block", "act_format": "fp8", "weight_policy": "exact", "weight_scales": None, "activation": "silu",
+    "layers": 6,
     "l2": [2e-3, 6e-3], "row": [2e-3, 9e-3], "field": "vLLM's Triton kernel", "ratio": 0.5,
 }  # fmt: skip
 TIMES = {
@@ -201,6 +202,19 @@ def test_results_are_for_what_was_measured(changes: dict[str, Any], monkeypatch:
     results(monkeypatch, near("triton_fp8"), [TIMES])
     assert moe.explain(dataclasses.replace(FP8, **changes)).chosen == without
     assert moe.explain(FP8).chosen == "triton_fp8"
+
+
+@pytest.mark.parametrize("changes", [{"activation": "gelu_tanh"}, {"constants": (1.0, 0.0, 7.0)}], ids=str)
+def test_distances_count_for_the_activation_that_was_measured(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results(monkeypatch, near("triton_fp8"), [TIMES])
+    explanation = moe.explain(dataclasses.replace(FP8, **changes))
+    assert explanation.chosen == "triton" and moe.explain(FP8).chosen == "triton_fp8"
+    assert explanation.accuracy["triton_fp8"] == (
+        "standard, 2.0e-03 to 6.0e-03 from the oracle, 9.0e-03 in the worst row with silu: at most 0.50 times vLLM's "
+        "Triton kernel; by name only: its distance is measured with silu and no constants alone"
+    )
 
 
 def test_a_scale_of_a_matrix_is_measured_as_that_of_two_halves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,14 @@ same weights, and `bench_moe.py` times; `python scripts/distance_table.py --writ
 
     {"format": 1, "device": name, "capability": [9, 0],
      "distances": [{"backend": ..., "scheme": ..., "act_format": ..., "weight_policy": ..., "weight_scales": ...,
-       "layers": 6, "l2": [least, largest], "row": [least, largest], "field": "Marlin", "ratio": 0.9}],
+       "activation": "silu", "layers": 6, "l2": [least, largest], "row": [least, largest], "field": "Marlin",
+       "ratio": 0.9}],
      "times": [{"scheme": ..., "act_format": ..., "weight_scales": ..., "num_experts": ..., "top_k": ...,
        "hidden_size": ..., "intermediate_size": ..., "us": {backend: {"1": 25.6, ...}}}]}
 
 l2, row: relative L2 distance of a whole result and of its worst row, over layers and numbers of tokens. ratio: the
 largest of our distance over the field's (of `field`) on one layer and number of tokens; null where there is no peer.
-weight_scales: as Problem says; null in `times`: any.
+weight_scales: as Problem says; null in `times`: any. activation: with which all of it was measured, without constants.
 """
 
 from __future__ import annotations
@@ -73,7 +74,14 @@ def statement(backend: str, problem: Problem) -> str:
         return accuracy
     (least, most), rows = found["l2"], found["row"][1]
     text = f"{accuracy}, {least:.1e} to {most:.1e} from the oracle, {rows:.1e} in the worst row"
+    if not _as_measured(found, problem):
+        text += f" with {found['activation']}"
     return text if found["ratio"] is None else f"{text}: at most {found['ratio']:.2f} times {found['field']}"
+
+
+def _as_measured(found: Record, problem: Problem) -> bool:
+    """Whether the activation is the one that was measured: another one bends the same errors in another way."""
+    return bool(problem.activation == found["activation"]) and problem.constants is None
 
 
 def too_far(backend: str, problem: Problem) -> str | None:
@@ -83,6 +91,8 @@ def too_far(backend: str, problem: Problem) -> str | None:
         return "its distance is not measured for such weights on such a device"
     if found["ratio"] is None:
         return "there is no kernel of the field to compare with"
+    if not _as_measured(found, problem):
+        return f"its distance is measured with {found['activation']} and no constants alone"
     if found["layers"] < MIN_LAYERS:
         return f"its distance is measured on too few layers ({found['layers']})"
     if found["ratio"] > FACTOR:
