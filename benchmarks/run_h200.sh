@@ -57,8 +57,8 @@ format() {
 standard() { # weight formats
   local peers=""
   case $1 in
-    fp8) peers=vllm_triton:fp8 ;;
-    int4,mxint4) peers=marlin:int4+mxint4 ;;
+    fp8) peers=vllm_triton:fp8,deepgemm:fp8 ;;
+    int4,mxint4) peers=marlin:int4+mxint4,humming:int4+mxint4 ;;
   esac
   moe "${SECONDS_OF_PART:-95}" h200_standard.jsonl --warm 0 --ms "$ms" --fmts "$1" \
     --shapes "${SHAPES:-qwen3_30b,dsv3,mixtral,160:8:5120:1536}" \
