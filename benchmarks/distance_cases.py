@@ -45,6 +45,8 @@ PEERS = {
     "int4g32": ("marlin",),
     "mxint4": ("marlin", "humming"),
     "int4zp": (),
+    "int4f16": (),
+    "int4zpf16": (),
     "nvfp4": ("marlin", "humming"),
     "mxfp4": ("marlin", "humming"),
     "bf16": ("vllm_triton",),
@@ -54,7 +56,17 @@ FORMATS = tuple(PEERS)
 COMPILED_FOR = {"deepgemm": ("qwen3_30b", "dsv3"), "humming": ("qwen3_30b",)}
 # Formats that are measured on the first layers only: those whose fast kernels are exact, or have no peer, and kinds of
 # scales that are close to another one's.
-FEW_LAYERS = {"nvfp4": 2, "mxfp4": 2, "bf16": 2, "nvfp4-a8": 2, "fp8half": 3, "int4g32": 3, "int4zp": 3}
+FEW_LAYERS = {
+    "nvfp4": 2,
+    "mxfp4": 2,
+    "bf16": 2,
+    "nvfp4-a8": 2,
+    "fp8half": 3,
+    "int4g32": 3,
+    "int4zp": 3,
+    "int4f16": 3,
+    "int4zpf16": 3,
+}
 _NOT_OURS = ("reference", "flashinfer_trtllm", "flashinfer_cutlass")
 
 

@@ -23,6 +23,8 @@ FORMATS = {
     "int4": ("int4", "none"),
     "int4g32": ("int4", "none"),
     "int4zp": ("int4", "none"),
+    "int4f16": ("int4", "none"),
+    "int4zpf16": ("int4", "none"),
     "mxint4": ("mxint4", "none"),
     "fp8": ("fp8_block", "fp8"),
     "fp8row": ("fp8", "fp8"),
@@ -62,7 +64,7 @@ def raw_weights(fmt: str, weights: common.Weights, activation: str, biases: tupl
         fields |= {"a13_input_scale": scale, "a2_input_scale": scale}
     if scheme in ("int4", "mxint4"):  # eight codes a word, the first in the lowest bits, as two a byte
         fields |= {name: fields[name].view(torch.int32) for name in ("w13", "w2")}
-    if fmt == "int4zp":
+    if fmt in common.ZERO_POINTS:
         fields |= {"w13_zero_point": weights.w13_global, "w2_zero_point": weights.w2_global}
     if biases is not None:
         fields |= {"w13_bias": biases[0], "w2_bias": biases[1]}

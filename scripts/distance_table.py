@@ -25,6 +25,8 @@ FORMATS = {
     "fp8": "FP8 in 128x128 blocks, fp8 activations", "fp8row": "FP8 with scales of rows, fp8 activations",
     "fp8half": "FP8 with scales of half matrices, fp8 activations", "int4": "INT4 in groups of 128",
     "int4g32": "INT4 in groups of 32", "mxint4": "MXINT4", "int4zp": "INT4 in groups of 128 with zero points",
+    "int4f16": "INT4 in groups of 128, float16 scales",
+    "int4zpf16": "INT4 in groups of 128 with zero points, float16 scales",
     "nvfp4": "NVFP4", "mxfp4": "MXFP4", "bf16": "bfloat16", "nvfp4-a8": "NVFP4, fp8 activations",
 }  # fmt: skip
 PEERS = {"marlin": "Marlin", "humming": "humming", "vllm_triton": "vLLM's Triton kernel", "deepgemm": "DeepGEMM"}
@@ -36,6 +38,8 @@ TIMED = {
     "int4": ("int4", "none", "bfloat16 per 128"),
     "int4g32": ("int4", "none", "bfloat16 per 32"),
     "int4zp": ("int4", "none", "bfloat16 per 128 with zero points"),
+    "int4f16": ("int4", "none", "float16 per 128"),
+    "int4zpf16": ("int4", "none", "float16 per 128 with zero points"),
     "mxint4": ("mxint4", "none", None),
 }
 

@@ -32,7 +32,9 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Any:
         del sys.modules[name]
 
 
-@pytest.mark.parametrize("fmt", ["fp8", "fp8row", "fp8half", "int4", "int4g32", "mxint4", "int4zp"])
+@pytest.mark.parametrize(
+    "fmt", ["fp8", "fp8row", "fp8half", "int4", "int4g32", "mxint4", "int4zp", "int4f16", "int4zpf16"]
+)
 def test_a_layer_is_measured_and_a_peer_that_is_not_there_is_named(program: Any, fmt: str, tmp_path: Path) -> None:
     """Our exact kernels are nearer to the oracle than what the peers round; both are far from 0 and from 1."""
     lines = list(program.cases.measure(program.cases.Case(fmt, "tiny"), tmp_path, "cpu"))
