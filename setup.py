@@ -124,7 +124,7 @@ def cuda_flags(targets: list[str]) -> list[str]:
 def cuda_extension(cpp: Any) -> Any:
     return cpp.CUDAExtension(
         "torch_moe_ops._C_cuda",
-        [*sources("cuda", "*.cpp"), *sources("cuda", "*.cu")],
+        [*sources("cuda", "*.cpp"), *sources("cuda", "*.cu"), *sources("cuda/expert_parallel", "*.cu")],
         extra_compile_args={
             "cxx": [*host_flags(), "-DUSE_CUDA"],
             "nvcc": cuda_flags(cuda_targets.flags(arches(cpp), generic=True)),

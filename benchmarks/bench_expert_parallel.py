@@ -8,9 +8,9 @@ Each graph holds several calls with routings of their own, so that no call finds
 all routings are drawn anew. A time is a replay's by its number of calls; of the replays the median, of the ranks the
 slowest. Times in microseconds. About 40 s for one shape on two H200s.
 
-Lines of the output: shape, m (tokens a rank), ranks, us: {what: time}, where what is `total` with float32 and bfloat16
-partial rows, `exchange` (dispatch and combine alone), `local op` (this rank's experts on all rows), `one gpu` (all
-experts, ranks * m tokens, no exchange); efficiency = one gpu / ranks / total; relative L2 of total from one gpu.
+Lines of the output: shape, m (tokens a rank), ranks, us: {what: time}, where what is `total` over each transport with
+each dtype of partial rows, `exchange` (dispatch and combine alone), `local op` (this rank's experts on all rows), `one
+gpu` (all experts, ranks * m tokens, no exchange); efficiency = one gpu / ranks / total; relative L2 of total from it.
 """
 
 from __future__ import annotations
@@ -135,12 +135,12 @@ def measure(
 ) -> dict:
     device, ranks = whole.device, dist.get_world_size()
     inputs = Inputs(shape, m, 8 if m <= 256 else 2, device)
-    ep = layers["float32"]
+    ep = next(iter(layers.values()))
     places = torch.ops.moeq.ep_place
 
     def exchange(c: int, ep: moe.ExpertParallel) -> Tensor:
         x, ids, weights = inputs.mine(c)
-        head = ("nccl", ep.ranks.name, ranks, m)
+        head = (ep.transport, ep.ranks.name, ranks, m)
         placed = places(ids, ep._first, ep._count, ep._slots, ep.load, ep.ranks.rank)
         rows, _, _, _, positions = torch.ops.moeq.ep_dispatch(x, None, placed, weights, *head)
         return torch.ops.moeq.ep_combine(rows.to(ep.partial_dtype), positions, m, *head, x.dtype)
@@ -148,7 +148,8 @@ def measure(
     us, out = {}, {}
     for name, layer in layers.items():
         us[f"total, {name}"], out[name] = time_of(inputs, lambda c, e=layer: e(*inputs.mine(c), max_tokens=m), replays)
-    us["exchange, bfloat16"], _ = time_of(inputs, lambda c: exchange(c, layers["bfloat16"]), replays)
+        if layer.partial_dtype == torch.bfloat16:
+            us[f"exchange, {name}"], _ = time_of(inputs, lambda c, e=layer: exchange(c, e), replays)
     us["local op"], _ = time_of(inputs, lambda c: moe.fused_moe_routed(*inputs.all(c), ep.w), replays)
     us["one gpu"], want = time_of(inputs, lambda c: moe.fused_moe_routed(*inputs.all(c), whole), replays)
     own = want[dist.get_rank() * m :][:m].double()
@@ -163,11 +164,27 @@ def measure(
     }
 
 
+def layers_of(raw: moe.RawWeights, most: int, args: argparse.Namespace) -> dict[str, moe.ExpertParallel]:
+    """By "transport dtype of partial rows"; they share one set of weights."""
+    group = dist.group.WORLD
+    first = moe.ExpertParallel.from_raw(group, raw, most, "nccl", act_format=args.act_format, payload=args.payload)
+    return {
+        f"{transport} {text}": moe.ExpertParallel(
+            group, first.w, most, transport, partial_dtype=PARTIAL[text], payload=args.payload
+        )
+        for transport in args.transports.split(",")
+        for text in args.partial.split(",")
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="qwen3_30b", help="comma list of " + ", ".join(SHAPES))
     parser.add_argument("--ms", default="1,8,64,256,1024,4096", help="tokens a rank")
     parser.add_argument("--act-format", default="none", help="of prepare")
+    parser.add_argument("--transports", default="nccl,p2p", help="comma list")
+    parser.add_argument("--partial", default="float32,bfloat16", help="comma list of dtypes of partial rows")
+    parser.add_argument("--payload", default="plain", help="of ExpertParallel")
     parser.add_argument("--replays", type=int, default=12, help="each with new routings for all of its calls")
     parser.add_argument("--out", type=Path, help="JSON lines")
     args = parser.parse_args()
@@ -198,13 +215,9 @@ def main() -> int:
         for name in args.shapes.split(","):
             raw = random_experts(SHAPES[name], device)
             whole = moe.prepare(raw, act_format=args.act_format)
-            layers = {
-                text: moe.ExpertParallel.from_raw(
-                    dist.group.WORLD, raw, max(ms), partial_dtype=dtype, act_format=args.act_format, payload="plain"
-                )
-                for text, dtype in PARTIAL.items()
-            }
-            emit({"shape": name, "backend": layers["float32"].w.backend, "backend of one gpu": whole.backend})
+            layers = layers_of(raw, max(ms), args)
+            local = next(iter(layers.values())).w.backend
+            emit({"shape": name, "backend": local, "backend of one gpu": whole.backend})
             for m in ms:
                 found = measure(SHAPES[name], m, layers, whole, args.replays)
                 emit({"shape": name, **found, "seconds": round(time.perf_counter() - start, 1)})

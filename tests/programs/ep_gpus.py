@@ -1,9 +1,9 @@
-"""Expert parallelism over NCCL on the GPUs of one host: one process a GPU, and what became of each check on rank 0.
+"""Expert parallelism on the GPUs of one host: one process a GPU, and what became of each check on rank 0.
 
-    torchrun --standalone --nproc-per-node 2 tests/programs/ep_gpus.py [OUT.json]
+    torchrun --standalone --nproc-per-node 2 tests/programs/ep_gpus.py TRANSPORT [OUT.json [CHECK ...]]
 
-Every rank has all experts as well, and compares with what they give. Takes about a minute on two H200s. Exit status 1:
-a check has failed.
+TRANSPORT: nccl or p2p. Every rank has all experts as well, and compares with what they give. Takes about a minute on two
+H200s. Exit status 1: a check has failed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from ep_cases import World, distance, expect  # noqa: E402
+from ep_cases import OTHER_KERNELS, World, distance, expect  # noqa: E402
 from problems import Case, make_batch, make_raw  # noqa: E402
 from torch import Tensor  # noqa: E402
 
@@ -28,8 +28,7 @@ import torch_moe_ops as moe  # noqa: E402
 
 REPLAYS = 1000
 MAX_TOKENS = 64
-# Kernels are chosen by the number of experts and rows: a share may run on others than the whole, at their distance.
-OTHER_KERNELS = 6e-3
+TRANSPORT = sys.argv[1]
 SIZES = {"experts": 16, "top_k": 4, "hidden": 1024, "inter": 512, "tokens": 96}
 LAYERS = {
     "nvfp4 W4A16": Case(scheme="nvfp4", **SIZES),
@@ -47,7 +46,7 @@ def batch_of(case: Case, world: World, seed: int = 0) -> tuple[Batch, slice]:
 
 def layer(case: Case, **options: object) -> moe.ExpertParallel:
     raw = make_raw(case, "cuda")
-    options = {"max_tokens_per_rank": MAX_TOKENS, **options}
+    options = {"max_tokens_per_rank": MAX_TOKENS, "transport": TRANSPORT, **options}
     return moe.ExpertParallel.from_raw(dist.group.WORLD, raw, act_format=case.act_format, **options)
 
 
@@ -103,7 +102,7 @@ def edges(world: World) -> dict[str, object]:
     assert not ep(x[:3], torch.full_like(ids[:3], -1), weights[:3]).any()
     first = ep(x[:3], ids[:3], weights[:3])
     assert distance(ep(x[:3], ids[:3], weights[:3], max_tokens=4), first) <= OTHER_KERNELS
-    limited = layer(case, capacity=3)
+    limited = layer(case, capacity=3, transport="nccl")
     assert distance(limited(x[:3], ids[:3], weights[:3], torch.float32), want[:3]) <= OTHER_KERNELS
     text = expect(RuntimeError, lambda: limited(x[:40], ids[:40] * 0, weights[:40]))
     assert "capacity must be at least the 40 rows" in text, text
@@ -177,7 +176,65 @@ def compiled(world: World) -> dict[str, object]:
     return found
 
 
-CHECKS = (agreement, edges, graphs, compiled)
+def transports(world: World) -> dict[str, object]:
+    """Both transports give the same bits: of large and small calls, in both dtypes, in turns; and what "auto" takes."""
+    found = {"auto": str(moe.explain(layer(LAYERS["bfloat16"], transport="auto")))}
+    for name, case in LAYERS.items():
+        batch, mine = batch_of(case, world)
+        own = [t[mine] for t in batch]
+        for dtype in (torch.float32, torch.bfloat16):
+            layers = [layer(case, transport=t, partial_dtype=dtype) for t in ("nccl", TRANSPORT)]
+            for most in (MAX_TOKENS, max(world.uneven(case.tokens))):
+                want, got = (ep(*own, max_tokens=most) for ep in layers)
+                assert torch.equal(want, got), (name, dtype, most, distance(got, want))
+    return found
+
+
+def large(world: World) -> dict[str, object]:
+    """Many steps of many blocks, other numbers of rows from call to call: the ops alone, against what rows there are."""
+    name, found = dist.group.WORLD.group_name, 0
+    layer(LAYERS["bfloat16"])
+    for turn, (rows, hidden) in enumerate(
+        [(3000, 7168), (1, 64), (513, 2880), (2, 7168), (4096, 2048), (130, 4096)] * 3
+    ):
+        g = torch.Generator("cuda").manual_seed(turn)
+        x = torch.randn(world.size, rows, hidden, device="cuda", generator=g).bfloat16()
+        ids = torch.randint(0, 99, (world.size, rows, 3), device="cuda", generator=g, dtype=torch.int32)
+        weights = torch.rand(world.size, rows, 3, device="cuda", generator=g)
+        counts = [(rows + 7 * r + turn) % (rows + 1) for r in range(world.size)]
+        mine = (t[world.rank, : counts[world.rank]] for t in (x, ids, weights))
+        mine_x, mine_ids, mine_weights = mine
+        head = (TRANSPORT, name, world.size, rows)
+        got_x, _, got_ids, got_weights, positions = torch.ops.moeq.ep_dispatch(
+            mine_x, None, mine_ids, mine_weights, *head
+        )
+        for r, count in enumerate(counts):
+            x[r, count:], ids[r, count:], weights[r, count:] = 0, -1, 0
+        assert torch.equal(got_x, x.flatten(0, 1)) and torch.equal(got_ids, ids.flatten(0, 1)), (turn, rows, hidden)
+        assert torch.equal(got_weights, weights.flatten(0, 1)), (turn, rows, hidden)
+        partial = got_x * (world.rank + 1)
+        summed = torch.ops.moeq.ep_combine(partial, positions, counts[world.rank], *head, torch.float32)
+        want = torch.zeros(counts[world.rank], hidden, device="cuda")
+        for r in range(world.size):
+            want += (x[world.rank, : counts[world.rank]] * (r + 1)).float()
+        assert torch.equal(summed, want), (turn, rows, hidden)
+        found += 1
+    return {"calls": found}
+
+
+def groups(world: World) -> dict[str, object]:
+    """Layers of two groups of the same ranks, in turns."""
+    case = LAYERS["nvfp4 W4A16"]
+    (batch, mine), raw = batch_of(case, world), make_raw(case, "cuda")
+    made = [dist.group.WORLD, dist.new_group(list(range(world.size)))]
+    options = {"transport": TRANSPORT, "act_format": "none"}
+    layers = [moe.ExpertParallel.from_raw(group, raw, MAX_TOKENS, **options) for group in made]
+    outs = [ep(*(t[mine] for t in batch)) for _ in range(5) for ep in layers]
+    assert all(torch.equal(out, outs[0]) for out in outs)
+    return {}
+
+
+CHECKS = {f.__name__: f for f in (agreement, edges, transports, large, groups, graphs, compiled)}
 
 
 def main() -> int:
@@ -188,7 +245,7 @@ def main() -> int:
     outcomes: dict[str, object] = {"gpu": torch.cuda.get_device_name(), "ranks": world.size, "torch": torch.__version__}
     failed = False
     with torch.inference_mode():
-        for check in CHECKS:
+        for check in [CHECKS[name] for name in sys.argv[3:]] or CHECKS.values():
             try:
                 outcomes[check.__name__] = check(world) | {"passed": True}
             except Exception:
@@ -198,8 +255,8 @@ def main() -> int:
     text = json.dumps(outcomes, indent=1)
     if world.rank == 0 or failed:
         print(f"rank {world.rank}: {text}", flush=True)
-    if world.rank == 0 and len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(text + "\n")
+    if world.rank == 0 and len(sys.argv) > 2:
+        Path(sys.argv[2]).write_text(text + "\n")
     if failed:
         os._exit(1)  # the others may be waiting: torchrun ends them
     dist.destroy_process_group()

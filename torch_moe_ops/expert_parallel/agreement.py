@@ -1,11 +1,11 @@
-"""What all ranks of a group must say alike, compared once when a layer is made."""
+"""What all ranks of a group must say alike, compared once when a layer is made; an error of one is an error of all."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,32 @@ def gathered(group: Any, device: torch.device, mine: Any) -> list[Any]:
     return found
 
 
+class _Problem(NamedTuple):
+    text: str
+
+
+@contextmanager
+def told_to_all(group: Any) -> Iterator[None]:
+    """An error inside reaches the other ranks too, which are, or come, in `agreed`."""
+    try:
+        yield
+    except Exception as error:
+        gathered(group, torch.device("cpu"), _Problem(f"{type(error).__name__}: {error}"))
+        raise
+
+
+def agreed(group: Any, device: torch.device, mine: Any) -> list[Any]:
+    """`gathered`, of ranks that all got so far.
+
+    Raises ValueError: another one did not.
+    """
+    found = gathered(group, device, mine)
+    for rank, one in enumerate(found):
+        if isinstance(one, _Problem):
+            raise ValueError(f"ExpertParallel: rank {rank} could not make the layer: {one.text}")
+    return found
+
+
 def require_alike(what: str, said: list[Mapping[str, Any]]) -> None:
     """The same ValueError on every rank where one says something else."""
     for name in said[0]:
@@ -47,6 +73,8 @@ def agreed_placement(
     Raises ValueError, the same on every rank: something is not the same everywhere, or the shares do not fit it.
     """
     mine = {name: getattr(w, name) for name in _SHARED} | dict(settings) | {"placement": placement}
+    if settings.get("payload") == "quantized" and w.a1_gscale is not None:
+        mine["a1_gscale"] = float(w.a1_gscale)  # a rank reads what the others have quantized
     share = (w.local_expert_offset, w.num_local_experts)
     found = gathered(group, w.device, (mine, share))
     require_alike("ExpertParallel", [said for said, _ in found])

@@ -46,7 +46,8 @@ def _lines(ep: Any) -> list[str]:
     row = bytes_of_row(ep.w, ep.payload, torch.bfloat16)
     lines.append(f"payload: {ep.payload.name}, {row} bytes a row of bfloat16 hidden states: {ep.payload.reason}")
     dtype = str(ep.partial_dtype).removeprefix("torch.")
-    lines.append(f"combine: all-to-all of {dtype} partial rows, added in float32 in ascending rank order")
+    how = TRANSPORTS[ep.transport].how[1]
+    lines.append(f"combine: {how}, {dtype}, added in float32 in ascending rank order")
     replicas = f", replicas: {placement.replicas}" if placement.has_replicas else ""
     slots = f"{placement.num_experts} experts in {placement.num_slots} slots, {placement.slots_of_ranks} on the ranks"
     lines.append(f"placement: {slots}{replicas}")
@@ -56,14 +57,11 @@ def _lines(ep: Any) -> list[str]:
 def _why(ep: Any) -> str:
     if ep.requested != "auto":
         return "as asked"
-    return (
-        "chosen as the first that serves the group" if len(TRANSPORTS) > 1 else "chosen as the only one that there is"
-    )
+    return "chosen as the first that serves the group"
 
 
 def _dispatch(ep: Any) -> str:
     if ep.capacity:
         return f"all-to-all, eager only; more than {ep.capacity} rows from a rank to a rank are an error on every rank"
-    return (
-        f"all-gather of {ep.max_tokens_per_rank} rows a rank, {ep.ranks.size * ep.max_tokens_per_rank} for the experts"
-    )
+    how, rows = TRANSPORTS[ep.transport].how[0], ep.max_tokens_per_rank
+    return f"{how}, {rows} rows a rank, {ep.ranks.size * rows} for the experts"

@@ -70,3 +70,12 @@ def _of_mesh(mesh: DeviceMesh) -> Ranks:
 def transport_of_config(parallel: FusedMoEParallelConfig) -> str:
     """The transport that `all2all_backend` means: the others than these are names of other libraries' kernels."""
     return "nccl" if parallel.all2all_backend in NAIVE_BACKENDS else "auto"
+
+
+def check_config(parallel: FusedMoEParallelConfig, ranks: Ranks) -> None:
+    """ValueError where the ranks are not those that `parallel` means."""
+    if not parallel.use_ep:
+        raise ValueError("ExpertParallel: parallel.use_ep must be True, got False (ep_size 1)")
+    if (parallel.ep_size, parallel.ep_rank) != (ranks.size, ranks.rank):
+        said = f"ep_size {parallel.ep_size}, ep_rank {parallel.ep_rank}"
+        raise ValueError(f"ExpertParallel: group must be the one of {said}, got size {ranks.size}, rank {ranks.rank}")

@@ -11,26 +11,36 @@ from torch import Tensor
 
 from torch_moe_ops.config.parallel import FusedMoEParallelConfig
 from torch_moe_ops.expert_parallel import explaining, rebalancing
-from torch_moe_ops.expert_parallel.agreement import agreed_placement
-from torch_moe_ops.expert_parallel.groups import Ranks, ranks_of, transport_of_config
+from torch_moe_ops.expert_parallel.agreement import agreed, agreed_placement, told_to_all
+from torch_moe_ops.expert_parallel.groups import Ranks, check_config, ranks_of, transport_of_config
 from torch_moe_ops.expert_parallel.payload import payload_of
 from torch_moe_ops.expert_parallel.placement import ExpertPlacement, as_placement
 from torch_moe_ops.expert_parallel.share import prepared_share
 from torch_moe_ops.prepared.fused import fused_moe_routed, route
 from torch_moe_ops.prepared.prepared_weights import PreparedWeights
 from torch_moe_ops.routing.options import Routing
-from torch_moe_ops.transports.registry import choose
+from torch_moe_ops.transports.exchange import ALONE
+from torch_moe_ops.transports.members import Wanted, member
+from torch_moe_ops.transports.registry import check_name, choose
 from torch_moe_ops.weights.raw_weights import RawWeights
 
 PARTIAL_DTYPES = (torch.float32, torch.bfloat16)
 
 
-def _check_sizes(max_tokens_per_rank: int, capacity: int | None) -> None:
+def _check_arguments(
+    w: Any, max_tokens_per_rank: int, transport: str, partial_dtype: torch.dtype, capacity: int | None
+) -> None:
+    if not isinstance(w, PreparedWeights):
+        raise TypeError(f"ExpertParallel: w must be PreparedWeights, got {type(w).__name__}")
     if isinstance(max_tokens_per_rank, bool) or not isinstance(max_tokens_per_rank, int) or max_tokens_per_rank < 1:
         raise ValueError(f"ExpertParallel: max_tokens_per_rank must be at least 1, got {max_tokens_per_rank!r}")
     if isinstance(capacity, (bool, float)) or (capacity is not None and not 1 <= capacity <= max_tokens_per_rank):
         text = f"be None or in 1 ... max_tokens_per_rank = {max_tokens_per_rank}"
         raise ValueError(f"ExpertParallel: capacity must {text}, got {capacity!r}")
+    if partial_dtype not in PARTIAL_DTYPES:
+        names = [str(dtype) for dtype in PARTIAL_DTYPES]
+        raise ValueError(f"ExpertParallel: partial_dtype must be one of {names}, got {partial_dtype}")
+    check_name(transport)
 
 
 class ExpertParallel:
@@ -48,7 +58,7 @@ class ExpertParallel:
             `from_raw`. Experts are numbered by slots (see ExpertPlacement) where there is a placement.
         max_tokens_per_rank: the largest number of rows of a call on any rank. Every call exchanges this many rows
             a rank, whatever their number is, unless it says max_tokens.
-        transport: "auto", or a name of `transports.registry.TRANSPORTS`: "nccl".
+        transport: "auto", or a name of `transports.registry.TRANSPORTS`: "p2p" (GPUs of one host), "nccl" (any).
         placement: an ExpertPlacement or its slots; None: each expert once, in order, as w was prepared.
         partial_dtype: torch.float32 or torch.bfloat16, in which the ranks' partial results travel. They are added in
             float32 in ascending rank order either way.
@@ -62,6 +72,7 @@ class ExpertParallel:
     tokens have asked for each expert.
 
     Raises: ValueError, the same on every rank, where the ranks say different things or their shares do not fit.
+        TypeError, ValueError for arguments of one rank that are wrong, and a ValueError on the others that tells so.
     """
 
     def __init__(
@@ -76,21 +87,20 @@ class ExpertParallel:
         payload: str = "auto",
         capacity: int | None = None,
     ) -> None:
-        if not isinstance(w, PreparedWeights):
-            raise TypeError(f"ExpertParallel: w must be PreparedWeights, got {type(w).__name__}")
-        _check_sizes(max_tokens_per_rank, capacity)
-        if partial_dtype not in PARTIAL_DTYPES:
-            names = [str(dtype) for dtype in PARTIAL_DTYPES]
-            raise ValueError(f"ExpertParallel: partial_dtype must be one of {names}, got {partial_dtype}")
         self.ranks: Ranks = ranks_of(group)
-        chosen, self.against = choose(transport, self.ranks.size, w.device.type)
+        with told_to_all(self.ranks.group):
+            _check_arguments(w, max_tokens_per_rank, transport, partial_dtype, capacity)
+            self.payload = payload_of(w, payload)
+            given = None if placement is None else as_placement(placement)
+            mine = member(w.device)
+        members = tuple(agreed(self.ranks.group, w.device, mine))
         self.w = w
         self.requested = transport
-        self.transport = chosen.name
         self.max_tokens_per_rank = max_tokens_per_rank
         self.partial_dtype = partial_dtype
         self.capacity = capacity or 0
-        self.payload = payload_of(w, payload)
+        chosen, self.against = choose(transport, Wanted(members, w.hidden_size, self.capacity))
+        self.transport = chosen.name
         settings = {
             "max_tokens_per_rank": max_tokens_per_rank,
             "transport": chosen.name,
@@ -98,8 +108,8 @@ class ExpertParallel:
             "payload": self.payload.name,
             "capacity": capacity,
         }
-        given = None if placement is None else as_placement(placement)
         self.placement = agreed_placement(self.ranks.group, w, given, settings)
+        chosen.prepare(self.ranks.group, w.device)
         with torch.inference_mode(False):  # they are written later, in that mode and outside of it
             self._first, self._count, self._slots = (
                 table.to(w.device, copy=True) for table in self.placement.tables(self.ranks.rank).values()
@@ -128,10 +138,10 @@ class ExpertParallel:
         Args: as of the class; prepare_options: of `prepare` (activation, act_format, backend, device, ...).
         """
         ranks = ranks_of(group)
-        given = (
-            ExpertPlacement.contiguous(raw.num_experts, ranks.size) if placement is None else as_placement(placement)
-        )
-        w = prepared_share(raw, given, ranks, prepare_options)
+        with told_to_all(ranks.group):
+            experts = ExpertPlacement.contiguous(raw.num_experts, ranks.size) if placement is None else placement
+            given = as_placement(experts)
+            w = prepared_share(raw, given, ranks, prepare_options)
         return cls(
             group,
             w,
@@ -164,13 +174,8 @@ class ExpertParallel:
         """
         group = dist.group.WORLD if group is None else group
         ranks = ranks_of(group)
-        if not parallel.use_ep:
-            raise ValueError("ExpertParallel: parallel.use_ep must be True, got False (ep_size 1)")
-        if (parallel.ep_size, parallel.ep_rank) != (ranks.size, ranks.rank):
-            said = f"ep_size {parallel.ep_size}, ep_rank {parallel.ep_rank}"
-            raise ValueError(
-                f"ExpertParallel: group must be the one of {said}, got size {ranks.size}, rank {ranks.rank}"
-            )
+        with told_to_all(ranks.group):
+            check_config(parallel, ranks)
         return cls(group, w, max_tokens_per_rank, transport_of_config(parallel), **options)
 
     def __call__(
@@ -252,15 +257,15 @@ class ExpertParallel:
         return self(hidden_states, ids, weights, out_dtype, max_tokens=max_tokens)
 
     def _rows_of_a_rank(self, hidden_states: Tensor, max_tokens: int | None) -> int:
-        """Checks what would leave the other ranks waiting, before anything is exchanged."""
+        """Checks what would leave the other ranks waiting, before anything is exchanged, and says so."""
         most = self.max_tokens_per_rank if max_tokens is None else max_tokens
         if not 1 <= most <= self.max_tokens_per_rank:
             raise ValueError(
-                f"ExpertParallel: max_tokens must be in 1 ... {self.max_tokens_per_rank}, got {max_tokens}"
+                f"ExpertParallel: max_tokens must be in 1 ... {self.max_tokens_per_rank}, got {max_tokens}{ALONE}"
             )
         if hidden_states.shape[-1] != self.w.hidden_size:
             shape = tuple(hidden_states.shape)
-            raise ValueError(f"ExpertParallel: hidden_states must be [..., {self.w.hidden_size}], got {shape}")
+            raise ValueError(f"ExpertParallel: hidden_states must be [..., {self.w.hidden_size}], got {shape}{ALONE}")
         if self.capacity and torch.compiler.is_compiling():
             raise RuntimeError(
                 "ExpertParallel: capacity must be None where it is traced: an overflow is told by the host"

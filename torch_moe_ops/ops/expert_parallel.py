@@ -14,7 +14,8 @@ from torch import Tensor
 from torch_moe_ops.core.check import check, check_given, describe, fail
 from torch_moe_ops.core.schemes import FLOATS
 from torch_moe_ops.ops.bind import attach, like_a_kernel
-from torch_moe_ops.transports.exchange import Combine, Exchange, Rows
+from torch_moe_ops.transports.exchange import ALONE, Combine, Exchange, Rows
+from torch_moe_ops.transports.groups import group_of
 from torch_moe_ops.transports.placing import place
 from torch_moe_ops.transports.registry import TRANSPORTS
 
@@ -79,6 +80,13 @@ def _check_exchange(op: str, transport: str, exchange: Exchange) -> None:
         fail(op, "slots", f"have an element for each of {exchange.world_size} ranks", exchange.slots)
 
 
+def _check_group(op: str, name: str, group: str, size: int) -> None:
+    """Of what runs: a group of another size would leave memory unwritten, or ranks waiting."""
+    found = group_of(group).size()
+    if found != size:
+        fail(op, name, f"be {found}, the size of group {group!r}", f"{size}{ALONE}")
+
+
 def _check_dispatch(rows: Rows, transport: str, exchange: Exchange) -> None:
     op = "ep_dispatch"
     for name in ("hidden_states", "topk_ids", "topk_weights"):
@@ -136,10 +144,14 @@ def _with_scale(rows: Rows, positions: Tensor) -> Dispatched:
 
 
 def _dispatch(*args: Any, **kwargs: Any) -> Dispatched:
-    rows, transport, exchange = _bind_dispatch(*args, **kwargs)
+    try:
+        rows, transport, exchange = _bind_dispatch(*args, **kwargs)
+    except RuntimeError as error:
+        raise RuntimeError(f"{error}{ALONE}") from None
     x, capacity = rows.hidden_states, exchange.capacity
     if capacity and x.is_cuda and torch.cuda.is_current_stream_capturing():
         fail("ep_dispatch", "capacity", "be 0 in a CUDA graph: an overflow is told by the host", capacity)
+    _check_group("ep_dispatch", "world_size", exchange.group, exchange.world_size)
     with like_a_kernel(x.device.type):
         return _with_scale(*TRANSPORTS[transport].dispatch(rows, exchange))
 
@@ -198,7 +210,13 @@ def _bind_combine(
 
 
 def _combine(*args: Any, **kwargs: Any) -> Tensor:
-    rows, transport, exchange, how = _bind_combine(*args, **kwargs)
+    try:
+        rows, transport, exchange, how = _bind_combine(*args, **kwargs)
+    except RuntimeError as error:
+        raise RuntimeError(f"{error}{ALONE}") from None
+    _check_group("ep_combine", "world_size", exchange.group, exchange.world_size)
+    if how.tp_group:
+        _check_group("ep_combine", "tp_size", how.tp_group, how.tp_size)
     with like_a_kernel(rows.device.type):
         return TRANSPORTS[transport].combine(rows.contiguous(), exchange, how)
 

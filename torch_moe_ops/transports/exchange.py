@@ -7,6 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# Ends errors that come before anything is exchanged.
+ALONE = " (on this rank, before anything was exchanged: the other ranks of the group wait)"
+
 
 class Exchange(NamedTuple):
     """One group of ranks and the sizes that all of them agree upon.

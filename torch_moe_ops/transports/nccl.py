@@ -86,6 +86,11 @@ def combine(partial_rows: Tensor, exchange: Exchange, how: Combine) -> Tensor:
     whole = ordered_sum(parts, torch.float32)
     if how.positions.shape[0]:
         whole = _padded(whole, exchange.max_tokens, False)
+    return over_tensor_parallel(whole, how)
+
+
+def over_tensor_parallel(whole: Tensor, how: Combine) -> Tensor:
+    """The sum of [max_tokens, hidden_size] float32 of the ranks of how.tp_group, in ascending order, rounded once."""
     (gathered,) = all_gather(how.tp_group, [whole])
     return ordered_sum(gathered.unflatten(0, (how.tp_size, -1))[:, : how.num_tokens], how.out_dtype)
 

@@ -1,0 +1,70 @@
+// The memory through which the ranks of one host exchange rows: a Buffer on each, mapped by all.
+//
+// A launch has up to kBlocks thread blocks. Block b of a rank exchanges with blocks b of the others alone, step by
+// step, and each step is a round of its own. In a round, a block
+//   1. writes what the others want (dispatch: into its own Buffer; combine: into theirs), then its flag at each of
+//   them,
+//   2. waits for the flags of all, and reads.
+// It writes for round n + 1 before it waits in round n, so that the link does not idle between steps. What it writes
+// over is kSlots = 4 rounds old: every other block has read it, because it has told round n - 1 after its reads of
+// round n - 3, and this block has seen that flag. The same holds from one launch to the next.
+//
+// Rounds are counted on the device and go on from launch to launch, so replays of a CUDA graph need no host. Ranks must
+// launch the same exchanges in the same order, one after the other: they agree in grid and steps.
+#pragma once
+#include <cstdint>
+
+namespace moeq::ep {
+
+constexpr int kMostRanks = 8;
+constexpr int kBlocks = 128;  // all at the same time on a GPU of 64 multiprocessors
+constexpr int kBlockThreads = 512;
+constexpr uint32_t kSlots = 4;
+constexpr int kStepVectors = 2048;  // 16 bytes each, of a block, a step and a rank's rows
+constexpr int kPartsVectors = 4096;  // ... and the partial rows from all ranks
+
+enum Phase : int { kDispatch = 0, kCombine = 1, kPhases = 2 };
+
+struct Buffer {
+  uint32_t rounds[kPhases][kBlocks];  // so far; of this rank's blocks alone
+  uint64_t flags[kPhases][kSlots][kMostRanks][kBlocks];
+  uint4 rows[kSlots][kBlocks][kStepVectors];  // dispatch: what this rank gives
+  uint4 parts[kSlots][kBlocks][kPartsVectors];  // combine: what this rank gets
+};
+
+// The ranks as a kernel sees them.
+struct Ranks {
+  const int64_t* buffers;  // addresses of their Buffers, in this rank's GPU memory
+  int rank;
+  int size;
+  uint64_t limit_ns;  // of a wait
+
+  __device__ __forceinline__ Buffer* buffer(int of_rank) const { return reinterpret_cast<Buffer*>(buffers[of_rank]); }
+};
+
+// What a block does of `vectors` vectors: a range of its own, in steps.
+struct Share {
+  int64_t vectors;
+  int64_t of_block;
+  int steps;
+
+  Share(int64_t all_vectors, int step_vectors) : vectors(all_vectors) {
+    of_block = (all_vectors + blocks() - 1) / blocks();
+    steps = static_cast<int>((of_block + step_vectors - 1) / step_vectors);
+  }
+
+  // As few as leave each thread something to do.
+  unsigned blocks() const {
+    const int64_t wanted = (vectors + kBlockThreads - 1) / kBlockThreads;
+    return static_cast<unsigned>(wanted < kBlocks ? wanted : kBlocks);
+  }
+
+  __device__ __forceinline__ int64_t begin() const { return blockIdx.x * of_block; }
+
+  __device__ __forceinline__ int64_t end() const {
+    const int64_t after = begin() + of_block;
+    return after < vectors ? after : vectors;
+  }
+};
+
+}  // namespace moeq::ep

@@ -1,0 +1,55 @@
+"""One of two ranks that exchange over "p2p", of which the last stops coming: the first must end, and say for whom.
+
+    python tests/programs/ep_stopped.py RANK STORE PHASE
+
+PHASE: "dispatch", where the last rank does not call, or "combine", where it calls the dispatch alone. Rank 0 prints
+"ended: ..." with CUDA's error and how long it took.
+"""
+
+from __future__ import annotations
+
+import datetime
+import sys
+import time
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1] / "support")]
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from problems import Case, make_batch, make_raw  # noqa: E402
+
+import torch_moe_ops as moe  # noqa: E402
+
+LIMIT = 8  # seconds
+
+
+def main(rank: int, store: str, phase: str) -> None:
+    torch.cuda.set_device(rank)
+    limit = datetime.timedelta(seconds=LIMIT)
+    device = torch.device("cuda", rank)
+    dist.init_process_group(
+        "nccl", init_method=f"file://{store}", rank=rank, world_size=2, timeout=limit, device_id=device
+    )
+    case = Case(scheme="none", hidden=256, inter=128)
+    with torch.inference_mode():
+        ep = moe.ExpertParallel.from_raw(dist.group.WORLD, make_raw(case, "cuda"), 8, "p2p")
+        batch = make_batch(case, "cuda")
+        ep(*batch)
+        torch.cuda.synchronize()
+        if rank == 0:
+            start = time.perf_counter()
+            try:
+                ep(*batch)
+                torch.cuda.synchronize()
+            except RuntimeError as error:
+                print(f"ended: after {time.perf_counter() - start:.1f} s: {error}", flush=True)
+            return
+        if phase == "combine":
+            x, ids, weights = batch
+            torch.ops.moeq.ep_dispatch(x, None, ids, weights, "p2p", dist.group.WORLD.group_name, 2, 8)
+        time.sleep(3 * LIMIT)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])

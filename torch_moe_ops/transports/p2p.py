@@ -1,0 +1,74 @@
+"""Transport "p2p": kernels that read and write the memory of the other GPUs of one host (csrc/cuda/expert_parallel).
+
+Dispatch: every rank stages its rows once, and reads those of the others. Combine: every rank writes its partial rows to
+the rank whose tokens they are of, which adds them in float32 in ascending rank order. One launch each.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_moe_ops.core.check import fail
+from torch_moe_ops.transports.exchange import Combine, Exchange, Rows
+from torch_moe_ops.transports.members import Wanted
+from torch_moe_ops.transports.nccl import over_tensor_parallel
+from torch_moe_ops.transports.symmetric import Buffers, buffers_of
+
+MOST_RANKS = 8  # kMostRanks of buffer.cuh
+_VECTOR = 16  # bytes
+
+
+def reason_against(wanted: Wanted) -> str | None:
+    """Why these ranks cannot exchange so; the same on each of them."""
+    members = wanted.members
+    if not 2 <= len(members) <= MOST_RANKS:
+        return f"it is for 2 to {MOST_RANKS} ranks, the group has {len(members)}"
+    for rank, one in enumerate(members):
+        if one.lacks:
+            return f"rank {rank}: {one.lacks}"
+    if len({one.host for one in members}) > 1:
+        return "the ranks are on several hosts"
+    if len({one.gpu for one in members}) < len(members):
+        return "several ranks share a GPU"
+    for rank, one in enumerate(members):
+        far = [peer for peer, other in enumerate(members) if other.gpu not in one.reaches]
+        if far:
+            return f"rank {rank} sees no GPU of rank {far[0]} with peer access"
+    if wanted.capacity:
+        return "it sends every row to every rank, a capacity is of transport 'nccl'"
+    if wanted.hidden_size % 8:
+        return f"it is for a hidden size that is a multiple of 8, not {wanted.hidden_size}"
+    return None
+
+
+def dispatch(rows: Rows, exchange: Exchange) -> tuple[Rows, Tensor]:
+    """As of nccl.py."""
+    own = _buffers("ep_dispatch", exchange)
+    given = [_aligned(t) for t in rows]
+    received = [None if t is None else t.new_empty((exchange.rows, t.shape[1])) for t in rows]
+    order = (own.addresses, own.rank, exchange.max_tokens, own.limit)
+    torch.ops.moeq_C.ep_p2p_dispatch(*given, *received, *order)
+    return Rows(*received), rows.topk_ids.new_empty((0, exchange.world_size), dtype=torch.int32)  # type: ignore[arg-type]
+
+
+def _buffers(op: str, exchange: Exchange) -> Buffers:
+    if exchange.capacity:
+        fail(op, "capacity", "be 0 with transport 'p2p', which sends every row to every rank", exchange.capacity)
+    return buffers_of(op, exchange.group)
+
+
+def _aligned(t: Tensor | None) -> Tensor | None:
+    if t is None:
+        return None
+    whole = t.contiguous()
+    return whole if whole.data_ptr() % _VECTOR == 0 else whole.clone()
+
+
+def combine(partial_rows: Tensor, exchange: Exchange, how: Combine) -> Tensor:
+    """As of nccl.py."""
+    own = _buffers("ep_combine", exchange)
+    tokens, dtype = (exchange.max_tokens, torch.float32) if how.tp_group else (how.num_tokens, how.out_dtype)
+    out = partial_rows.new_empty((tokens, partial_rows.shape[1]), dtype=dtype)
+    torch.ops.moeq_C.ep_p2p_combine(_aligned(partial_rows), out, own.addresses, own.rank, own.limit)
+    return over_tensor_parallel(out, how) if how.tp_group else out
