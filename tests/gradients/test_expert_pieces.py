@@ -19,7 +19,7 @@ from torch_moe_ops.core.call import FIELDS, ExpertsCall
 from torch_moe_ops.core.layout import Sizes
 from torch_moe_ops.core.problem import Problem
 from torch_moe_ops.core.schemes import SCHEMES
-from torch_moe_ops.gradients import experts, pairs, products, weights
+from torch_moe_ops.gradients import layer_pass, pairs, products, weights
 from torch_moe_ops.gradients.experts import Gradients, Wanted, experts_gradients
 from torch_moe_ops.oracle.reference import experts_reference
 
@@ -101,9 +101,9 @@ def test_pieces_of_experts_and_rows_change_nothing_but_sums(monkeypatch: pytest.
     call, sizes, grad = _biased(case, "reference")
     whole = _gradients(call, sizes, "reference", grad)
     monkeypatch.setattr(weights, "CHUNK_ELEMENTS", 2 * 3 * case.hidden * case.inter)  # two experts
-    monkeypatch.setattr(experts, "PIECE_ELEMENTS", 4 * 192)  # four rows
+    monkeypatch.setattr(layer_pass, "PIECE_ELEMENTS", 4 * 192)  # four rows
     seen = []
-    monkeypatch.setattr(experts, "pieces", lambda *a: [seen.append(p) or p for p in pairs.pieces(*a)])
+    monkeypatch.setattr(layer_pass, "pieces", lambda *a: [seen.append(p) or p for p in pairs.pieces(*a)])
     for found, expected in zip(_gradients(call, sizes, "reference", grad), whole, strict=True):
         assert relative_l2(found, expected) <= 1e-6
     assert len(seen) > 6
@@ -114,7 +114,7 @@ def test_where_the_device_may_not_be_waited_for(monkeypatch: pytest.MonkeyPatch)
     case = replace(LAYER, dtype=torch.float32, bias=True, foreign=True)
     call, sizes, grad = _biased(case, "reference")
     whole = _gradients(call, sizes, "reference", grad)
-    monkeypatch.setattr(experts, "sort_pairs", lambda *a: pairs.sort_pairs(*a)._replace(host_ends=None))
+    monkeypatch.setattr(layer_pass, "sort_pairs", lambda *a: pairs.sort_pairs(*a)._replace(host_ends=None))
     for chunk in (2, 5):
         monkeypatch.setattr(weights, "CHUNK_ELEMENTS", chunk * 3 * case.hidden * case.inter)
         for found, expected in zip(_gradients(call, sizes, "reference", grad), whole, strict=True):
@@ -139,9 +139,9 @@ def test_products_by_torch(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(torch, "_grouped_mm", grouped_mm)
     monkeypatch.setattr(products, "_torch_serves", lambda rows, matrices: True)
-    monkeypatch.setattr(experts, "product_dtype", lambda call: torch.bfloat16)
+    monkeypatch.setattr(layer_pass, "product_dtype", lambda call: torch.bfloat16)
     if not waits:
-        monkeypatch.setattr(experts, "sort_pairs", lambda *a: pairs.sort_pairs(*a)._replace(host_ends=None))
+        monkeypatch.setattr(layer_pass, "sort_pairs", lambda *a: pairs.sort_pairs(*a)._replace(host_ends=None))
     for found, expected in zip(_gradients(call, sizes, "reference", grad), whole, strict=True):
         assert relative_l2(found, expected) <= 6e-3
 

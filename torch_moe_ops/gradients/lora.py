@@ -1,0 +1,134 @@
+"""Adapters of experts inside a pass: scaling * B @ A beside each expert's matrix, for one adapter or for several.
+
+The ranks of several adapters lie side by side, [experts, adapters * r, K]: one product serves all of them, and a row
+keeps the ranks of its own adapter. So a row without an adapter gets exact zeros.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torch_moe_ops.core.layout import Sizes
+from torch_moe_ops.gradients.outer import grouped_outer
+from torch_moe_ops.gradients.pairs import Piece
+from torch_moe_ops.gradients.products import grouped_product, product_dtype
+
+_RANK_MULTIPLE = 8  # of 2-byte factors: 16 bytes, as torch._grouped_mm wants rows
+
+
+class LoraArguments(NamedTuple):
+    """The adapters of a layer as the ops take them.
+
+    a13 [experts, adapters * r, hidden_size], b13 [experts, rows of w13, adapters * r], a2 [experts, adapters * r2,
+    intermediate_size], b2 [experts, hidden_size, adapters * r2]: any float dtype; both of a projection, or neither.
+    scaling: float32 [adapters]. ids: int32 [num_tokens], each token's adapter, another number for none; None: the only
+    one, for all.
+    """
+
+    a13: Tensor | None
+    b13: Tensor | None
+    a2: Tensor | None
+    b2: Tensor | None
+    scaling: Tensor
+    ids: Tensor | None
+
+
+class Factors:
+    """One projection's adapters, in the dtype of products, ranks and rows padded by zeros.
+
+    `da`, `db`: gradients that are added up, float32 or wider; None where not wanted.
+    """
+
+    def __init__(self, a: Tensor, b: Tensor, lora: LoraArguments, halves: int, size: int, x: Tensor) -> None:
+        """halves, size: b has `halves` blocks of rows, padded to `size` each, if they are w13's; else a's K is."""
+        self.shapes, self.adapters, self.halves = (a.shape, b.shape), lora.scaling.shape[0], halves
+        self.scaling, self.ids = lora.scaling, lora.ids
+        self.ranks = a.shape[1] // self.adapters
+        dtype = product_dtype(x)
+        extra = -self.ranks % _RANK_MULTIPLE if dtype == torch.bfloat16 else 0
+        if halves:
+            b = F.pad(b.unflatten(1, (halves, -1)), (0, 0, 0, size - b.shape[1] // halves)).flatten(1, 2)
+        else:
+            a = F.pad(a, (0, size - a.shape[2]))
+        self.a = F.pad(a.unflatten(1, (self.adapters, -1)), (0, 0, 0, extra)).flatten(1, 2).to(dtype).contiguous()
+        self.b = F.pad(b.unflatten(2, (self.adapters, -1)), (0, extra)).flatten(2).to(dtype).contiguous()
+        self.wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self.da: Tensor | None = None
+        self.db: Tensor | None = None
+
+    def want(self, a: bool, b: bool) -> None:
+        """Which gradients to add up."""
+        self.da = torch.zeros_like(self.a, dtype=self.wide) if a else None
+        self.db = torch.zeros_like(self.b, dtype=self.wide) if b else None
+
+    def addend(self, rows: Tensor, piece: Piece, first: int, token: Tensor) -> Tensor:
+        """scaling * B A row of each row: [rows, N], wide. rows: [rows, K] in the dtype of products."""
+        return grouped_product(self._down(rows, piece, first, token), self._of(self.b, piece, first), piece, True).to(
+            self.wide
+        )
+
+    def backward(
+        self, rows: Tensor, grad: Tensor, weight: Tensor | None, piece: Piece, first: int, token: Tensor
+    ) -> Tensor:
+        """The gradient of the rows from that of the addend, which `weight` [rows, 1] does not multiply, nor the result.
+
+        Adds weight * the gradients of A and B to what there is of them.
+        """
+        b = self._of(self.b, piece, first)
+        through = self._scaled(grouped_product(grad, b, piece, False), token)
+        if self.db is not None:
+            low = _weighted(self._down(rows, piece, first, token), weight)
+            self.db[first : first + b.shape[0]] += grouped_outer(grad, low, piece)
+        if self.da is not None:
+            self.da[first : first + b.shape[0]] += grouped_outer(through, _weighted(rows, weight), piece)
+        return grouped_product(through, self._of(self.a, piece, first), piece, False).to(self.wide)
+
+    def gradients(self) -> tuple[Tensor | None, Tensor | None]:
+        """da and db in the shapes that a and b had."""
+        da, db = self.da, self.db
+        if da is not None:
+            da = da.unflatten(1, (self.adapters, -1))[:, :, : self.ranks].flatten(1, 2)[:, :, : self.shapes[0][2]]
+        if db is not None:
+            db = db.unflatten(2, (self.adapters, -1))[..., : self.ranks].flatten(2)
+            if self.halves:
+                rows = self.shapes[1][1] // self.halves
+                db = db.unflatten(1, (self.halves, -1))[:, :, :rows].flatten(1, 2)
+        return da, db
+
+    def _down(self, rows: Tensor, piece: Piece, first: int, token: Tensor) -> Tensor:
+        return self._scaled(grouped_product(rows, self._of(self.a, piece, first), piece, True), token)
+
+    def _scaled(self, low: Tensor, token: Tensor) -> Tensor:
+        """Times the scaling of each row's adapter; zeros in the ranks of the others."""
+        scaled = low.unflatten(1, (self.adapters, -1)).to(self.wide) * self.scaling.to(self.wide)[:, None]
+        if self.ids is not None:
+            mine = self.ids[token][:, None] == torch.arange(self.adapters, device=token.device)
+            scaled = torch.where(mine[:, :, None], scaled, 0.0)
+        return scaled.flatten(1).to(low.dtype)
+
+    @staticmethod
+    def _of(factor: Tensor, piece: Piece, first: int) -> Tensor:
+        return factor[first : first + piece.ends.shape[0]]
+
+
+class Lora(NamedTuple):
+    """The factors of both projections; None where a projection has none."""
+
+    w13: Factors | None = None
+    w2: Factors | None = None
+
+    @staticmethod
+    def of(lora: LoraArguments, sizes: Sizes, x: Tensor) -> Lora:
+        """sizes: as in a LayerPass."""
+        size, halves = sizes.intermediate_size, 2 if sizes.is_gated else 1
+        w13 = None if lora.a13 is None or lora.b13 is None else Factors(lora.a13, lora.b13, lora, halves, size, x)
+        w2 = None if lora.a2 is None or lora.b2 is None else Factors(lora.a2, lora.b2, lora, 0, size, x)
+        return Lora(w13, w2)
+
+
+def _weighted(rows: Tensor, weight: Tensor | None) -> Tensor:
+    return rows if weight is None else (rows * weight).to(rows.dtype)
