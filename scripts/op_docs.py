@@ -27,7 +27,8 @@ fresh contiguous tensors, have fakes, and are capturable where their backend is.
 Weights, block scales and packed hidden states of dtype float8_e4m3fn may also be given as uint8 of the same shape: the
 same bits, the same result (e8m0 scales are uint8 anyway).
 
-The expert ops and `route` have gradients: to hidden states, routing weights, router logits, w13_bias and w2_bias.
+The expert ops and `route` have gradients: to hidden states, routing weights, router logits, w13_bias and w2_bias,
+and to the factors of adapters.
 Packed weights and scales have none, nor have the `.out` overloads and the quantizers: asking for one in a backward
 pass is an error that names op and argument, as is forward-mode AD. Rounding of activations passes gradients through as
 if it were not there (straight-through). How to train with them: [howto/train.md](howto/train.md).
@@ -54,6 +55,11 @@ OTHER_OPS = {
     "top_k distinct experts. `routed_scaling_factor` is folded into the weights, once.",
     "moe_routed_backward": "Gradients of every routed op, from its arguments and the gradient of its output; its "
     "backward pass calls it. What the forward pass made in between is made again. Sums in float32, in a fixed order.",
+    "moe_routed_lora": "Experts of any scheme with the caller's routing, and low-rank adapters beside them: "
+    "gate and up get `scaling * B13 @ A13 @ x`, the result `scaling * B2 @ A2 @ h` besides, of x and h as they are "
+    "before `act_format` rounds them. Experts are decoded a few at a time, whatever the backend. Gradients go to the "
+    "factors too. `fused_moe_routed` calls it where it gets a `moe.Lora`.",
+    "moe_routed_lora_backward": "Gradients of moe_routed_lora, from its arguments and the gradient of its output.",
     "grouped_linear": "A projection of packed experts on rows sorted by expert, weight-only, without its bias; rows of "
     "nobody give zeros. Its gradient is the op itself, transposed. `moe.grouped_linear` takes prepared weights.",
     "quantize_nvfp4": "NVFP4 codes and block scales of activations: value = code * scale / gscale.",
@@ -96,6 +102,13 @@ ARGUMENTS = {
     "a1_gscale": "None (dynamic, one per token), or float32 [] or [local experts]: multiplies the hidden states before "
     "they are quantized.",
     "a2_gscale": "The same for the intermediate.",
+    "lora_a13": "None, or [local experts, adapters * r, hidden_size] bfloat16, float16 or float32: the ranks of the "
+    "adapters side by side.",
+    "lora_b13": "With lora_a13: [local experts, rows of w13, adapters * r], rows [gate; up].",
+    "lora_a2": "None, or [local experts, adapters * r2, intermediate_size].",
+    "lora_b2": "With lora_a2: [local experts, hidden_size, adapters * r2].",
+    "lora_scaling": "float32 [adapters]: multiplies both products of an adapter. It gets no gradient.",
+    "lora_ids": "int32 [num_tokens]: the adapter of each token, another number (-1) for none; None: the only one.",
     "grad_output": "[num_tokens, hidden_size], any float dtype: gradient of what the routed op returned.",
     "scheme": "Which weights these are, a name of `torch_moe_ops.core.schemes.SCHEMES`.",
     "wanted": "Which of the results are asked for, in their order; the others are empty.",

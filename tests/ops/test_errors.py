@@ -15,7 +15,8 @@ from samples import overload, routed_sample
 from torch_moe_ops.core.schemas import SCHEMAS, arguments
 from torch_moe_ops.ops import moe, moe_routed
 
-EXPERT_OPS = [op for op in SCHEMAS if "moe" in op and "backward" not in op]  # that: test_backward_op.py
+# Those of one scheme each. The others: test_backward_op.py, test_lora_op.py.
+EXPERT_OPS = [op for op in SCHEMAS if "moe" in op and "backward" not in op and "lora" not in op]
 # Form of an expert op -> the checks that it makes, in order.
 CHECKS = {
     "moe_routed": ("plan_of", "check_experts", "check_topk"),
@@ -69,7 +70,7 @@ def test_expert_ops_share_their_checks(op: str, how: str, monkeypatch: pytest.Mo
 
 def test_every_op_has_a_row() -> None:
     ops = {row.op for row in WRONG}
-    assert ops | set(EXPERT_OPS) | {"moe_routed_backward"} == set(SCHEMAS)
+    assert ops | set(EXPERT_OPS) | {"moe_routed_backward", "moe_routed_lora_backward"} == set(SCHEMAS)
     assert {op.rpartition("moe")[2] for op in ops.intersection(EXPERT_OPS)} == {"", "_routed", "_routed.out"}
     assert {op for op in EXPERT_OPS if op.endswith("moe_routed")} <= ops
 

@@ -51,8 +51,8 @@ def _family(op: str) -> str:
 
 def _bases(op: str, device: str) -> Iterator[Sample]:
     """Valid calls that have as many tensor arguments as the op can have."""
-    if "moe" not in op:
-        yield from SAMPLES[op](device)
+    if "moe" not in op or "lora" in op:
+        yield from (sample for sample in SAMPLES[op](device) if sample[0][0].shape[0] or "lora" not in op)
         return
     for case in _cases(_family(op)):
         for backend in BACKENDS:
@@ -123,9 +123,11 @@ def _fits(op: str, sample: Sample, name: str, what: str, new: Tensor | None) -> 
     if what == "no dimension" and name.endswith("gscale"):
         return True  # one for all rows or experts
     if what == "dimension 2 longer" and name.endswith("_scale"):
-        return (_family(op) in ("int4", "int8") or op == "grouped_linear") and new.shape[2] == 2  # groups of half a row
+        return (_family(op) in ("int4", "int8") or op in ANY_SCHEME) and new.shape[2] == 2  # groups of half a row
+    if name == "lora_scaling" and new.ndim == 1 and given["lora_a13"].shape[1] % new.shape[0] == 0:
+        return True  # the same ranks, of more adapters or of fewer
     if "moe" in op:
-        return False
+        return name == "lora_ids" and what == "flat"  # as it is
     return len(given) == 1 or what.startswith(("dimension", "a dimension", "flat"))  # any rows, on any device
 
 
@@ -142,15 +144,21 @@ def _other_dtypes(op: str, name: str, given: dict[str, Tensor]) -> tuple[torch.d
         return (torch.uint8,)
     if op.startswith("ep_"):
         return _EXCHANGED.get((op, name), ())
-    if name in ("x", "router_logits") or (name == "hidden_states" and family and not packed):
+    if name in ("x", "router_logits", "lora_a13", "lora_b13", "lora_a2", "lora_b2") or (
+        name == "hidden_states" and family and not packed
+    ):
         return FLOATS
-    if op == "grouped_linear" and name in ("weight", "weight_scale") and given[name].dtype in FLOATS:
+    weights = ("weight", "weight_scale", "w13_scale", "w2_scale")
+    if op in ANY_SCHEME and name in weights and given[name].dtype in FLOATS:
         return FLOATS
     if name in ("w13_scale", "w2_scale") and family in ("int4", "int8"):
         return FLOATS
     if name in ("scale", "swizzled"):
         return tuple(d for d in abuse.DTYPES if torch.empty(0, dtype=d).element_size() <= 2)
     return ()
+
+
+ANY_SCHEME = ("grouped_linear", "moe_routed_lora")
 
 
 # What may be exchanged between ranks, besides the dtype of the sample.
@@ -162,7 +170,8 @@ _EXCHANGED = {
 }
 
 
-OPS = sorted(op for op in SCHEMAS if "backward" not in op)  # what that refuses: test_backward_op.py
+# What those refuse: test_backward_op.py, test_lora_op.py
+OPS = sorted(op for op in SCHEMAS if "backward" not in op)
 ops = pytest.mark.parametrize("op", OPS)
 
 
@@ -232,9 +241,9 @@ def _assert_same(got: list[Any], expected: list[Any], where: str) -> None:
             assert data == other, where
 
 
-@pytest.mark.parametrize("op", [op for op in OPS if "moe" in op])
+@pytest.mark.parametrize("op", [op for op in OPS if "moe" in op and "lora" not in op])
 def test_memory_that_was_freed(op: str) -> None:
-    """torch's own operations read past it; the kernels of backend `cpu` must not."""
+    """torch's own operations, all that adapters run, read past it; the kernels of backend `cpu` must not."""
     at = arguments(op)[0].index("backend")
     for sample in _bases(op, "cpu"):
         if sample[0][at] != "cpu":

@@ -242,6 +242,40 @@ def _others() -> list[Wrong]:
     return [Wrong(op, "sample", *row) for op, *row in rows]
 
 
+def _lora() -> list[Wrong]:
+    """What adapters demand, of a layer of 4 experts, hidden_size 96, intermediate_size 64, 5 tokens."""
+    a13 = "lora_a13 must have shape [4, ranks, 96], ranks a positive multiple of the 1 adapters, got"
+    rows: list[tuple[str, Any, str]] = [
+        ("lora_a13", lambda t: t[0], f"{a13} (3, 96)"),
+        ("lora_a13", lambda t: t[:, :, 1:], f"{a13} (4, 3, 95)"),
+        ("lora_a13", lambda t: t[:, :0], f"{a13} (4, 0, 96)"),
+        ("lora_a13", lambda t: t.double(), "lora_a13 must have one of the dtypes"),
+        ("lora_a13", None, "lora_a13 must be given with lora_b13, got None"),
+        ("lora_b13", None, "lora_b13 must be given with lora_a13, got None"),
+        ("lora_b13", lambda t: t[:, 2:], "lora_b13 must have shape (4, 128, 3), got (4, 126, 3)"),
+        ("lora_b13", lambda t: t[:, :, 1:], "lora_b13 must have shape (4, 128, 3), got (4, 128, 2)"),
+        ("lora_a2", lambda t: t[:, :, 1:], "lora_a2 must have shape [4, ranks, 64], ranks a positive multiple"),
+        ("lora_b2", lambda t: t[1:], "lora_b2 must have shape (4, 96, 3), got (3, 96, 3)"),
+        ("lora_b2", lambda t: t.long(), "lora_b2 must have one of the dtypes"),
+        ("lora_scaling", None, "lora_scaling must be a Tensor, got None"),
+        ("lora_scaling", lambda t: t.double(), "lora_scaling must have dtype torch.float32, got torch.float64"),
+        ("lora_scaling", lambda t: t[0], "lora_scaling must have shape [adapters], of at least one, got ()"),
+        ("lora_scaling", torch.ones(3), "lora_ids must be given for 3 adapters, got None"),
+        (
+            "lora_ids",
+            torch.zeros(4, dtype=torch.int32),
+            "lora_ids must have shape (5,), a row for each token, got (4,)",
+        ),
+        ("lora_ids", torch.zeros(5, dtype=torch.int64), "lora_ids must have dtype torch.int32, got torch.int64"),
+        ("hidden_states", lambda t: t[0], "hidden_states must have shape [num_tokens, hidden_size], got (96,)"),
+        ("topk_ids", lambda t: t.long(), "topk_ids must have dtype torch.int32"),
+        ("w2", lambda t: t[:-1], "w2 must have shape"),
+        ("scheme", "fp7", "scheme must be one of"),
+        ("backend", "nonsense", "backend must be one of"),
+    ]
+    return [Wrong("moe_routed_lora", "sample", *row) for row in rows]
+
+
 def _exchanged() -> list[tuple[str, str, Any, str]]:
     """The ops of expert parallelism."""
     return [
@@ -268,7 +302,7 @@ def _exchanged() -> list[tuple[str, str, Any, str]]:
     ]
 
 
-WRONG = [*_shared(), *_routed(), *_monolithic(), *_packed(), *_schemes(), *_others()]
+WRONG = [*_shared(), *_routed(), *_monolithic(), *_packed(), *_schemes(), *_lora(), *_others()]
 
 
 def right_call(op: str, base: str) -> tuple[tuple[Any, ...], dict[str, Any]]:

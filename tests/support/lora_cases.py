@@ -114,3 +114,17 @@ def cancelling(raw: moe.RawWeights) -> dict[str, Tensor]:
         a, b = factors[f"a{name}"], factors[f"b{name}"]
         factors |= {f"a{name}": torch.cat((a, a), 1), f"b{name}": torch.cat((b, -b), 2)}
     return factors
+
+
+def factors_of(raw: moe.RawWeights, adapters: int, rank: int, dtype: torch.dtype, seed: int = 11) -> moe.Lora:
+    """Adapters of all experts whose addends are about as large as the experts' own products."""
+    g = torch.Generator().manual_seed(seed)
+    named: dict[str, Tensor] = {}
+    for name, rows, k in (
+        ("13", raw.w13.shape[1], raw.hidden_size),
+        ("2", raw.hidden_size, raw.intermediate_size),
+    ):
+        named[f"a{name}"] = (torch.randn(raw.num_experts, adapters * rank, k, generator=g) / k**0.5).to(dtype)
+        named[f"b{name}"] = (torch.randn(raw.num_experts, rows, adapters * rank, generator=g) / rank**0.5).to(dtype)
+    scaling = 0.5 if adapters == 1 else torch.rand(adapters, generator=g) + 0.5
+    return moe.Lora(**named, scaling=scaling)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from groups_of_one import group_of_one
+from lora_cases import factors_of
 from problems import Case, make_batch, make_raw
 
 import torch_moe_ops as moe
@@ -262,6 +263,47 @@ def _grouped_linear(device: str) -> list[Sample]:
     return found
 
 
+def lora_call(case: Case, backend: str, device: str = "cpu", adapters: int = 2) -> dict[str, Any]:
+    """The arguments of moe_routed_lora."""
+    w = prepared(case, backend, device)
+    x, ids, weights = make_batch(case, device)
+    lora = factors_of(make_raw(case), adapters, 3, torch.float32).to(device)
+    names = arguments("moe_routed_lora")[0]
+    given = {name: getattr(w, name, None) for name in names[names.index("w13") :]}
+    given |= {f"lora_{name}": getattr(lora, name) for name in ("a13", "b13", "a2", "b2")}
+    given["lora_scaling"] = torch.as_tensor(lora.scaling, device=device).reshape(adapters)
+    if adapters > 1:
+        given["lora_ids"] = (torch.arange(case.tokens, device=device) % (adapters + 1) - 1).int()
+    return {"hidden_states": x, "topk_ids": ids, "topk_weights": weights, **given}
+
+
+def lora_cases() -> list[Case]:
+    base = Case(hidden=96, inter=64, bias=True)
+    found = [replace(base, scheme=scheme) for scheme in ("nvfp4", "int4", "fp8_block")]
+    found = [replace(case, act_format=SCHEMES[case.scheme].act_formats[-1]) for case in found]
+    return [*found, replace(base, scheme="none", hidden=40, inter=24, foreign=True), replace(base, tokens=0)]
+
+
+def _lora(device: str) -> list[Sample]:
+    names = arguments("moe_routed_lora")[0]
+    found = []
+    for name in _backends(device):
+        for i, case in enumerate(case for case in lora_cases() if runs(case, name, device)):
+            given = lora_call(case, name, device, adapters=1 + i % 2)
+            found.append((tuple(given[n] for n in names), {}))
+    return found
+
+
+def _lora_backward(device: str) -> list[Sample]:
+    names = arguments("moe_routed_lora")[0]
+    biases = [names.index(name) for name in ("w13_bias", "w2_bias")]
+    found = []
+    for args, keywords in _lora(device):
+        wanted = [True, True, *(args[i] is not None for i in biases), *[True] * 4]
+        found.append(((torch.randn_like(args[0]), *args, wanted), keywords))
+    return found
+
+
 def _ep_place(device: str) -> list[Sample]:
     ids = torch.tensor([[0, 3], [2, -1], [4, 1]], dtype=torch.int32, device=device)
     tables = moe.ExpertPlacement(((0, 1), (2, 3, 0)), "spread").tables(0).values()
@@ -302,6 +344,8 @@ SAMPLES: dict[str, Callable[[str], list[Sample]]] = {
     "quantize_int8": _quantize_int8,
     "route": _route,
     "moe_routed_backward": _routed_backward,
+    "moe_routed_lora": _lora,
+    "moe_routed_lora_backward": _lora_backward,
     "grouped_linear": _grouped_linear,
     "quantize_nvfp4": _quantize_nvfp4,
     "dynamic_gscale_nvfp4": _dynamic_gscale,

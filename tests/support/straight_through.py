@@ -50,8 +50,13 @@ def layer(
     on_input: bool = False,
     rounds: torch.dtype | None = None,
     constants: tuple[float | None, ...] = (None, None, None),
+    lora: moe.Lora | None = None,
+    lora_ids: Tensor | None = None,
 ) -> Tensor:
-    """[num_tokens, hidden_size] in the dtype of w13. rounds: the dtype of hidden states, which rounds what they meet."""
+    """[num_tokens, hidden_size] in the dtype of w13. rounds: the dtype of hidden states, which rounds what they meet.
+
+    lora: adapters beside the experts, with each token's; they see what is not quantized.
+    """
     dtype = w13.dtype
     x = leaves.x
     if on_input:
@@ -63,19 +68,33 @@ def layer(
         if not token.numel():
             continue
         rows = _rounded(x[token], act_format, raw, raw.a13_input_scale, e)
-        z = rows @ w13[e].T
+        z = rows @ w13[e].T + _of_adapters(lora, "13", e, x[token], lora_ids, token)
         if leaves.w13_bias is not None:
             z = z + leaves.w13_bias[e]
         gate, up = z.chunk(2, 1) if gated else (None, z)
         h = apply_activation(raw.activation, gate, up, *constants)
-        if act_format == "none":
-            h = _through(h, lambda v: _cast(v, rounds))
-        h = _rounded(h, act_format, raw, raw.a2_input_scale, e)
-        y = h @ w2[e].T
+        plain = _through(h, lambda v: _cast(v, rounds))
+        h = plain if act_format == "none" else _rounded(h, act_format, raw, raw.a2_input_scale, e)
+        y = h @ w2[e].T + _of_adapters(lora, "2", e, plain, lora_ids, token)
         if leaves.w2_bias is not None:
             y = y + leaves.w2_bias[e]
         out = out.index_add(0, token, y if on_input else y * leaves.weights[token, slot, None])
     return out.to(dtype)
+
+
+def _of_adapters(
+    lora: moe.Lora | None, name: str, e: int, rows: Tensor, ids: Tensor | None, token: Tensor
+) -> Tensor | float:
+    """What each token's adapter adds to its rows, adapter by adapter."""
+    if lora is None or ids is None or getattr(lora, f"a{name}") is None:
+        return 0.0
+    a, b = getattr(lora, f"a{name}")[e], getattr(lora, f"b{name}")[e]
+    scaling = torch.as_tensor(lora.scaling).reshape(-1)
+    total: Tensor | float = 0.0
+    for adapter, (a_own, b_own) in enumerate(zip(a.chunk(len(scaling), 0), b.chunk(len(scaling), 1), strict=True)):
+        mine = (ids[token] == adapter).to(rows.dtype)[:, None]
+        total = total + mine * scaling[adapter] * (rows @ a_own.T @ b_own.T)
+    return total
 
 
 def _cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:

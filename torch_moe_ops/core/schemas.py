@@ -88,15 +88,33 @@ def _monolithic(family: str) -> str:
     return f"({_monolithic_arguments(family)}) -> Tensor"
 
 
+# The weights of every scheme, by the names of ExpertsCall.
+_ANY_WEIGHTS = (
+    "Tensor w13, Tensor? w13_scale, Tensor? w13_zero_point, Tensor? g1_alphas, Tensor? w13_bias, "
+    "Tensor w2, Tensor? w2_scale, Tensor? w2_zero_point, Tensor? g2_alphas, Tensor? w2_bias"
+)
+_ANY_OPTIONS = f"str backend, str scheme, str act_format, {_ACTIVATION}, bool router_weight_on_input=False, {_TAIL}"
+
+
 def _routed_backward() -> str:
     """Of every routed op: the gradient of its output, its arguments by the names of ExpertsCall, and what is wanted."""
-    optional = "w13, w13_scale, w13_zero_point, g1_alphas, w13_bias, w2, w2_scale, w2_zero_point, g2_alphas, w2_bias"
-    weights = ", ".join(f"Tensor{'' if n in ('w13', 'w2') else '?'} {n}" for n in optional.split(", "))
     return (
-        f"(Tensor grad_output, {_ROUTED}, {weights}, {_INPUT_SCALES}, str backend, str scheme, str act_format, "
-        f"{_ACTIVATION}, bool router_weight_on_input=False, {_TAIL}, bool[] wanted=[True, True, False, False]) -> "
+        f"(Tensor grad_output, {_ROUTED}, {_ANY_WEIGHTS}, {_INPUT_SCALES}, {_ANY_OPTIONS}, "
+        "bool[] wanted=[True, True, False, False]) -> "
         "(Tensor grad_hidden_states, Tensor grad_topk_weights, Tensor grad_w13_bias, Tensor grad_w2_bias)"
     )
+
+
+# Every routed op with adapters beside its experts, by the names of ExpertsCall and LoraArguments.
+_LORA = (
+    "Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, "
+    f"{_ANY_WEIGHTS}, {_INPUT_SCALES}, Tensor? lora_a13, Tensor? lora_b13, Tensor? lora_a2, Tensor? lora_b2, "
+    f"Tensor lora_scaling, Tensor? lora_ids, {_ANY_OPTIONS}"
+)
+_LORA_GRADIENTS = ", ".join(
+    f"Tensor grad_{name}"
+    for name in ("hidden_states", "topk_weights", "w13_bias", "w2_bias", "lora_a13", "lora_b13", "lora_a2", "lora_b2")
+)
 
 
 # Bodies: ops/moe.py and ops/moe_routed.py of the experts, the other files of ops/ of the rest.
@@ -153,6 +171,8 @@ SCHEMAS: dict[str, str] = {
     "int8_moe_routed": _routed("int8"),
     "int8_moe_routed.out": _routed_out("int8"),
     "moe_routed_backward": _routed_backward(),
+    "moe_routed_lora": f"({_LORA}) -> Tensor",
+    "moe_routed_lora_backward": f"(Tensor grad_output, {_LORA}, bool[] wanted=[]) -> ({_LORA_GRADIENTS})",
     "grouped_linear": (
         "(Tensor x, Tensor offsets, Tensor weight, Tensor? weight_scale, Tensor? weight_zero_point, "
         "Tensor? weight_scale_2, str backend, str scheme, str projection, int hidden_size, int intermediate_size, "

@@ -22,7 +22,7 @@ from torch_moe_ops.core.call import ExpertsCall
 from torch_moe_ops.core.layout import Sizes
 from torch_moe_ops.gradients.activations import activation_gradients
 from torch_moe_ops.gradients.layer_pass import LayerPass, kept_rows
-from torch_moe_ops.gradients.lora import Lora
+from torch_moe_ops.gradients.lora import NO_LORA, Lora
 from torch_moe_ops.gradients.pairs import Piece
 from torch_moe_ops.gradients.products import grouped_product
 
@@ -67,7 +67,7 @@ class Backward(LayerPass):
     """One backward pass. The factors of `lora` add their gradients up themselves."""
 
     def __init__(
-        self, call: ExpertsCall, backend: Backend, sizes: Sizes, grad: Tensor, wanted: Wanted, lora: Lora = Lora()
+        self, call: ExpertsCall, backend: Backend, sizes: Sizes, grad: Tensor, wanted: Wanted, lora: Lora = NO_LORA
     ) -> None:
         super().__init__(call, backend, sizes, lora)
         self.grad, self.wanted = grad, wanted

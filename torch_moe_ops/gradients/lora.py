@@ -130,5 +130,8 @@ class Lora(NamedTuple):
         return Lora(w13, w2)
 
 
+NO_LORA = Lora()
+
+
 def _weighted(rows: Tensor, weight: Tensor | None) -> Tensor:
     return rows if weight is None else (rows * weight).to(rows.dtype)

@@ -47,7 +47,7 @@ def _checked(
     plan = plan_of(OP, call)
     table = check_experts(OP, call, plan, devices, tracing)
     check_topk(OP, call)
-    _check_grad(grad, call, table.hidden_size, devices)
+    check_grad(OP, grad, call, table.hidden_size, devices)
     if len(flags) != len(Wanted._fields):
         fail(OP, "wanted", f"have {len(Wanted._fields)} values, for {', '.join(Wanted._fields)}", flags)
     wanted = Wanted(*flags)
@@ -59,22 +59,28 @@ def _checked(
     return grad, call, plan, table, wanted
 
 
-def _check_grad(grad: Tensor, call: ExpertsCall, hidden_size: int, devices: bool) -> None:
+def check_grad(op: str, grad: Tensor, call: ExpertsCall, hidden_size: int, devices: bool) -> None:
+    """The gradient of a routed op's output."""
     shape = (call.hidden_states.shape[0], hidden_size)
-    check(grad.shape == shape, lambda: describe(OP, "grad_output", f"have shape {shape}", grad.shape))
+    check(grad.shape == shape, lambda: describe(op, "grad_output", f"have shape {shape}", grad.shape))
     if grad.dtype not in FLOATS:
-        fail(OP, "grad_output", f"have one of the dtypes {[str(d) for d in FLOATS]}", grad.dtype)
+        fail(op, "grad_output", f"have one of the dtypes {[str(d) for d in FLOATS]}", grad.dtype)
     if devices and grad.device != call.hidden_states.device:
-        fail(OP, "grad_output", f"be on {call.hidden_states.device} like hidden_states", grad.device)
+        fail(op, "grad_output", f"be on {call.hidden_states.device} like hidden_states", grad.device)
+
+
+def like_arguments(x: Tensor, names: tuple[str, ...], tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    """Results: by name like the tensors whose gradients they are, empty where there is none."""
+    return tuple(
+        x.new_empty(tensors[name].shape, dtype=tensors[name].dtype) if name in tensors else x.new_empty(0, dtype=_F32)
+        for name in names
+    )
 
 
 def _allocated(call: ExpertsCall, wanted: Wanted) -> tuple[Tensor, ...]:
-    """Like the arguments whose gradients they are; empty where not wanted."""
-    x = call.hidden_states
-    return tuple(
-        x.new_empty(getattr(call, name).shape, dtype=getattr(call, name).dtype) if asked else x.new_empty(0, dtype=_F32)
-        for name, asked in zip(Wanted._fields, wanted, strict=True)
-    )
+    names = Wanted._fields
+    asked = {name: getattr(call, name) for name, is_wanted in zip(names, wanted, strict=True) if is_wanted}
+    return like_arguments(call.hidden_states, names, asked)
 
 
 _F32 = FLOATS[2]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torch_moe_ops.core.schemas import FAMILIES
 from torch_moe_ops.core.schemes import SCHEMES
+from torch_moe_ops.prepared.lora import Lora, run_with_lora
 from torch_moe_ops.prepared.prepared_weights import PreparedWeights
 from torch_moe_ops.routing.options import Routing
 from torch_moe_ops.weights.raw_weights import RawWeights
@@ -29,6 +30,8 @@ def fused_moe(
     routing: Routing,
     hidden_states_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    lora: Lora | None = None,
+    lora_ids: Tensor | None = None,
 ) -> Tensor:
     """Router and experts: `torch.ops.moeq.<scheme>_moe`.
 
@@ -40,6 +43,7 @@ def fused_moe(
         w: made by `prepare`.
         routing: method, top_k and options.
         out_dtype: None: the dtype of unquantized hidden states, bfloat16 for packed ones.
+        lora, lora_ids: as in `fused_moe_routed`; the layer then runs as `route` and that.
 
     Returns: [num_tokens, hidden_size], or [batch, sequence, hidden_size], a new tensor. Differentiable. Traces under
         torch.compile.
@@ -57,8 +61,13 @@ def fused_moe(
     if isinstance(hidden_states, Tensor) and hidden_states.ndim > 2:
         shape, rows = hidden_states.shape[:-1], _rows(hidden_states)
         scale = None if hidden_states_scale is None else _rows(hidden_states_scale)
-        out = fused_moe(rows, _rows(router_logits), w, routing=routing, hidden_states_scale=scale, out_dtype=out_dtype)
+        own: dict[str, Any] = {"out_dtype": out_dtype, "lora": lora, "lora_ids": _flat(lora_ids)}
+        out = fused_moe(rows, _rows(router_logits), w, routing=routing, hidden_states_scale=scale, **own)
         return out.unflatten(0, shape)
+    if lora is not None or lora_ids is not None:
+        ids, weights = route(router_logits, routing)
+        options: dict[str, Any] = {"hidden_states_scale": hidden_states_scale, "out_dtype": out_dtype}
+        return fused_moe_routed(hidden_states, ids, weights, w, lora=lora, lora_ids=lora_ids, **options)
     tracing = _is_compiling()
     return _MONOLITHIC[w.scheme](
         hidden_states,
@@ -93,6 +102,8 @@ def fused_moe_routed(
     hidden_states_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
+    lora: Lora | None = None,
+    lora_ids: Tensor | None = None,
 ) -> Tensor:
     """Experts only, with routing that the caller supplies: `torch.ops.moeq.<scheme>_moe_routed`.
 
@@ -102,11 +113,18 @@ def fused_moe_routed(
             outside [w.local_expert_offset, + w.num_local_experts) contributes nothing.
         topk_weights: like topk_ids, float32 (other float dtypes are converted), final multipliers.
         out: a contiguous buffer for the result that shares memory with no argument.
+        lora: adapters beside the experts, which learn where they require a gradient; without `out`, on unquantized
+            hidden states: `torch.ops.moeq.moe_routed_lora`, which decodes the experts as the backward pass does.
+        lora_ids: [num_tokens] or [batch, sequence] int32 (int64 is converted): each token's adapter, a number that none
+            has (-1) for the experts alone. None where there is one adapter, for all tokens.
 
     Returns: [num_tokens, hidden_size], or [batch, sequence, hidden_size]; `out` where it was given.
     """
     if not isinstance(w, PreparedWeights):
         _fail_weights("fused_moe_routed", w)
+    if lora is not None or lora_ids is not None:
+        _check_lora(lora, hidden_states_scale, out)
+        return _routed_with_lora(hidden_states, topk_ids, topk_weights, w, lora, lora_ids, out_dtype)
     if isinstance(hidden_states, Tensor) and hidden_states.ndim > 2:
         return _routed_of_rows(hidden_states, topk_ids, topk_weights, w, hidden_states_scale, out_dtype, out)
     args = (
@@ -147,6 +165,42 @@ def _routed_of_rows(
     rows, ids, weights = _rows(hidden_states), _rows(topk_ids), _rows(topk_weights)
     result = fused_moe_routed(rows, ids, weights, w, hidden_states_scale=scale, out_dtype=out_dtype, out=into)
     return result.unflatten(0, hidden_states.shape[:-1]) if out is None else out
+
+
+def _routed_with_lora(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    w: PreparedWeights,
+    lora: Any,
+    lora_ids: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    """fused_moe_routed with adapters."""
+    ids, weights, of_tokens = _rows(topk_ids), _rows(topk_weights), _flat(lora_ids)
+    result = run_with_lora(
+        _rows(hidden_states),
+        _int32(ids) if ids.dtype == torch.int64 else ids,
+        weights.float() if weights.dtype in _ROUNDED else weights,
+        w,
+        w.constants() if _is_compiling() else (w.swiglu_alpha, w.swiglu_beta, w.swiglu_limit),
+        lora,
+        _int32(of_tokens) if of_tokens is not None and of_tokens.dtype == torch.int64 else of_tokens,
+        out_dtype,
+    )
+    return result.unflatten(0, hidden_states.shape[:-1]) if hidden_states.ndim > 2 else result
+
+
+def _check_lora(lora: Any, hidden_states_scale: Tensor | None, out: Tensor | None) -> None:
+    if not isinstance(lora, Lora):
+        raise TypeError(f"fused_moe_routed: lora must be a Lora, got {type(lora).__name__}")
+    for name, value in (("hidden_states_scale", hidden_states_scale), ("out", out)):
+        if value is not None:
+            raise ValueError(f"fused_moe_routed: {name} must be None with lora, got a tensor of {tuple(value.shape)}")
+
+
+def _flat(lora_ids: Tensor | None) -> Tensor | None:
+    return lora_ids.flatten() if lora_ids is not None and lora_ids.ndim > 1 else lora_ids
 
 
 def _rows(tensor: Any) -> Any:

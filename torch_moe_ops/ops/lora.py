@@ -1,0 +1,210 @@
+"""The ops `moeq::moe_routed_lora` and `moe_routed_lora_backward`: every routed op with adapters beside its experts.
+
+One op for all schemes, as `moe_routed_backward` is, whose checks it shares. What it computes: gradients/lora_layer.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_moe_ops.core.call import FIELDS, ExpertsCall
+from torch_moe_ops.core.check import check, check_given, describe, fail
+from torch_moe_ops.core.layout import Sizes
+from torch_moe_ops.core.schemas import arguments
+from torch_moe_ops.core.schemes import FLOATS, SCHEMES
+from torch_moe_ops.gradients.lora import LoraArguments
+from torch_moe_ops.gradients.lora_layer import WantedLora, lora_gradients, lora_layer
+from torch_moe_ops.ops.autograd import Args, Rule
+from torch_moe_ops.ops.backward import check_grad, like_arguments
+from torch_moe_ops.ops.bind import attach, like_a_kernel
+from torch_moe_ops.ops.checks import check_experts, check_topk
+from torch_moe_ops.ops.plan import Plan, Table, plan_of
+from torch_moe_ops.ops.run import completed, out_dtype
+
+OP = "moe_routed_lora"
+BACKWARD = f"{OP}_backward"
+NAMES, _DEFAULTS = arguments(OP)
+_OF_LORA = tuple(f"lora_{name}" for name in LoraArguments._fields)
+
+
+class _Checked(NamedTuple):
+    call: ExpertsCall
+    lora: LoraArguments
+    plan: Plan
+    table: Table
+
+    def sizes(self) -> Sizes:
+        inter = self.plan.backend.layout.intermediate_size(self.plan.scheme, tuple(self.call.w2.shape))
+        return Sizes(self.table.num_experts, self.table.hidden_size, inter, self.plan.is_gated, self.call.w13.dtype)
+
+    def completed(self) -> ExpertsCall:
+        return completed(self.call, self.plan, self.table, out_dtype(self.call))
+
+
+def _checked(op: str, given: dict[str, Any], devices: bool, tracing: bool) -> _Checked:
+    values: list[Any] = [given.get(name) for name in FIELDS]  # no hidden_states_scale
+    call = ExpertsCall(*values)
+    lora = LoraArguments(*(given[name] for name in _OF_LORA))
+    if call.scheme not in SCHEMES:
+        fail(op, "scheme", f"be one of {list(SCHEMES)}", call.scheme)
+    plan = plan_of(op, call)
+    table = check_experts(op, call, plan, devices, tracing)
+    check_topk(op, call)
+    found = _Checked(call, lora, plan, table)
+    _check_lora(op, found)
+    if devices:
+        for name, value in zip(_OF_LORA, lora, strict=True):
+            if isinstance(value, Tensor) and value.device != call.hidden_states.device:
+                fail(op, name, f"be on {call.hidden_states.device} like hidden_states", value.device)
+    return found
+
+
+def _check_lora(op: str, found: _Checked) -> None:
+    lora, sizes = found.lora, found.sizes()
+    check_given(op, "lora_scaling", lora.scaling)
+    if lora.scaling.ndim != 1 or not lora.scaling.shape[0]:
+        fail(op, "lora_scaling", "have shape [adapters], of at least one", lora.scaling.shape)
+    if lora.scaling.dtype is not torch.float32:
+        fail(op, "lora_scaling", "have dtype torch.float32", lora.scaling.dtype)
+    if lora.ids is not None:
+        tokens = found.call.hidden_states.shape[0]
+        fits = lora.ids.ndim == 1 and lora.ids.shape[0] == tokens
+        shape = lora.ids.shape
+        check(fits, lambda: describe(op, "lora_ids", f"have shape ({tokens},), a row for each token", shape))
+        if lora.ids.dtype is not torch.int32:
+            fail(op, "lora_ids", "have dtype torch.int32", lora.ids.dtype)
+    elif lora.scaling.shape[0] != 1:
+        fail(op, "lora_ids", f"be given for {lora.scaling.shape[0]} adapters", None)
+    if lora.a13 is None and lora.b13 is None and lora.a2 is None and lora.b2 is None:
+        fail(op, "lora_a13", "be given, or lora_a2, with their lora_b", None)
+    width = _width(op, found, sizes)
+    rows = (2 if sizes.is_gated else 1) * width
+    _check_factors(op, "13", lora.a13, lora.b13, lora.scaling.shape[0], (sizes.num_experts, rows, sizes.hidden_size))
+    _check_factors(op, "2", lora.a2, lora.b2, lora.scaling.shape[0], (sizes.num_experts, sizes.hidden_size, width))
+
+
+def _width(op: str, found: _Checked, sizes: Sizes) -> int:
+    """The intermediate size without the padding of a layout, which only the adapters say."""
+    lora, padded = found.lora, sizes.intermediate_size
+    halves = 2 if sizes.is_gated else 1
+    if lora.a2 is not None and lora.a2.ndim == 3:
+        width = lora.a2.shape[2]
+    elif lora.b13 is not None and lora.b13.ndim == 3:
+        width = lora.b13.shape[1] // halves
+    else:
+        return padded
+    if width == padded or not 0 < width < padded:
+        return padded
+    backend, scheme = found.plan.backend, found.plan.scheme
+    unpadded = Sizes(sizes.num_experts, sizes.hidden_size, width, sizes.is_gated, sizes.weight_dtype)
+    fits = not width % scheme.size_multiple and all(
+        tuple(getattr(found.call, name).shape) in backend.layout.specs(scheme, unpadded)[name][0]
+        for name in ("w13", "w2")
+    )
+    return width if fits else padded
+
+
+def _check_factors(
+    op: str, which: str, a: Tensor | None, b: Tensor | None, adapters: int, shape: tuple[int, int, int]
+) -> None:
+    first, second = f"lora_a{which}", f"lora_b{which}"
+    if a is None or b is None:
+        if a is not None or b is not None:
+            missing, there = (second, first) if b is None else (first, second)
+            fail(op, missing, f"be given with {there}", None)
+        return
+    experts, rows, k = shape
+    wanted = f"have shape [{experts}, ranks, {k}], ranks a positive multiple of the {adapters} adapters"
+    if a.ndim != 3 or a.shape[0] != experts or a.shape[2] != k or not a.shape[1] or a.shape[1] % adapters:
+        fail(op, first, wanted, a.shape)
+    if tuple(b.shape) != (experts, rows, a.shape[1]):
+        fail(op, second, f"have shape ({experts}, {rows}, {a.shape[1]})", b.shape)
+    for name, factor in ((first, a), (second, b)):
+        if factor.dtype not in FLOATS:
+            fail(op, name, f"have one of the dtypes {[str(d) for d in FLOATS]}", factor.dtype)
+
+
+def _given(names: tuple[str, ...], defaults: Args, args: Args, kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**dict(zip(names, (*args, *defaults[len(args) :]), strict=True)), **kwargs}
+
+
+def _result(found: _Checked) -> Tensor:
+    x = found.call.hidden_states
+    return x.new_empty((x.shape[0], found.table.hidden_size), dtype=out_dtype(found.call))
+
+
+def _make(devices: bool) -> Callable[..., Tensor]:
+    def impl(*args: Any, **kwargs: Any) -> Tensor:
+        found = _checked(OP, _given(NAMES, _DEFAULTS, args, kwargs), devices, tracing=False)
+        out = _result(found)
+        if out.shape[0]:
+            with like_a_kernel(out.device.type):
+                out.copy_(lora_layer(found.completed(), found.plan.backend, found.sizes(), found.lora))
+        return out
+
+    return impl
+
+
+def _fake(*args: Any, **kwargs: Any) -> Tensor:
+    return _result(_checked(OP, _given(NAMES, _DEFAULTS, args, kwargs), devices=True, tracing=True))
+
+
+_AT = {name: NAMES.index(name) for name in WantedLora._fields}
+
+
+def _backward(args: Args, results: Args, grads: tuple[Tensor, ...], needs: tuple[bool, ...]) -> dict[int, Tensor]:
+    wanted = WantedLora(*(i < len(needs) and needs[i] for i in _AT.values()))
+    full = (*args, *_DEFAULTS[len(args) :])
+    found = torch.ops.moeq.moe_routed_lora_backward(grads[0], *full, list(wanted))
+    return {at: gradient for at, gradient, asked in zip(_AT.values(), found, wanted, strict=True) if asked}
+
+
+attach(OP, _make(devices=False), _make(devices=True), _fake, Rule(_backward, lambda at, args: at in _AT.values()))
+
+
+_BACKWARD_NAMES, _BACKWARD_DEFAULTS = arguments(BACKWARD)
+
+
+def _checked_backward(args: Args, kwargs: dict[str, Any], devices: bool, tracing: bool) -> tuple[Any, ...]:
+    given = _given(_BACKWARD_NAMES, _BACKWARD_DEFAULTS, args, kwargs)
+    grad, flags = given["grad_output"], given["wanted"]
+    check_given(BACKWARD, "grad_output", grad)
+    found = _checked(BACKWARD, given, devices, tracing)
+    check_grad(BACKWARD, grad, found.call, found.table.hidden_size, devices)
+    if len(flags) != len(WantedLora._fields):
+        fail(BACKWARD, "wanted", f"have {len(WantedLora._fields)} values, for {', '.join(WantedLora._fields)}", flags)
+    wanted = WantedLora(*flags)
+    for name, is_wanted in zip(WantedLora._fields, wanted, strict=True):
+        if is_wanted and given[name] is None:
+            fail(BACKWARD, name, "be given where its gradient is wanted", None)
+    tensors = {name: given[name] for name, is_wanted in zip(WantedLora._fields, wanted, strict=True) if is_wanted}
+    return grad, found, wanted, like_arguments(found.call.hidden_states, WantedLora._fields, tensors)
+
+
+def _make_backward(devices: bool) -> Callable[..., tuple[Tensor, ...]]:
+    def impl(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        grad, found, wanted, results = _checked_backward(args, kwargs, devices, tracing=False)
+        if not found.call.topk_ids.shape[0]:
+            for result in results:
+                result.zero_()
+            return results  # type: ignore[no-any-return]
+        with like_a_kernel(grad.device.type):
+            gradients = lora_gradients(found.completed(), found.plan.backend, found.sizes(), found.lora, grad, wanted)
+            for result, gradient in zip(results, gradients, strict=True):
+                if gradient is not None:
+                    result.copy_(gradient)
+        return results  # type: ignore[no-any-return]
+
+    return impl
+
+
+def _fake_backward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    results: tuple[Tensor, ...] = _checked_backward(args, kwargs, devices=True, tracing=True)[-1]
+    return results
+
+
+attach(BACKWARD, _make_backward(devices=False), _make_backward(devices=True), _fake_backward)
