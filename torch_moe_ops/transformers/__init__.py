@@ -20,8 +20,17 @@ except ImportError as error:
 
 from torch_moe_ops.transformers.attach import attach_experts
 from torch_moe_ops.transformers.experts import ExpertWeights, moeq_experts
+from torch_moe_ops.transformers.peft import prepare_for_peft
 from torch_moe_ops.transformers.quantize import quantize_model
 from torch_moe_ops.transformers.quantizer import MoeqConfig
 from torch_moe_ops.transformers.registration import register
 
-__all__ = ["ExpertWeights", "MoeqConfig", "attach_experts", "moeq_experts", "quantize_model", "register"]
+__all__ = [
+    "ExpertWeights",
+    "MoeqConfig",
+    "attach_experts",
+    "moeq_experts",
+    "prepare_for_peft",
+    "quantize_model",
+    "register",
+]

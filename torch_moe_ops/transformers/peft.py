@@ -1,0 +1,232 @@
+"""PEFT adapters on packed experts: `LoraConfig(target_parameters=["mlp.experts.gate_up_proj", ...])`.
+
+PEFT wraps an experts module once for each parameter and, in every forward pass, adds the adapters' product to the
+parameter. Packed experts have no such parameter: `prepare_for_peft` shows PEFT tensors of its shape that take no
+memory, and PEFT's wrappers hand their factors to the module instead, which runs them beside the packed weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torch_moe_ops.prepared.fused import fused_moe_routed
+from torch_moe_ops.prepared.lora import Lora
+from torch_moe_ops.prepared.prepared_weights import PreparedWeights
+from torch_moe_ops.prepared.restoring import restored_views
+from torch_moe_ops.transformers.adapters import is_adapted
+from torch_moe_ops.transformers.experts import HOLDER
+from torch_moe_ops.transformers.modules import ExpertsModule, find_experts
+from torch_moe_ops.weights.lora_layouts import from_peft
+from torch_moe_ops.weights.merge_lora import merge_lora
+
+_ACTIVE = "moeq_active_lora"  # attribute of a module in a forward pass: {parameter: factors}
+_DTYPE = "moeq_lora_dtype"
+
+
+class Factors(NamedTuple):
+    """What PEFT adds to one parameter: B @ A of each expert, A [experts, r, in] and B [experts, out, r], scaled."""
+
+    a: Tensor
+    b: Tensor
+
+
+def prepare_for_peft(model: Any) -> Any:
+    """Let PEFT put LoRA on the packed experts of a transformers model. Before `get_peft_model` or `PeftModel`.
+
+    `target_parameters` are named as in the unquantized model: "mlp.experts.gate_up_proj", "mlp.experts.down_proj".
+    Checkpoints of adapters are PEFT's own, and fit the unquantized model too. `merge_and_unload` quantizes the merged
+    experts again (`merge_lora`), in place; they cannot be unmerged. Only what PEFT itself does not refuse for
+    parameters: no dropout, bias, DoRA.
+
+    Args:
+        model: has packed experts (`register`, `attach_experts`, `quantize_model`). May be called again.
+
+    Returns: the model.
+    Raises:
+        ImportError: no peft with `target_parameters`.
+        ValueError: no packed experts; experts that do not run through the experts interface (Llama 4).
+    """
+    _intercept_wrappers()
+    packed = [found for found in find_experts(model) if hasattr(found.module, HOLDER)]
+    if not packed:
+        raise ValueError(f"prepare_for_peft: model must have packed experts, got {type(model).__name__} without")
+    for found in packed:
+        if is_adapted(found.module):
+            raise ValueError(
+                f"prepare_for_peft: {found.name} must run through the experts interface of transformers, got "
+                f"{type(found.module).__name__}"
+            )
+    dtype = _dtype_of(model)
+    for found in packed:
+        _show_parameters(found, dtype)
+    return model
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
+
+
+def _show_parameters(found: ExpertsModule, dtype: torch.dtype) -> None:
+    module = found.module
+    module.__dict__[_DTYPE] = dtype
+    if not isinstance(module, _Shown):
+        kind: Any = type(module)
+        module.__class__ = _with_parameters(kind, module.has_gate)
+
+
+class _Shown:
+    """Mixed into the class of an experts module."""
+
+    @property
+    def weight(self) -> Tensor:
+        """Where PEFT looks for the device of what it wraps."""
+        return torch.empty(0, dtype=self.__dict__[_DTYPE], device=_weights_of(self).device)
+
+    @property
+    def down_proj(self) -> Tensor:
+        return _shape_alone(self, "down_proj")
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[Any]:
+        """As PEFT asks, without recursion, the shapes come too; nobody else sees them: not `parameters()` of a model,
+        its state_dict, its optimizers."""
+        if not recurse:
+            for name in _names(self):
+                yield f"{prefix}.{name}" if prefix else name, getattr(self, name)
+        yield from super().named_parameters(prefix, recurse, remove_duplicate)  # type: ignore[misc]
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        active: dict[str, Factors] = self.__dict__.get(_ACTIVE) or {}
+        if not active:
+            return super().forward(hidden_states, top_k_index, top_k_weights)  # type: ignore[misc,no-any-return]
+        lora = Lora(scaling=1.0, **_operands(self, active))
+        return fused_moe_routed(hidden_states, top_k_index, top_k_weights, _weights_of(self), lora=lora)
+
+
+class _Gated(_Shown):
+    @property
+    def gate_up_proj(self) -> Tensor:
+        return _shape_alone(self, "gate_up_proj")
+
+
+class _Ungated(_Shown):
+    @property
+    def up_proj(self) -> Tensor:
+        return _shape_alone(self, "up_proj")
+
+
+@functools.cache
+def _with_parameters(kind: Any, gated: bool) -> Any:
+    """A subclass under the same name: messages and look-ups by name see what was there."""
+    return type(kind.__name__, (_Gated if gated else _Ungated, kind), {"__module__": kind.__module__})
+
+
+def _names(module: Any) -> tuple[str, str]:
+    return ("gate_up_proj" if module.has_gate else "up_proj"), "down_proj"
+
+
+def _weights_of(module: Any) -> PreparedWeights:
+    return getattr(module, HOLDER).prepared  # type: ignore[no-any-return]
+
+
+def _shape_alone(module: Any, name: str) -> Tensor:
+    """A tensor of the shape that the parameter had, all of whose elements are one."""
+    w = _weights_of(module)
+    halves = 2 if module.has_gate else 1
+    shape = (
+        (w.hidden_size, w.intermediate_size) if name == "down_proj" else (halves * w.intermediate_size, w.hidden_size)
+    )
+    shape = shape[::-1] if module.is_transposed else shape
+    one = torch.zeros(1, dtype=module.__dict__[_DTYPE], device=w.device)
+    return one.expand(w.num_local_experts, *shape)
+
+
+def _operands(module: Any, active: dict[str, Factors]) -> dict[str, Tensor]:
+    named: dict[str, Tensor] = {}
+    for name, factors in active.items():
+        which = "2" if name == "down_proj" else "13"
+        b = factors.b
+        if which == "13" and module.has_gate and not module.is_concatenated:
+            b = torch.cat((b[:, 0::2], b[:, 1::2]), 1)
+        named |= {f"a{which}": factors.a, f"b{which}": b}
+    return named
+
+
+def _factors_of(wrapper: Any, adapters: list[str]) -> Factors:
+    """The sum of several adapters: their ranks side by side, B scaled."""
+    found = []
+    for adapter in adapters:
+        a, b = from_peft(wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight, wrapper.num_experts)
+        found.append(Factors(a, b * wrapper.scaling[adapter]))
+    return Factors(torch.cat([f.a for f in found], 1), torch.cat([f.b for f in found], 2))
+
+
+def _packed(wrapper: Any) -> Any:
+    """The packed experts that a wrapper of PEFT is for, None where it is for something else."""
+    module = wrapper.get_base_layer()
+    return module if isinstance(module, _Shown) and wrapper.parameter_name in _names(module) else None
+
+
+def _intercept_wrappers() -> None:
+    """Make PEFT's wrappers of parameters know packed experts. May be called again."""
+    try:
+        from peft.tuners.lora.layer import ParamWrapper
+    except ImportError as error:
+        raise ImportError(f"prepare_for_peft needs peft with target_parameters (0.17 or later): {error}") from error
+    for name, ours in (("_activate_lora", _activate_lora), ("merge", _merge), ("unmerge", _unmerge)):
+        theirs = getattr(ParamWrapper, name, None)
+        if theirs is None:
+            raise ImportError(f"prepare_for_peft does not know this release of peft: no ParamWrapper.{name}")
+        if not hasattr(theirs, "moeq_original"):
+            setattr(ParamWrapper, name, _instead(theirs, ours))
+
+
+def _instead(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(theirs)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        module = _packed(self)
+        return theirs(self, *args, **kwargs) if module is None else ours(self, module, *args, **kwargs)
+
+    method.moeq_original = theirs  # type: ignore[attr-defined]
+    return method
+
+
+@contextlib.contextmanager
+def _activate_lora(wrapper: Any, module: Any, active_adapters: list[str]) -> Iterator[None]:
+    """While it lasts, the module runs these adapters."""
+    adapters = [name for name in active_adapters or () if name in wrapper.lora_A]
+    before = module.__dict__.get(_ACTIVE)
+    if adapters:
+        module.__dict__[_ACTIVE] = {**(before or {}), wrapper.parameter_name: _factors_of(wrapper, adapters)}
+    try:
+        yield
+    finally:
+        module.__dict__[_ACTIVE] = before
+
+
+@torch.no_grad()
+def _merge(wrapper: Any, module: Any, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+    """Quantize the experts with the adapters added, in place. `merge_lora` always checks what `safe_merge` asks for."""
+    from peft.tuners.tuners_utils import check_adapters_to_merge
+
+    names = [name for name in check_adapters_to_merge(wrapper, adapter_names) if name in wrapper.lora_A]
+    if not names:
+        return
+    w = _weights_of(module)
+    factors = {wrapper.parameter_name: _factors_of(wrapper, names)}
+    operands = {name: t.to(w.device, torch.float32) for name, t in _operands(module, factors).items()}
+    w.update_(merge_lora(restored_views(w), **operands, scaling=1.0))
+    wrapper.merged_adapters.extend(names)
+
+
+def _unmerge(wrapper: Any, module: Any) -> None:
+    if wrapper.merged:
+        raise ValueError(
+            f"unmerge: {wrapper.parameter_name} must not be merged, got packed experts, whose values before they were "
+            "quantized again are gone: load the model anew"
+        )
