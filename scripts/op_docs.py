@@ -109,6 +109,8 @@ ARGUMENTS = {
     "lora_b2": "With lora_a2: [local experts, hidden_size, adapters * r2].",
     "lora_scaling": "float32 [adapters]: multiplies both products of an adapter. It gets no gradient.",
     "lora_ids": "int32 [num_tokens]: the adapter of each token, another number (-1) for none; None: the only one.",
+    "lora_merged": "The weights hold the one adapter already: the layer runs as without it, and the factors get the "
+    "gradients of a straight-through estimate.",
     "grad_output": "[num_tokens, hidden_size], any float dtype: gradient of what the routed op returned.",
     "scheme": "Which weights these are, a name of `torch_moe_ops.core.schemes.SCHEMES`.",
     "wanted": "Which of the results are asked for, in their order; the others are empty.",

@@ -29,6 +29,7 @@ from torch_moe_ops.prepared.explaining import explain
 from torch_moe_ops.prepared.fused import fused_moe, fused_moe_routed, route
 from torch_moe_ops.prepared.linear import grouped_linear
 from torch_moe_ops.prepared.lora import Lora
+from torch_moe_ops.prepared.merge_aware import MergeAware
 from torch_moe_ops.prepared.prepare import prepare
 from torch_moe_ops.prepared.prepared_weights import PreparedWeights
 from torch_moe_ops.prepared.restoring import restore
@@ -42,6 +43,7 @@ __all__ = [
     "ExpertParallel",
     "ExpertPlacement",
     "Lora",
+    "MergeAware",
     "PreparedWeights",
     "Problem",
     "RawWeights",

@@ -109,7 +109,7 @@ def _routed_backward() -> str:
 _LORA = (
     "Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, "
     f"{_ANY_WEIGHTS}, {_INPUT_SCALES}, Tensor? lora_a13, Tensor? lora_b13, Tensor? lora_a2, Tensor? lora_b2, "
-    f"Tensor lora_scaling, Tensor? lora_ids, {_ANY_OPTIONS}"
+    f"Tensor lora_scaling, Tensor? lora_ids, {_ANY_OPTIONS}, bool lora_merged=False"
 )
 _LORA_GRADIENTS = ", ".join(
     f"Tensor grad_{name}"

@@ -120,21 +120,22 @@ class Backward(LayerPass):
         if self.lora.w2 is not None:
             plain = self.plain_intermediate(h)
             found = self.lora.w2.backward(plain.to(self.dtype), grad, weight, piece, first, token)
-            found = kept_rows(found, piece)
-            dw = None if dw is None else dw + (plain * found).sum(1)
-            u = u + found
+            if isinstance(found, Tensor):
+                found = kept_rows(found, piece)
+                dw = None if dw is None else dw + (plain * found).sum(1)
+                u = u + found
         b2 = self.biases[1]
         if dw is not None:
             self.put(self.dw, piece, dw if b2 is None else dw + (grad.to(self.wide) * b2[expert]).sum(1))
         return u
 
     def _of_hidden(self, dz: Tensor, piece: Piece, first: int, w13: Tensor, token: Tensor) -> None:
-        found = None
+        found: Tensor | float = 0.0
         if self.lora.w13 is not None:
             found = self.lora.w13.backward(self.x[token].to(self.dtype), dz, None, piece, first, token)
         if self.of_inputs:
             dx = grouped_product(dz, w13, piece, transposed=False)
-            self.put(self.dx, piece, dx if found is None else (dx.to(self.wide) + found).to(self.dtype))
+            self.put(self.dx, piece, (dx.to(self.wide) + found).to(self.dtype) if isinstance(found, Tensor) else dx)
 
     def _gradients(self) -> Gradients:
         wanted, call = self.wanted, self.call

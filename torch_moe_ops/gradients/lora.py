@@ -26,7 +26,8 @@ class LoraArguments(NamedTuple):
     a13 [experts, adapters * r, hidden_size], b13 [experts, rows of w13, adapters * r], a2 [experts, adapters * r2,
     intermediate_size], b2 [experts, hidden_size, adapters * r2]: any float dtype; both of a projection, or neither.
     scaling: float32 [adapters]. ids: int32 [num_tokens], each token's adapter, another number for none; None: the only
-    one, for all.
+    one, for all. merged: the weights hold the adapters already, which then add nothing, and learn as if quantizing
+    were the identity (straight-through).
     """
 
     a13: Tensor | None
@@ -35,6 +36,7 @@ class LoraArguments(NamedTuple):
     b2: Tensor | None
     scaling: Tensor
     ids: Tensor | None
+    merged: bool = False
 
 
 class Factors:
@@ -46,7 +48,7 @@ class Factors:
     def __init__(self, a: Tensor, b: Tensor, lora: LoraArguments, halves: int, size: int, x: Tensor) -> None:
         """halves, size: b has `halves` blocks of rows, padded to `size` each, if they are w13's; else a's K is."""
         self.shapes, self.adapters, self.halves = (a.shape, b.shape), lora.scaling.shape[0], halves
-        self.scaling, self.ids = lora.scaling, lora.ids
+        self.scaling, self.ids, self.merged = lora.scaling, lora.ids, lora.merged
         self.ranks = a.shape[1] // self.adapters
         dtype = product_dtype(x)
         extra = -self.ranks % _RANK_MULTIPLE if dtype == torch.bfloat16 else 0
@@ -65,15 +67,17 @@ class Factors:
         self.da = torch.zeros_like(self.a, dtype=self.wide) if a else None
         self.db = torch.zeros_like(self.b, dtype=self.wide) if b else None
 
-    def addend(self, rows: Tensor, piece: Piece, first: int, token: Tensor) -> Tensor:
+    def addend(self, rows: Tensor, piece: Piece, first: int, token: Tensor) -> Tensor | float:
         """scaling * B A row of each row: [rows, N], wide. rows: [rows, K] in the dtype of products."""
+        if self.merged:
+            return 0.0
         return grouped_product(self._down(rows, piece, first, token), self._of(self.b, piece, first), piece, True).to(
             self.wide
         )
 
     def backward(
         self, rows: Tensor, grad: Tensor, weight: Tensor | None, piece: Piece, first: int, token: Tensor
-    ) -> Tensor:
+    ) -> Tensor | float:
         """The gradient of the rows from that of the addend, which `weight` [rows, 1] does not multiply, nor the result.
 
         Adds weight * the gradients of A and B to what there is of them.
@@ -85,6 +89,8 @@ class Factors:
             self.db[first : first + b.shape[0]] += grouped_outer(grad, low, piece)
         if self.da is not None:
             self.da[first : first + b.shape[0]] += grouped_outer(through, _weighted(rows, weight), piece)
+        if self.merged:
+            return 0.0
         return grouped_product(through, self._of(self.a, piece, first), piece, False).to(self.wide)
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None]:

@@ -23,12 +23,12 @@ from torch_moe_ops.ops.backward import check_grad, like_arguments
 from torch_moe_ops.ops.bind import attach, like_a_kernel
 from torch_moe_ops.ops.checks import check_experts, check_topk
 from torch_moe_ops.ops.plan import Plan, Table, plan_of
-from torch_moe_ops.ops.run import completed, out_dtype
+from torch_moe_ops.ops.run import completed, out_dtype, run_experts
 
 OP = "moe_routed_lora"
 BACKWARD = f"{OP}_backward"
 NAMES, _DEFAULTS = arguments(OP)
-_OF_LORA = tuple(f"lora_{name}" for name in LoraArguments._fields)
+_OF_LORA = tuple(f"lora_{name}" for name in LoraArguments._fields)  # lora_merged comes last in the schema
 
 
 class _Checked(NamedTuple):
@@ -79,6 +79,9 @@ def _check_lora(op: str, found: _Checked) -> None:
             fail(op, "lora_ids", "have dtype torch.int32", lora.ids.dtype)
     elif lora.scaling.shape[0] != 1:
         fail(op, "lora_ids", f"be given for {lora.scaling.shape[0]} adapters", None)
+    if lora.merged and (lora.ids is not None or lora.scaling.shape[0] != 1):
+        got = f"{lora.scaling.shape[0]} adapters" + (" and lora_ids" if lora.ids is not None else "")
+        fail(op, "lora_merged", "be False but for one adapter of all tokens", got)
     if lora.a13 is None and lora.b13 is None and lora.a2 is None and lora.b2 is None:
         fail(op, "lora_a13", "be given, or lora_a2, with their lora_b", None)
     width = _width(op, found, sizes)
@@ -141,7 +144,9 @@ def _make(devices: bool) -> Callable[..., Tensor]:
     def impl(*args: Any, **kwargs: Any) -> Tensor:
         found = _checked(OP, _given(NAMES, _DEFAULTS, args, kwargs), devices, tracing=False)
         out = _result(found)
-        if out.shape[0]:
+        if out.shape[0] and found.lora.merged:
+            run_experts(found.call, found.plan, found.table, out)  # as without adapters, bit for bit
+        elif out.shape[0]:
             with like_a_kernel(out.device.type):
                 out.copy_(lora_layer(found.completed(), found.plan.backend, found.sizes(), found.lora))
         return out

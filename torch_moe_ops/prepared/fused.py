@@ -32,6 +32,7 @@ def fused_moe(
     out_dtype: torch.dtype | None = None,
     lora: Lora | None = None,
     lora_ids: Tensor | None = None,
+    lora_merged: bool = False,
 ) -> Tensor:
     """Router and experts: `torch.ops.moeq.<scheme>_moe`.
 
@@ -43,7 +44,7 @@ def fused_moe(
         w: made by `prepare`.
         routing: method, top_k and options.
         out_dtype: None: the dtype of unquantized hidden states, bfloat16 for packed ones.
-        lora, lora_ids: as in `fused_moe_routed`; the layer then runs as `route` and that.
+        lora, lora_ids, lora_merged: as in `fused_moe_routed`; the layer then runs as `route` and that.
 
     Returns: [num_tokens, hidden_size], or [batch, sequence, hidden_size], a new tensor. Differentiable. Traces under
         torch.compile.
@@ -62,11 +63,13 @@ def fused_moe(
         shape, rows = hidden_states.shape[:-1], _rows(hidden_states)
         scale = None if hidden_states_scale is None else _rows(hidden_states_scale)
         own: dict[str, Any] = {"out_dtype": out_dtype, "lora": lora, "lora_ids": _flat(lora_ids)}
+        own["lora_merged"] = lora_merged
         out = fused_moe(rows, _rows(router_logits), w, routing=routing, hidden_states_scale=scale, **own)
         return out.unflatten(0, shape)
     if lora is not None or lora_ids is not None:
         ids, weights = route(router_logits, routing)
         options: dict[str, Any] = {"hidden_states_scale": hidden_states_scale, "out_dtype": out_dtype}
+        options["lora_merged"] = lora_merged
         return fused_moe_routed(hidden_states, ids, weights, w, lora=lora, lora_ids=lora_ids, **options)
     tracing = _is_compiling()
     return _MONOLITHIC[w.scheme](
@@ -104,6 +107,7 @@ def fused_moe_routed(
     out: Tensor | None = None,
     lora: Lora | None = None,
     lora_ids: Tensor | None = None,
+    lora_merged: bool = False,
 ) -> Tensor:
     """Experts only, with routing that the caller supplies: `torch.ops.moeq.<scheme>_moe_routed`.
 
@@ -117,6 +121,8 @@ def fused_moe_routed(
             hidden states: `torch.ops.moeq.moe_routed_lora`, which decodes the experts as the backward pass does.
         lora_ids: [num_tokens] or [batch, sequence] int32 (int64 is converted): each token's adapter, a number that none
             has (-1) for the experts alone. None where there is one adapter, for all tokens.
+        lora_merged: w holds the adapter already (`MergeAware`): the layer runs as without it, bit for bit, and its
+            factors learn as if quantizing were the identity.
 
     Returns: [num_tokens, hidden_size], or [batch, sequence, hidden_size]; `out` where it was given.
     """
@@ -124,7 +130,7 @@ def fused_moe_routed(
         _fail_weights("fused_moe_routed", w)
     if lora is not None or lora_ids is not None:
         _check_lora(lora, hidden_states_scale, out)
-        return _routed_with_lora(hidden_states, topk_ids, topk_weights, w, lora, lora_ids, out_dtype)
+        return _routed_with_lora(hidden_states, topk_ids, topk_weights, w, lora, lora_ids, out_dtype, lora_merged)
     if isinstance(hidden_states, Tensor) and hidden_states.ndim > 2:
         return _routed_of_rows(hidden_states, topk_ids, topk_weights, w, hidden_states_scale, out_dtype, out)
     args = (
@@ -175,6 +181,7 @@ def _routed_with_lora(
     lora: Any,
     lora_ids: Tensor | None,
     out_dtype: torch.dtype | None,
+    merged: bool,
 ) -> Tensor:
     """fused_moe_routed with adapters."""
     ids, weights, of_tokens = _rows(topk_ids), _rows(topk_weights), _flat(lora_ids)
@@ -187,6 +194,7 @@ def _routed_with_lora(
         lora,
         _int32(of_tokens) if of_tokens is not None and of_tokens.dtype == torch.int64 else of_tokens,
         out_dtype,
+        merged,
     )
     return result.unflatten(0, hidden_states.shape[:-1]) if hidden_states.ndim > 2 else result
 

@@ -81,6 +81,7 @@ def run_with_lora(
     lora: Lora,
     lora_ids: Tensor | None,
     out_dtype: torch.dtype | None,
+    merged: bool,
 ) -> Tensor:
     """`torch.ops.moeq.moe_routed_lora` on prepared weights. Arguments as `fused_moe_routed` passes them to its op."""
     scaling = lora.scaling
@@ -104,6 +105,7 @@ def run_with_lora(
         w.router_weight_on_input,
         w.weight_policy,
         out_dtype,
+        merged,
     )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from torch_moe_ops.prepared.fused import fused_moe_routed
 from torch_moe_ops.prepared.lora import Lora
+from torch_moe_ops.prepared.merge_aware import MergeAware
 from torch_moe_ops.prepared.prepared_weights import PreparedWeights
 from torch_moe_ops.prepared.restoring import restored_views
 from torch_moe_ops.transformers.adapters import is_adapted
@@ -27,16 +28,19 @@ from torch_moe_ops.weights.merge_lora import merge_lora
 
 _ACTIVE = "moeq_active_lora"  # attribute of a module in a forward pass: {parameter: factors}
 _DTYPE = "moeq_lora_dtype"
+_MERGED = "moeq_merge_aware"
 
 
 class Factors(NamedTuple):
-    """What PEFT adds to one parameter: B @ A of each expert, A [experts, r, in] and B [experts, out, r], scaled."""
+    """What PEFT adds to one parameter: scaling * B @ A of each expert, A [experts, r, in] and B [experts, out, r]."""
 
     a: Tensor
     b: Tensor
+    scaling: float
+    sources: tuple[Tensor, ...]  # PEFT's matrices
 
 
-def prepare_for_peft(model: Any) -> Any:
+def prepare_for_peft(model: Any, *, merge_aware: bool = False) -> Any:
     """Let PEFT put LoRA on the packed experts of a transformers model. Before `get_peft_model` or `PeftModel`.
 
     `target_parameters` are named as in the unquantized model: "mlp.experts.gate_up_proj", "mlp.experts.down_proj".
@@ -46,6 +50,9 @@ def prepare_for_peft(model: Any) -> Any:
 
     Args:
         model: has packed experts (`register`, `attach_experts`, `quantize_model`). May be called again.
+        merge_aware: run the experts with the active adapter merged and quantized, in training too, so that what was
+            trained is what `merge_and_unload` leaves, bit for bit (`moe.MergeAware`: at most one active adapter, twice
+            the packed weights, experts quantized after every step).
 
     Returns: the model.
     Raises:
@@ -65,7 +72,17 @@ def prepare_for_peft(model: Any) -> Any:
     dtype = _dtype_of(model)
     for found in packed:
         _show_parameters(found, dtype)
+        if not merge_aware:
+            _as_it_was(found.module)
+        elif _MERGED not in found.module.__dict__:
+            found.module.__dict__[_MERGED] = MergeAware(_weights_of(found.module))
     return model
+
+
+def _as_it_was(module: Any) -> None:
+    merged: MergeAware | None = module.__dict__.pop(_MERGED, None)
+    if merged is not None:
+        merged.update()
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
@@ -102,10 +119,14 @@ class _Shown:
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         active: dict[str, Factors] = self.__dict__.get(_ACTIVE) or {}
+        merged: MergeAware | None = self.__dict__.get(_MERGED)
+        if merged is not None:
+            adapters = [_lora_of(self, {name: factors}) for name, factors in active.items()]
+            merged.update(*adapters, sources=[t for factors in active.values() for t in factors.sources])
         if not active:
             return super().forward(hidden_states, top_k_index, top_k_weights)  # type: ignore[misc,no-any-return]
-        lora = Lora(scaling=1.0, **_operands(self, active))
-        return fused_moe_routed(hidden_states, top_k_index, top_k_weights, _weights_of(self), lora=lora)
+        lora, options = _lora_of(self, active), dict[str, Any](lora_merged=merged is not None)
+        return fused_moe_routed(hidden_states, top_k_index, top_k_weights, _weights_of(self), lora=lora, **options)
 
 
 class _Gated(_Shown):
@@ -146,24 +167,28 @@ def _shape_alone(module: Any, name: str) -> Tensor:
     return one.expand(w.num_local_experts, *shape)
 
 
-def _operands(module: Any, active: dict[str, Factors]) -> dict[str, Tensor]:
+def _lora_of(module: Any, active: dict[str, Factors]) -> Lora:
+    """The adapters of a module's parameters as the op takes them."""
+    scalings = {factors.scaling for factors in active.values()}
+    scaling = scalings.pop() if len(scalings) == 1 else 1.0
     named: dict[str, Tensor] = {}
     for name, factors in active.items():
-        which = "2" if name == "down_proj" else "13"
-        b = factors.b
+        which, b = ("2" if name == "down_proj" else "13"), factors.b
         if which == "13" and module.has_gate and not module.is_concatenated:
             b = torch.cat((b[:, 0::2], b[:, 1::2]), 1)
-        named |= {f"a{which}": factors.a, f"b{which}": b}
-    return named
+        named |= {f"a{which}": factors.a, f"b{which}": b if factors.scaling == scaling else b * factors.scaling}
+    return Lora(**named, scaling=scaling)
 
 
 def _factors_of(wrapper: Any, adapters: list[str]) -> Factors:
     """The sum of several adapters: their ranks side by side, B scaled."""
     found = []
     for adapter in adapters:
-        a, b = from_peft(wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight, wrapper.num_experts)
-        found.append(Factors(a, b * wrapper.scaling[adapter]))
-    return Factors(torch.cat([f.a for f in found], 1), torch.cat([f.b for f in found], 2))
+        sources = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
+        found.append(Factors(*from_peft(*sources, wrapper.num_experts), wrapper.scaling[adapter], sources))
+    if len(found) == 1:
+        return found[0]
+    return Factors(torch.cat([f.a for f in found], 1), torch.cat([f.b * f.scaling for f in found], 2), 1.0, ())
 
 
 def _packed(wrapper: Any) -> Any:
@@ -200,6 +225,8 @@ def _instead(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[.
 def _activate_lora(wrapper: Any, module: Any, active_adapters: list[str]) -> Iterator[None]:
     """While it lasts, the module runs these adapters."""
     adapters = [name for name in active_adapters or () if name in wrapper.lora_A]
+    if len(adapters) > 1 and _MERGED in module.__dict__:
+        raise ValueError(f"merge_aware: at most one adapter must be active, got {adapters}")
     before = module.__dict__.get(_ACTIVE)
     if adapters:
         module.__dict__[_ACTIVE] = {**(before or {}), wrapper.parameter_name: _factors_of(wrapper, adapters)}
@@ -218,9 +245,9 @@ def _merge(wrapper: Any, module: Any, safe_merge: bool = False, adapter_names: l
     if not names:
         return
     w = _weights_of(module)
-    factors = {wrapper.parameter_name: _factors_of(wrapper, names)}
-    operands = {name: t.to(w.device, torch.float32) for name, t in _operands(module, factors).items()}
-    w.update_(merge_lora(restored_views(w), **operands, scaling=1.0))
+    _as_it_was(module)
+    lora = _lora_of(module, {wrapper.parameter_name: _factors_of(wrapper, names)}).to(w.device)
+    w.update_(merge_lora(restored_views(w), lora.a13, lora.b13, lora.a2, lora.b2, scaling=float(lora.scaling)))
     wrapper.merged_adapters.extend(names)
 
 

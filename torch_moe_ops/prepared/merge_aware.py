@@ -1,0 +1,79 @@
+"""MergeAware: prepared weights that are always what merging an adapter would make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torch_moe_ops.prepared.lora import Lora
+from torch_moe_ops.prepared.prepared_weights import PreparedWeights
+from torch_moe_ops.prepared.restoring import restore
+from torch_moe_ops.weights.merge_lora import merge_lora
+
+
+class MergeAware:
+    """Keeps prepared weights at Q(W + scaling * B @ A) while A and B learn; Q: the quantizer of `merge_lora`.
+
+    Then what is trained is what a merged checkpoint computes, bit for bit:
+
+        merge_aware = moe.MergeAware(w)
+        for batch in batches:
+            merge_aware.update(lora)
+            y = moe.fused_moe_routed(x, ids, weights, w, lora=lora, lora_merged=True)
+            ...
+
+    Args:
+        w: what is kept so, in place: its addresses do not change. Its values now are the W of every merge.
+
+    Memory: a second time the packed weights. Time: `update` decodes and quantizes every expert that changed.
+    """
+
+    def __init__(self, w: PreparedWeights) -> None:
+        self.w, self.base = w, restore(w)
+        self._seen: list[tuple[Tensor, int, float]] | None = []
+
+    @torch.no_grad()
+    def update(self, *adapters: Lora, sources: Sequence[Tensor] = ()) -> bool:
+        """Merge these adapters into the base, each in its turn; without any, take the base back.
+
+        Nothing happens, and the result is False, where no factor was written to since the last call. sources: what the
+        factors are made of anew for each call, which then tells.
+
+        Raises: ValueError for a stack of several adapters, and of `merge_lora`.
+        """
+        now = [version for adapter in adapters for version in _versions(adapter, sources)]
+        if self._seen is not None and _same(now, self._seen):
+            return False
+        raw, self._seen = self.base, None
+        for adapter in adapters:
+            named = {name: getattr(adapter, name) for name in ("a13", "b13", "a2", "b2")}
+            found = {name: t.detach().to(raw.device) for name, t in named.items() if t is not None}
+            raw = merge_lora(raw, **found, scaling=_scaling(adapter))
+        self.w.update_(raw)
+        self._seen = now
+        return True
+
+
+def _versions(adapter: Lora, sources: Sequence[Tensor]) -> list[tuple[Tensor, int, float]]:
+    """The factors, which stay alive so that no other tensor gets their addresses, and how often each was written to."""
+    scaling = _scaling(adapter)
+    factors = sources or (adapter.a13, adapter.b13, adapter.a2, adapter.b2)
+    return [(t.detach(), t._version, scaling) for t in factors if t is not None]
+
+
+def _same(now: list[tuple[Tensor, int, float]], seen: list[tuple[Tensor, int, float]]) -> bool:
+    return len(now) == len(seen) and all(
+        a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and rest == before
+        for (a, *rest), (b, *before) in zip(now, seen, strict=True)
+    )
+
+
+def _scaling(adapter: Lora) -> float:
+    scaling = adapter.scaling
+    if not isinstance(scaling, Tensor):
+        return scaling
+    if scaling.numel() != 1:
+        raise ValueError(f"MergeAware: lora must be a single adapter, got {scaling.numel()}")
+    return scaling.item()
