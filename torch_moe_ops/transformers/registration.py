@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from torch_moe_ops.transformers.implementation import register_implementation
@@ -12,7 +13,8 @@ def register(*, input_scales: bool = True, **prepare_options: Any) -> None:
 
     That goes for every format that `load_experts` reads: ModelOpt, compressed-tensors, FP8 in tiles, MXFP4 of
     gpt-oss, GPTQ, AWQ. Other quantized linears of such a checkpoint are dequantized while they are loaded. Models
-    without quantized experts are loaded as before. Also makes experts_implementation="moeq" known.
+    without quantized experts are loaded as before. Also makes experts_implementation="moeq" known, and, from
+    transformers 5.21 on, ep_implementation="moeq" of its DistributedConfig (expert_parallel.py).
 
     May be called again; models that are loaded afterwards use the arguments of the last call.
 
@@ -38,6 +40,10 @@ def register(*, input_scales: bool = True, **prepare_options: Any) -> None:
             f"register: quant_method {MODELOPT!r} belongs to {other.__module__}.{other.__qualname__} already"
         )
     register_implementation()
+    with contextlib.suppress(ImportError):  # transformers before 5.21 has no such interface
+        from torch_moe_ops.transformers.expert_parallel import register_expert_parallel
+
+        register_expert_parallel()
     intercept_quantizers()
     AUTO_QUANTIZATION_CONFIG_MAPPING[MODELOPT] = CheckpointConfig
     AUTO_QUANTIZER_MAPPING[MODELOPT] = PackedExperts
