@@ -393,5 +393,5 @@ def _turned(ep: moe.ExpertParallel) -> list[tuple[int, ...]]:
 
 QUICK = (uneven_tokens, all_to_one_rank, odd_ids, capacities, replicas, rebalancing, fused, ascending_order, refusals)
 SLOW = (schemes, hidden_dtypes, two_layers, explained, config_driven, meshes, compiled)
-ON_GPUS = (uneven_tokens, all_to_one_rank, odd_ids, replicas, rebalancing, fused, hidden_dtypes, two_layers)
+ON_GPUS = (uneven_tokens, all_to_one_rank, odd_ids, replicas, rebalancing, fused, two_layers)
 CASES: dict[str, Callable[[World], None]] = {f.__name__: f for f in (*QUICK, *SLOW, tensor_parallel)}

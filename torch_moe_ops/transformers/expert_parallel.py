@@ -73,11 +73,9 @@ class MoeqEP(EPImplementation):  # type: ignore[misc]
 
     def _of_local_experts(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Partial results: of other ranks' experts, transformers' experts skip the id num_local_experts."""
-        local = ids - self._rank * self.num_local_experts
-        others = (local < 0) | (local >= self.num_local_experts)
-        return self.experts_forward(
-            x, local.masked_fill(others, self.num_local_experts), weights.masked_fill(others, 0)
-        )
+        local = ids - self._rank * self._experts
+        others = (local < 0) | (local >= self._experts)
+        return self.experts_forward(x, local.masked_fill(others, self._experts), weights.masked_fill(others, 0))
 
     def _most(self, x: Tensor) -> int:
         """Rows of the rank that has most of them; 1 at least."""

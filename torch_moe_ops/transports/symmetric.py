@@ -37,14 +37,13 @@ def prepare_buffers(group: Any, device: torch.device) -> None:
         return
     import torch.distributed._symmetric_memory as symmetric
 
-    with torch.cuda.device(device):
+    with torch.cuda.device(device), torch.inference_mode(False):
         size = torch.ops.moeq_C.ep_p2p_buffer_bytes()
         own = symmetric.empty(size, dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device()))
         handle = symmetric.rendezvous(own, group)
-        with torch.inference_mode(False):
-            own.zero_()
-            parts = [handle.get_buffer(r, (size,), torch.uint8) for r in range(dist.get_world_size(group))]
-            addresses = torch.tensor([part.data_ptr() for part in parts], dtype=torch.int64, device=device)
+        own.zero_()
+        parts = [handle.get_buffer(r, (size,), torch.uint8) for r in range(dist.get_world_size(group))]
+        addresses = torch.tensor([part.data_ptr() for part in parts], dtype=torch.int64, device=device)
         # No rank may write into a buffer before it is zero.
         torch.cuda.synchronize()
         dist.barrier(group, device_ids=[torch.cuda.current_device()])
