@@ -1,0 +1,67 @@
+"""benchmarks/predict_expert_parallel.py: its formula on numbers that are made up to follow it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import predict_expert_parallel as predict
+
+START, RATE = 12.0, 150_000.0  # us, bytes a us
+TOKENS = (1, 64, 4096)
+
+
+def exchange_of(m: int) -> float:
+    return START + 2 * m * 4096 / RATE
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> predict.Measured:
+    """One GPU takes 2 us a token, two ranks' local ops a tenth more than half of it."""
+    path = tmp_path / "lines.jsonl"
+    lines = [{"gpu": "x"}, {"shape": "qwen3_30b", "backend": "y"}]
+    for m in TOKENS:
+        us = {
+            "one gpu": 4.0 * m,
+            "local op": 2.2 * m,
+            "total, nccl bfloat16": 9.0,
+            "exchange, nccl bfloat16": exchange_of(m),
+        }
+        lines.append({"shape": "qwen3_30b", "m": m, "ranks": 2, "us": us})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return predict.read(path)[0]
+
+
+def test_start_and_rate_are_found(measured: predict.Measured) -> None:
+    line = predict.line_of(measured, "nccl")
+    assert line.start == pytest.approx(START) and line.rate == pytest.approx(RATE)
+
+
+@pytest.mark.parametrize("m", TOKENS)
+def test_two_ranks_are_what_was_measured(measured: predict.Measured, m: int) -> None:
+    us, efficiency = predict.predict(measured, "nccl", 2, m)
+    assert us == pytest.approx(2.2 * m + exchange_of(m))
+    assert efficiency == pytest.approx(2 * m / us)
+
+
+def test_more_ranks_and_hosts(measured: predict.Measured) -> None:
+    m, row = 64, 4096
+    assert predict.one_gpu(measured, 8 * m) == pytest.approx(2 * 8 * m)  # between what was measured
+    assert predict.one_gpu(measured, 8 * 4096) == pytest.approx(2 * 8 * 4096)  # and beyond
+    us, _ = predict.predict(measured, "nccl", 8, m)
+    assert us == pytest.approx(2.2 * m + START + 7 * 2 * m * row / RATE)
+    us, _ = predict.predict(measured, "nccl", 32, m)
+    assert us == pytest.approx(2.2 * m + 3 * START + 24 * 2 * m * row / predict.NETWORK)
+    assert "nccl, 32 ranks (4 hosts)" in predict.table(measured)[0]
+
+
+def test_lines_of_other_ranks_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text(json.dumps({"shape": "qwen3_30b", "m": 1, "ranks": 4, "us": {}}) + "\n")
+    with pytest.raises(ValueError, match="must be of 2 ranks, got 4"):
+        predict.read(path)
