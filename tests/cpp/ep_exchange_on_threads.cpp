@@ -1,0 +1,160 @@
+// Random exchanges between ranks of transport "p2p", on the CPU: usage: PROGRAM SEED CALLS. Status 1: a wrong byte.
+//
+// Every rank makes its calls one after the other, without waiting for the others but in the kernels; counters start
+// just before or long after they pass 2^32. Built by tests/expert_parallel/test_p2p_protocol.py, which adapts the
+// headers.
+#include <cstdlib>
+#include <memory>
+#include <vector>
+
+#include "cuda_on_threads.h"
+//
+#include "combine.cuh"
+#include "dispatch.cuh"
+
+using namespace moeq::ep;
+
+namespace {
+
+constexpr uint64_t kLimit = 5'000'000'000;  // ns
+constexpr uint8_t kUntouched = 0xee;
+
+struct Call {
+  int rows, top_k, hidden, scale_bytes;
+  std::vector<int> tokens;  // of each rank
+};
+
+uint8_t byte_of_row(int call, int rank, int segment, int64_t i) {
+  return static_cast<uint8_t>(call * 131 + rank * 37 + segment * 17 + i * 7 + (i >> 8) * 3);
+}
+
+float partial_value(int call, int rank, int64_t i) {
+  return static_cast<float>((call * 13 + rank * 7 + i % 101) % 64) / 8 - 3.0f;
+}
+
+template <class Args, class Kernel>
+void launch(const Args& args, Kernel kernel) {
+  std::vector<std::thread> threads;
+  std::vector<std::unique_ptr<Block>> blocks;
+  for (unsigned b = 0; b < args.share.blocks(); ++b) {
+    blocks.push_back(std::make_unique<Block>(kBlockThreads));
+    for (unsigned t = 0; t < kBlockThreads; ++t) {
+      threads.emplace_back([&args, kernel, b, t, of = blocks.back().get()] {
+        threadIdx.x = t;
+        blockIdx.x = b;
+        block = of;
+        be_late();
+        kernel(args);
+      });
+    }
+  }
+  for (auto& thread : threads) {
+    thread.join();
+  }
+}
+
+int64_t wrong_dispatch(const Call& call, int number, Ranks ranks) {
+  const int64_t row_bytes[kSegments] = {call.top_k * 4, call.top_k * 4, call.hidden * 2, call.scale_bytes};
+  std::vector<std::vector<uint8_t>> given(kSegments), received(kSegments);
+  DispatchArgs args{{}, ranks, Share(1, 1), static_cast<uint32_t>(call.tokens[ranks.rank])};
+  int64_t vectors = 0;
+  for (int s = 0; s < kSegments; ++s) {
+    const int64_t bytes = args.tokens * row_bytes[s], part = call.rows * row_bytes[s];
+    given[s].resize(bytes + 16);
+    for (int64_t i = 0; i < bytes; ++i) {
+      given[s][i] = byte_of_row(number, ranks.rank, s, i);
+    }
+    received[s].assign(ranks.size * part + 16, kUntouched);
+    args.segments[s] = {given[s].data(), received[s].data(), row_bytes[s], part, vectors, s == 0 ? 0xffffffffu : 0};
+    vectors += (part + 15) / 16;
+  }
+  args.share = Share(vectors, kStepVectors);
+  launch(args, [](const DispatchArgs& a) { dispatch_kernel(a); });
+  int64_t wrong = 0;
+  for (int s = 0; s < kSegments; ++s) {
+    const int64_t part = call.rows * row_bytes[s];
+    for (int64_t i = 0; i < ranks.size * part + 16; ++i) {
+      const int rank = part ? static_cast<int>(i / part) : ranks.size;
+      uint8_t want = s == 0 ? 0xff : 0;
+      if (rank >= ranks.size) {
+        want = kUntouched;
+      } else if (i % part < call.tokens[rank] * row_bytes[s]) {
+        want = byte_of_row(number, rank, s, i % part);
+      }
+      wrong += received[s][i] != want;
+    }
+  }
+  return wrong;
+}
+
+template <int most_ranks>
+void launch_combine(CombineArgs args, int64_t vectors) {
+  args.share = Share(vectors, Step<most_ranks>::kVectors);
+  launch(args, [](const CombineArgs& a) { combine_kernel<moeq::Float32, most_ranks>(a); });
+}
+
+int64_t wrong_combine(const Call& call, int number, Ranks ranks) {
+  const int64_t part = static_cast<int64_t>(call.rows) * call.hidden, mine = call.tokens[ranks.rank] * call.hidden;
+  std::vector<float> partial(ranks.size * part), out(mine + 8, -99.0f);
+  for (size_t i = 0; i < partial.size(); ++i) {
+    partial[i] = partial_value(number, ranks.rank, static_cast<int64_t>(i));
+  }
+  const CombineArgs args{reinterpret_cast<uint4*>(partial.data()), out.data(), mine, Out::kFloat32, ranks, Share(1, 1)};
+  const int64_t vectors = part / 4;
+  ranks.size <= 2   ? launch_combine<2>(args, vectors)
+  : ranks.size <= 4 ? launch_combine<4>(args, vectors)
+                    : launch_combine<8>(args, vectors);
+  int64_t wrong = 0;
+  for (int64_t i = 0; i < mine + 8; ++i) {
+    float want = i < mine ? 0.0f : -99.0f;
+    for (int rank = 0; i < mine && rank < ranks.size; ++rank) {
+      want += partial_value(number, rank, ranks.rank * part + i);
+    }
+    wrong += out[i] != want;
+  }
+  return wrong;
+}
+
+}  // namespace
+
+int main(int, char** argv) {
+  std::mt19937 random(std::atoi(argv[1]));
+  const auto below = [&random](int n) { return static_cast<int>(random() % n); };
+  const int size = 2 + below(4), number_of_calls = std::atoi(argv[2]);
+  std::vector<Buffer*> buffers;
+  std::vector<int64_t> addresses;
+  const bool wraps = below(2);
+  for (int rank = 0; rank < size; ++rank) {
+    buffers.push_back(static_cast<Buffer*>(std::calloc(1, sizeof(Buffer))));
+    addresses.push_back(reinterpret_cast<int64_t>(buffers.back()));
+    for (auto& of_phase : buffers.back()->rounds) {
+      for (auto& round : of_phase) {
+        round = wraps ? 0xfffffff8u : 0;
+      }
+    }
+  }
+  std::vector<Call> calls;
+  for (int c = 0; c < number_of_calls; ++c) {
+    Call call{1 + below(9), 1 + below(8), 8 * (1 + below(40)), below(3) ? 1 + below(20) : 0, {}};
+    for (int rank = 0; rank < size; ++rank) {
+      call.tokens.push_back(below(call.rows + 1));
+    }
+    calls.push_back(call);
+  }
+  std::atomic<int64_t> wrong = 0;
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < size; ++rank) {
+    ranks.emplace_back([&, rank] {
+      for (int c = 0; c < number_of_calls; ++c) {
+        const Ranks group{addresses.data(), rank, size, kLimit};
+        wrong += wrong_dispatch(calls[c], c, group);
+        wrong += wrong_combine(calls[c], c, group);
+      }
+    });
+  }
+  for (auto& rank : ranks) {
+    rank.join();
+  }
+  std::printf("%d ranks, %lld wrong\n", size, static_cast<long long>(wrong));
+  return wrong != 0;
+}
