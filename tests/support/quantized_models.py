@@ -284,17 +284,31 @@ MORE_ARCHITECTURES: dict[str, dict[str, Any]] = {
         "index_n_heads": 2,
         "index_head_dim": 16,
     },
+    "dbrx": {
+        "d_model": 64,  # what its other configs take from it is taken before `hidden_size` is understood
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "jetmoe": {**_SPARSE, "kv_channels": 16},
 }
 
 REFUSED_FORMAT = "ModelOpt NVFP4"
 # Those whose experts this library does not run: named otherwise, or not run through transformers' experts interface.
 REFUSED: dict[str, dict[str, Any]] = {
-    "jetmoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16, "num_key_value_heads": 2},
+    "longcat_flash": {
+        **_LATENT,
+        "ffn_hidden_size": 96,
+        "expert_ffn_hidden_size": 32,
+        "n_routed_experts": 4,
+        "zero_expert_num": 2,
+        "moe_topk": 2,
+    },
 }
 
-_LINEAR = re.compile(r"\.layers\..+(_proj|experts\.\d+\.w[123])\.weight$")
+_LINEAR = re.compile(r"\.(layers|blocks)\..+(_proj|Wqkv|experts\.\d+\.w[123])\.weight$")
 
 
+_DBRX = re.compile(r"\.experts\.mlp\.(w1|v1|w2)$")
 _FUSED = re.compile(r"\.(gate_up_proj|down_proj|input_linear|output_linear)(\.weight)?$")
 
 
@@ -355,6 +369,13 @@ def _matrices(name: str, tensor: Tensor, experts: bool) -> list[tuple[str, Tenso
 
     Experts in one tensor are split into single ones, as the tools do that write such checkpoints.
     """
+    if dbrx := _DBRX.search(name):
+        # Rows of all experts below each other; ModelOpt makes linears of them.
+        single = tensor.unflatten(0, (4, -1)) if experts else ()
+        root = f"{name[: dbrx.start(1)]}{dbrx[1]}_linear"
+        return [(f"{root}.{e}", matrix.T if dbrx[1] == "w2" else matrix) for e, matrix in enumerate(single)]
+    if ".self_attention.experts." in name:  # JetMoe's attention, which is no gated layer
+        return []
     fused = _FUSED.search(name)
     if tensor.ndim == 3 and fused and experts:
         root = f"{name[: fused.start()].removesuffix('.experts')}.experts"

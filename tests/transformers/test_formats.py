@@ -38,9 +38,11 @@ def logits(model: Any, ids: Tensor = IDS) -> Tensor:
 
 
 def packed_layers(model: Any) -> int:
-    """Layers of experts, all of which must hold packed weights and no parameters."""
+    """Layers of experts, all of which must hold packed weights and none of their own."""
     modules = find_experts(model)
-    assert all(not list(found.module.parameters()) for found in modules)
+    # JetMoe's module of experts holds its router and a bias too.
+    left = [name for found in modules for name, _ in found.module.named_parameters()]
+    assert set(left) <= {"bias", "router.layer.weight"}
     assert all(hasattr(found.module, "moeq_weights") for found in modules)
     return len(modules)
 
@@ -109,7 +111,7 @@ def test_logits_of_checkpoints_that_other_tools_wrote(name: str) -> None:
 @pytest.mark.parametrize("architecture", REFUSED)
 def test_refusals_name_their_reason(architecture: str, tmp_path: Path) -> None:
     written = write_model(tmp_path, architecture, REFUSED_FORMAT)
-    reason = r"must (name the experts of|run its experts through the experts interface).* layers \[0, 1\]"
+    reason = r"must (name the experts of|run its experts through the experts interface).* layers \[0"
     with pytest.raises(ValueError, match=reason):
         load(written.quantized)
 
@@ -144,7 +146,7 @@ def test_static_cache_and_one_graph(name: str) -> None:
     assert relative_l2(compiled(expected["input_ids"]), expected["logits_dequant"]) < F32
 
 
-@pytest.mark.parametrize("architecture", ["llama4_text", "granitemoe"])
+@pytest.mark.parametrize("architecture", ["llama4_text", "granitemoe", "dbrx"])
 def test_static_cache_and_one_graph_of_other_blocks(architecture: str, tmp_path: Path) -> None:
     if architecture == "llama4_text" and transformers.__version__.startswith("5.17."):
         pytest.skip("generate of Llama 4 with a static cache fails in transformers 5.17 itself")

@@ -60,15 +60,62 @@ def test_the_accuracy_is_that_of_prepare_and_stays_when_a_model_moves(accuracy: 
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "nemotron_h", "granitemoe", "llama4_text"]
+    "name",
+    ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "nemotron_h", "granitemoe", "llama4_text", "dbrx", "jetmoe"],
 )
 def test_unquantized_weights_give_the_logits_of_the_model(name: str) -> None:
     model = random_model(name)
     want = logits(model)
     prepared = moeq_transformers.quantize_model(model, "none")
     assert prepared and {w.scheme for w in prepared.values()} == {"none"}
-    assert all(not list(found.module.parameters()) for found in find_experts(model))
+    # JetMoe's module of experts holds its router and a bias too.
+    assert all(p.ndim < 3 for found in find_experts(model) for p in found.module.parameters())
     assert relative_l2(logits(model), want) < F32
+
+
+def test_what_records_router_logits_hears_of_them() -> None:
+    """JetMoe's routers are not called where nobody listens."""
+    model = random_model("jetmoe")
+    options = {"input_ids": IDS, "use_cache": False, "output_router_logits": True}
+    with torch.no_grad():
+        want = model(**options).router_logits
+        moeq_transformers.quantize_model(model, "none")
+        got = model(**options).router_logits
+    assert len(got) == len(want) >= 4
+    assert all(relative_l2(here, there) < F32 for here, there in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("name", ["dbrx", "jetmoe"])
+def test_copies_of_adapted_models_run_and_are_not_written(name: str, tmp_path: Path) -> None:
+    model = random_model(name)
+    moeq_transformers.quantize_model(model, "nvfp4")
+    assert torch.equal(logits(copy.deepcopy(model)), logits(model))
+    assert model.num_parameters() == random_model(name).num_parameters()
+    with pytest.raises(ValueError, match="must be of a class whose packed experts other tools have names for, got"):
+        model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="must hold two weights of all experts, got 0"):
+        moeq_transformers.quantize_model(model)
+
+
+def test_jetmoe_is_quantized_while_it_is_loaded(tmp_path: Path) -> None:
+    model = random_model("jetmoe")
+    model.save_pretrained(tmp_path)
+    moeq_transformers.register()
+    config = moeq_transformers.MoeqConfig(scheme="nvfp4")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    loaded = load(tmp_path, quantization_config=config, dtype=torch.float32)
+    moeq_transformers.quantize_model(model, "nvfp4")
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_dbrx_is_not_quantized_while_it_is_loaded(tmp_path: Path) -> None:
+    """Its files hold the rows of all experts below each other."""
+    random_model("dbrx").save_pretrained(tmp_path)
+    moeq_transformers.register()
+    with pytest.raises(ValueError, match=r"layer 0: unused tensor transformer.blocks.0.ffn.experts.mlp.v1 and 2 more"):
+        transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path, quantization_config=moeq_transformers.MoeqConfig(scheme="nvfp4")
+        )
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4", "mxfp4", "mxfp8", "fp8", "fp8_block", "int8", "int4"])
@@ -86,6 +133,20 @@ def test_schemes_give_the_logits_of_dequantized_weights(name: str, scheme: str) 
         found.module.down_proj.data = w2.mT if found.module.is_transposed else w2
     assert relative_l2(logits(model), logits(oracle)) < F32
     assert 1e-4 < relative_l2(logits(model), before) < 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_backends_are_told_of_float16(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Not every backend takes such hidden states. Models in float32 may be cast later."""
+    said = dtype if dtype == torch.float16 else None
+    prepared = moeq_transformers.quantize_model(random_model("qwen3_moe").to(dtype), "nvfp4")
+    assert {w.problem.dtype for w in prepared.values()} == {said}
+    random_model("qwen3_moe").save_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.from_pretrained(tmp_path), dtype=dtype
+    )
+    attached = moeq_transformers.attach_experts(model, tmp_path, scheme="nvfp4")
+    assert {w.problem.dtype for w in attached.values()} == {said}
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -140,6 +140,30 @@ def test_ids_are_exactly_those_of_the_torch_router(name: str, dtype: torch.dtype
     assert relative_l2(our_weights[~tied], weights[~tied]) < (F32 if dtype == torch.float32 else 4e-3)
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe", "granitemoe", "gpt_oss"])
+def test_of_equal_logits_the_lower_id_is_chosen(name: str, everywhere: None) -> None:
+    """torch.topk takes any of them. The values that are chosen are the same, so the weights are too."""
+    model = make(name)
+    moeq_transformers.quantize_model(model, "none")
+    if name in NEWER or _in_block(model):
+        pytest.skip(f"this release of transformers chooses experts in the MoE block of {name}")
+    router = routers_of(model)[-1].to(torch.bfloat16)
+    router.weight.data[1:] = router.weight.data[0]  # all experts alike but the last
+    router.weight.data[-1] *= 1.5
+    if router._parameters.get("bias") is not None:
+        router.bias.data.zero_()
+    hidden = torch.randn(200, router.weight.shape[1], generator=torch.Generator().manual_seed(2)).bfloat16()
+    with torch.no_grad():
+        logits, weights, ids = router(hidden)
+        _, their_weights, _ = routers._original(type(router))(router, hidden)
+    top_k, last = ids.shape[1], logits.shape[1] - 1
+    best = (logits[:, last] > logits[:, 0])[:, None]
+    lowest = torch.arange(top_k).expand(200, -1)
+    with_last = torch.cat((torch.tensor([last]), torch.arange(top_k - 1))).expand(200, -1)
+    assert torch.equal(ids.long().sort(-1).values, torch.where(best, with_last, lowest).sort(-1).values)
+    assert relative_l2(weights.sort(-1).values, their_weights.float().sort(-1).values) < 4e-3
+
+
 def test_what_was_replaced_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "torch_moe_ops")
     moeq_transformers.quantize_model(tiny_model("qwen3_moe"), "none")

@@ -5,7 +5,9 @@ Two layouts exist, under any prefix and with any module between the layer and it
     ...layers.<n>.<module>.experts.<e>.<projection>.<part>     one module per expert
     ...layers.<n>.<module>.experts.<projection>[_.]<part>      all experts of a layer in one tensor
 
-Granite calls the second one `block_sparse_moe.input_linear.<part>` and `block_sparse_moe.output_linear.<part>`.
+Granite calls the second one `block_sparse_moe.input_linear.<part>` and `block_sparse_moe.output_linear.<part>`, JetMoe
+`mlp.input_linear.<part>`. DBRX has transformer.blocks.<n>.ffn.experts.mlp.<projection>_linear.<e>.<part> for the first
+one, as ModelOpt splits it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,11 @@ from torch_moe_ops.files.errors import CheckpointError
 
 _PER_EXPERT = re.compile(r"([0-9]+)\.(gate_up_proj|gate_proj|up_proj|down_proj|w1|w2|w3)\.(.+)")
 _FUSED = re.compile(r"(gate_up_proj|gate_proj|up_proj|down_proj|input_linear|output_linear)(?:[._](.+))?")
-_GRANITE = "block_sparse_moe"
+_DBRX = re.compile(r"mlp\.(w1|v1|w2)_linear\.([0-9]+)\.(.+)")
+# Granite's and JetMoe's.
+_AROUND_LINEARS = ("block_sparse_moe", "mlp")
+# Of JetMoe, whose attention has experts too: each of them is a pair of projections without an activation.
+_ATTENTION = "self_attention"
 # DeepSeek-V4 keeps its prediction layers under mtp.<n>, beside layers.<n>.
 _LAYERS = ("layers", "mtp")
 _MTP_COMPONENTS = frozenset({"mtp", "mtp_layers", "nextn"})
@@ -32,6 +38,7 @@ _PROJECTIONS = {
     "down_proj": "down",
     "w1": "gate",
     "w3": "up",
+    "v1": "up",
     "w2": "down",
     "input_linear": "gate_up",
     "output_linear": "down",
@@ -76,10 +83,12 @@ class ExpertLayer:
 
     def add(self, rest: str, name: str) -> None:
         """File one tensor under its expert, projection and part."""
-        per_expert = _PER_EXPERT.fullmatch(rest)
+        per_expert, dbrx = _PER_EXPERT.fullmatch(rest), _DBRX.fullmatch(rest)
         fused = None if per_expert else _FUSED.fullmatch(rest)
         if per_expert:
             expert, projection, part = int(per_expert[1]), per_expert[2], per_expert[3]
+        elif dbrx:
+            expert, projection, part = int(dbrx[2]), dbrx[1], dbrx[3]
         elif fused:
             expert, projection, part = None, fused[1], fused[2] or "weight"
         else:
@@ -111,8 +120,10 @@ def find_layers(names: Iterable[str], num_hidden_layers: int | None = None) -> l
         if start is None:
             continue
         module = ".".join(pieces[: start + 2])
+        if pieces[start + 2] == _ATTENTION:
+            continue
         if "experts" in pieces[start + 2 : -1] or _is_granite(pieces):
-            end = pieces.index(_GRANITE if _is_granite(pieces) else "experts", start + 2)
+            end = pieces.index(pieces[-3] if _is_granite(pieces) else "experts", start + 2)
             root = ".".join(pieces[: end + 1])
             if root not in layers:
                 layers[root] = ExpertLayer(root, int(pieces[start + 1]))
@@ -129,13 +140,18 @@ def find_layers(names: Iterable[str], num_hidden_layers: int | None = None) -> l
 
 
 def _is_granite(pieces: list[str]) -> bool:
-    return len(pieces) > 2 and pieces[-3] == _GRANITE and pieces[-2] in ("input_linear", "output_linear")
+    return len(pieces) > 2 and pieces[-3] in _AROUND_LINEARS and pieces[-2] in ("input_linear", "output_linear")
+
+
+def _is_dbrx(pieces: list[str], i: int) -> bool:
+    """Elsewhere blocks are parts of vision towers."""
+    return i > 0 and pieces[i - 1] == "transformer" and pieces[i] == "blocks" and pieces[i + 2] == "ffn"
 
 
 def _layer_start(pieces: list[str]) -> int | None:
-    """Where `layers.<n>.` begins that something follows."""
+    """Where `layers.<n>.`, or what stands for it, begins that something follows."""
     for i, piece in enumerate(pieces[:-2]):
-        if piece in _LAYERS and pieces[i + 1].isascii() and pieces[i + 1].isdigit():
+        if (piece in _LAYERS or _is_dbrx(pieces, i)) and pieces[i + 1].isascii() and pieces[i + 1].isdigit():
             return i
     return None
 

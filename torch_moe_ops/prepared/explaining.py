@@ -99,4 +99,4 @@ def _of_raw(raw: RawWeights, backend: str | None, settings: dict[str, Any]) -> E
     swiglu = (given["swiglu_alpha"], given["swiglu_beta"], given["swiglu_limit"])
     plain = settings_of(raw, swiglu=swiglu, **{name: given[name] for name in same})
     requested = check_requested(requested_backend(backend or given["backend"]))
-    return explain_problem(problem_of(raw, plain, device, given["accuracy"]), requested)
+    return explain_problem(problem_of(raw, plain, device, given["accuracy"], given["dtype"]), requested)

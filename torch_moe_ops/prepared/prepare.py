@@ -9,6 +9,7 @@ import torch
 from torch_moe_ops.backends.explain import requested_backend, select
 from torch_moe_ops.backends.slow import warn_of_reference
 from torch_moe_ops.core.problem import STANDARD
+from torch_moe_ops.core.schemes import FLOATS
 from torch_moe_ops.prepared.posed import to_text
 from torch_moe_ops.prepared.prepared_weights import PreparedWeights
 from torch_moe_ops.prepared.problem import problem_of, settings_of, share_of
@@ -32,6 +33,7 @@ def prepare(
     router_weight_on_input: bool = False,
     weight_policy: str = "exact",
     accuracy: str = STANDARD,
+    dtype: torch.dtype | None = None,
 ) -> PreparedWeights:
     """Choose a backend for a layer and bring its weights into that backend's layout. Once per layer.
 
@@ -54,6 +56,8 @@ def prepare(
             also those whose measured distance from the oracle is at most 1.1 times that of the kernels that the field
             runs on such weights, where they are measured to be faster. Results then differ by that distance from
             those of "strict", never by another activation format or weight policy. `explain` says both of backends.
+        dtype: of the hidden states, where that is known: "auto" then takes a backend that takes them. Unquantized
+            experts take hidden states of their own dtype, whatever is said here.
 
     Warns, once for a device and a reason, where "auto" has nothing but `reference`, which is slow.
 
@@ -62,6 +66,8 @@ def prepare(
             problem; the message then holds the whole `explain` table. So with accuracy "strict" and a backend by
             name (or MOEQ_BACKEND) that is not strict.
     """
+    if dtype not in (None, *FLOATS):
+        raise ValueError(f"prepare: dtype must be None or one of {[str(known) for known in FLOATS]}, got {dtype}")
     target = torch.device(device) if device is not None else raw.device
     if parallel is not None:
         raw, num_experts, local_expert_offset = share_of(raw, parallel, num_experts, local_expert_offset)
@@ -75,7 +81,7 @@ def prepare(
         router_weight_on_input=router_weight_on_input,
         weight_policy=weight_policy,
     )
-    problem, requested = problem_of(raw, settings, target, accuracy), requested_backend(backend)
+    problem, requested = problem_of(raw, settings, target, accuracy, dtype), requested_backend(backend)
     chosen = select(problem, requested)
     if requested == "auto" and chosen.name == "reference":
         warn_of_reference(problem, stacklevel=3)  # of the caller, beyond no_grad's wrapper

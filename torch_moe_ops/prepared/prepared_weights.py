@@ -50,7 +50,7 @@ class PreparedWeights(PreparedFields):
 
     def options(self) -> dict[str, Any]:
         """What makes `prepare` do the same again, beside the weights, the backend and the device."""
-        return {**self.plain_options(), "accuracy": self.accuracy}
+        return {**self.plain_options(), "accuracy": self.accuracy, "dtype": self.problem.dtype}
 
     def update_(self, raw: RawWeights) -> PreparedWeights:
         """Take over new raw weights of the same sizes in place: no tensor changes its address.

@@ -76,8 +76,17 @@ def settings_of(
     }
 
 
-def problem_of(raw: RawWeights, settings: Mapping[str, Any], device: torch.device, accuracy: str) -> Problem:
-    """The problem that a layer poses on a device, to be solved as accurately as is said."""
+def problem_of(
+    raw: RawWeights,
+    settings: Mapping[str, Any],
+    device: torch.device,
+    accuracy: str,
+    dtype: torch.dtype | None = None,
+) -> Problem:
+    """The problem that a layer poses on a device, to be solved as accurately as is said.
+
+    dtype: of the hidden states, where it is known; that of unquantized experts is.
+    """
     static = settings["act_format"] in SCHEMES[raw.scheme].static_acts
     scales = [s for s in (raw.a13_input_scale, raw.a2_input_scale) if s is not None and static]
     kind = "none" if not scales else "expert" if any(s.ndim for s in scales) else "tensor"
@@ -93,7 +102,7 @@ def problem_of(raw: RawWeights, settings: Mapping[str, Any], device: torch.devic
     return Problem(
         **{name: settings[name] for name in shared},
         **device_fields(device),
-        dtype=raw.w13.dtype if raw.scheme == "none" else None,
+        dtype=raw.w13.dtype if raw.scheme == "none" else dtype,
         has_bias=raw.w13_bias is not None or raw.w2_bias is not None,
         per_half_alphas=raw.w13_scale_2 is not None and raw.w13_scale_2.shape[1] == 2,
         input_scale=kind,

@@ -41,7 +41,7 @@ def update(w: PreparedFields, raw: RawWeights) -> None:
             got = f"{tuple(tensor.shape)} {tensor.dtype}"
             raise ValueError(f"update_: {name} must be {expected} as prepared, got {got}")
     old_problem = problem_of_prepared(w)
-    _check_problem(old_problem, problem_of(raw, settings, w.device, old_problem.accuracy))
+    _check_problem(old_problem, problem_of(raw, settings, w.device, old_problem.accuracy, old_problem.dtype))
     for name, tensor in new.items():
         old[name].copy_(tensor)
 

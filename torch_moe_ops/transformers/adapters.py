@@ -1,67 +1,146 @@
 """MoE blocks of transformers that keep the experts interface out of reach: given one, class by class.
 
-Llama 4 runs every expert on every token, which its routing weight has multiplied before. Its blocks get a forward that
-runs the chosen expert alone, where their experts are packed; otherwise they run as before.
+An adapted module has the attributes that the interface gives others, and says where its own weights are. Its class gets
+a forward that runs packed experts where a module holds some, and is what it was for all others.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torch_moe_ops.prepared.fused import fused_moe_routed
+from torch_moe_ops.transformers.adapted_forwards import dbrx, jetmoe, llama4
+from torch_moe_ops.transformers.experts import HOLDER
 
-_LLAMA4 = "Llama4TextExperts"
+_ADAPTER = "moeq_adapter"
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """How a class of experts is run packed.
+
+    Args:
+        experts: name of the class whose modules hold the weights of all experts.
+        forward: of a module whose experts are packed: of that class, or of the block around it.
+        weights: gate and up rows [num_experts, 2 * intermediate, hidden], and [num_experts, hidden, intermediate].
+        own: names of parameters or modules that packed experts take the place of.
+        activation: name of the module that computes the activation.
+        is_transposed: as use_experts_implementation says it of modules that have the interface.
+        of_block: whether `forward` is that of the block around.
+        prepare_options: options of `prepare` that the module asks for, beside those that a caller gives.
+        written: whether `save_pretrained` can write it: whether other tools have names for such quantized experts.
+    """
+
+    experts: str
+    forward: Callable[..., Any]
+    weights: Callable[[Any], tuple[Tensor, Tensor]]
+    own: tuple[str, ...]
+    activation: str
+    is_transposed: bool = False
+    of_block: bool = False
+    prepare_options: dict[str, Any] = field(default_factory=dict)
+    written: bool = True
+
+
+def _llama4_weights(experts: Any) -> tuple[Tensor, Tensor]:
+    return experts.gate_up_proj.mT, experts.down_proj.mT
+
+
+def _dbrx_weights(experts: Any) -> tuple[Tensor, Tensor]:
+    """Of matrices that have the rows of all experts below each other; the second one is not transposed."""
+    mlp = experts.mlp
+    gate, up, down = (w.unflatten(0, (experts.num_experts, -1)) for w in (mlp.w1, mlp.v1, mlp.w2))
+    return torch.cat((gate, up), 1), down.mT
+
+
+def _jetmoe_weights(experts: Any) -> tuple[Tensor, Tensor]:
+    return experts.input_linear.weight, experts.output_linear.weight
+
+
 # What use_experts_implementation says of modules that have the interface.
-_INTERFACE = {"is_transposed": True, "is_concatenated": True, "has_gate": True, "has_bias": False}
-# Options of `prepare` that an adapted module asks for, beside those that a caller gives.
-PREPARE_OPTIONS = "moeq_prepare_options"
+_INTERFACE = {"is_concatenated": True, "has_gate": True, "has_bias": False}
+_ADAPTERS = {
+    adapter.experts: adapter
+    for adapter in (
+        Adapter(
+            experts="Llama4TextExperts",
+            forward=llama4,
+            weights=_llama4_weights,
+            own=("gate_up_proj", "down_proj"),
+            activation="act_fn",
+            is_transposed=True,
+            of_block=True,
+            prepare_options={"router_weight_on_input": True},
+        ),
+        Adapter(
+            experts="DbrxExperts",
+            forward=dbrx,
+            weights=_dbrx_weights,
+            own=("mlp",),
+            activation="mlp.activation_fn",
+            written=False,
+        ),
+        Adapter(
+            experts="JetMoeMoE",
+            forward=jetmoe,
+            weights=_jetmoe_weights,
+            own=("input_linear", "output_linear"),
+            activation="activation",
+            written=False,
+        ),
+    )
+}
 
 
 def adapt(block: nn.Module, experts: Any) -> bool:
     """Make a module of experts one that `find_experts` knows. Whether it is of a class that needs that.
 
     Args:
-        block: the module that `experts` belongs to, whose class gets another forward.
+        block: the module that `experts` belongs to.
 
     Raises: ValueError for a routing that the op does not have.
     """
-    if type(experts).__name__ != _LLAMA4:
+    adapter = _ADAPTERS.get(type(experts).__name__)
+    if adapter is None or not type(experts).__module__.startswith("transformers.models."):
         return False
-    if block.top_k != 1:
-        raise ValueError(f"{_LLAMA4}: num_experts_per_tok must be 1 to multiply tokens by weights, got {block.top_k}")
-    experts.__dict__.update(_INTERFACE)
-    experts.__dict__[PREPARE_OPTIONS] = {"router_weight_on_input": True}
-    kind: Any = type(block)
+    if adapter.prepare_options.get("router_weight_on_input") and block.top_k != 1:
+        raise ValueError(
+            f"{adapter.experts}: num_experts_per_tok must be 1 to multiply tokens by weights, got {block.top_k}"
+        )
+    if _ADAPTER not in experts.__dict__:
+        # Not by __setattr__, which would make the activation a second child.
+        activation = functools.reduce(getattr, adapter.activation.split("."), experts)
+        said = _INTERFACE | {"is_transposed": adapter.is_transposed, "act_fn": activation}
+        experts.__dict__.update(said | {_ADAPTER: adapter.experts})
+    _replace_forward(type(block if adapter.of_block else experts), adapter)
+    return True
+
+
+def _replace_forward(kind: Any, adapter: Adapter) -> None:
     theirs = kind.forward
     if hasattr(theirs, "moeq_original"):
-        return True
+        return
 
     @functools.wraps(theirs)
-    def forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        holder = getattr(self.experts, "moeq_weights", None)
-        if holder is None:
-            return theirs(self, hidden_states)  # type: ignore[no-any-return]
-        return _llama4(self, hidden_states, holder)
+    def forward(self: Any, *given: Any, **named: Any) -> Any:
+        holder = getattr(self.experts if adapter.of_block else self, HOLDER, None)
+        return theirs(self, *given, **named) if holder is None else adapter.forward(self, holder, *given, **named)
 
     forward.moeq_original = theirs  # type: ignore[attr-defined]
     kind.forward = forward
-    return True
+
+
+def adapter_of(experts: nn.Module) -> Adapter | None:
+    """Of a module that runs without transformers' experts interface; None of others."""
+    name = experts.__dict__.get(_ADAPTER)
+    return None if name is None else _ADAPTERS[name]
 
 
 def is_adapted(experts: nn.Module) -> bool:
     """Whether the module runs without transformers' experts interface."""
-    return PREPARE_OPTIONS in experts.__dict__
-
-
-def _llama4(block: Any, hidden_states: Tensor, holder: Any) -> tuple[Tensor, Tensor]:
-    """Shared and routed experts, and the router's logits."""
-    rows = hidden_states.reshape(-1, block.hidden_dim)
-    logits = nn.Linear.forward(block.router, rows)
-    top, ids = torch.topk(logits, block.top_k, dim=1)
-    # Rounded to the model's dtype as there: the weights multiply tokens of that dtype.
-    weights = torch.sigmoid(top.float()).to(top.dtype)
-    return block.shared_expert(rows) + fused_moe_routed(rows, ids, weights, holder.prepared), logits
+    return adapter_of(experts) is not None

@@ -16,7 +16,7 @@ from torch_moe_ops.files.errors import PATH_LENGTH, short
 from torch_moe_ops.prepared.prepare import prepare
 from torch_moe_ops.prepared.prepared_weights import PreparedWeights
 from torch_moe_ops.transformers.act_formats import AUTO, Choices, chosen_act_format, stored_act_format
-from torch_moe_ops.transformers.adapters import PREPARE_OPTIONS, is_adapted
+from torch_moe_ops.transformers.adapters import adapter_of, is_adapted
 from torch_moe_ops.transformers.experts import IMPLEMENTATION, ExpertWeights
 from torch_moe_ops.transformers.implementation import register_implementation
 from torch_moe_ops.transformers.linears import check_linears_loaded
@@ -90,6 +90,7 @@ def attach_to(
 ) -> dict[str, PreparedWeights]:
     """attach_experts for modules that were found before; `scheme` quantizes experts that a checkpoint does not."""
     register_implementation()
+    prepare_options = known_dtype(model) | prepare_options
     attached, choices = {}, Choices()
     quantization = open_checkpoint(path).model.quantization
     for found in track(modules, "experts"):
@@ -109,6 +110,14 @@ def attach_to(
     return attached
 
 
+def known_dtype(model: Any) -> dict[str, Any]:
+    """`dtype` of `prepare` for a float16 model, whose hidden states not every backend takes.
+
+    One in float32 is not told: it may be cast later, and on a GPU only the slowest backend takes it as it is.
+    """
+    return {"dtype": torch.float16} if model.dtype == torch.float16 else {}
+
+
 def set_implementation(model: Any, modules: list[ExpertsModule]) -> None:
     """Let the model's experts interface, where it has one, run packed experts."""
     if not all(is_adapted(found.module) for found in modules):
@@ -118,7 +127,9 @@ def set_implementation(model: Any, modules: list[ExpertsModule]) -> None:
 def attach_raw(found: ExpertsModule, raw: RawWeights, device: torch.device, **prepare_options: Any) -> PreparedWeights:
     """Prepare one layer and give it to its module, whose own parameters are dropped once everything fits."""
     _check_sizes(found, raw)
-    w = prepare(raw, device=device, **getattr(found.module, PREPARE_OPTIONS, {}), **prepare_options)
+    adapter = adapter_of(found.module)
+    own_options = {} if adapter is None else adapter.prepare_options
+    w = prepare(raw, device=device, **own_options, **prepare_options)
     _check_activation(found, w)
     remove_parameters(found.module)
     found.module.moeq_weights = ExpertWeights(w)

@@ -13,7 +13,7 @@ from torch_moe_ops.checkpoints.writing import WrittenFormat, format_of
 from torch_moe_ops.checkpoints.writing_config import hf_quant_config, quantization_config
 from torch_moe_ops.checkpoints.writing_layer import layer_tensors
 from torch_moe_ops.prepared.restoring import restored_views
-from torch_moe_ops.transformers.adapters import is_adapted
+from torch_moe_ops.transformers.adapters import adapter_of, is_adapted
 from torch_moe_ops.transformers.dequantize import own_conversions
 from torch_moe_ops.transformers.experts import HOLDER
 from torch_moe_ops.transformers.linears import stored_dtype
@@ -76,6 +76,12 @@ def _check(model: Any, modules: list[ExpertsModule]) -> None:
     for found in modules:
         if not hasattr(found.module, HOLDER):
             raise ValueError(f"save_pretrained: {found.name} must hold packed experts like others, got its own weights")
+        adapter = adapter_of(found.module)
+        if adapter is not None and not adapter.written:
+            raise ValueError(
+                f"save_pretrained: {found.name} must be of a class whose packed experts other tools have names for, "
+                f"got {adapter.experts} (torch.save and state_dict keep them)"
+            )
         w = getattr(found.module, HOLDER).prepared
         if w.num_local_experts != w.num_experts:
             raise ValueError(

@@ -85,7 +85,8 @@ def packed_settings(config: Any) -> dict[str, Any] | None:
 
 def _has_experts(config: Any) -> bool:
     scopes = (config.to_dict(), config.get_text_config(decoder=True).to_dict())
-    return any(scope.get(key) for scope in scopes for key in NUM_EXPERTS)
+    nested = [scope["ffn_config"] for scope in scopes if isinstance(scope.get("ffn_config"), dict)]  # of DBRX
+    return any(scope.get(key) for scope in (*scopes, *nested) for key in NUM_EXPERTS)
 
 
 def _older_modelopt(config: Any) -> dict[str, Any] | None:

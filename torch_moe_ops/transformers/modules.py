@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_moe_ops.transformers.adapters import adapt
+from torch_moe_ops.transformers.adapters import adapt, adapter_of
 
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|blocks)\.(\d+)\.")
 # Parameters of an experts module are named after these: the weights, their biases, and scales of FP8 weights.
 _WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 
@@ -29,7 +29,7 @@ class ExpertsModule:
 def find_experts(model: nn.Module) -> list[ExpertsModule]:
     """Every module of the model that goes through the experts interface of transformers, or is made to (adapters.py).
 
-    Raises ValueError for one outside `layers.<n>.`, whose experts could not be found in a checkpoint.
+    Raises ValueError for one outside `layers.<n>.` or `blocks.<n>.`, whose experts could not be found in a checkpoint.
     """
     found = []
     for name, module in model.named_modules():
@@ -39,7 +39,7 @@ def find_experts(model: nn.Module) -> list[ExpertsModule]:
             continue
         numbers = _LAYER.findall(f"{name}.")
         if not numbers:
-            raise ValueError(f"find_experts: module {name} must lie in layers.<n>")
+            raise ValueError(f"find_experts: module {name} must lie in layers.<n> or blocks.<n>")
         found.append(ExpertsModule(name, int(numbers[-1]), module, _sizes(module)))
     return found
 
@@ -50,6 +50,10 @@ def _sizes(module: Any) -> tuple[int, int, int] | None:
     if attached is not None:
         w = attached.prepared
         return w.num_experts, w.hidden_size, w.intermediate_size
+    adapter = adapter_of(module)
+    if adapter is not None:
+        w13, w2 = adapter.weights(module)
+        return w13.shape[0], w13.shape[2], w2.shape[2]
     down = getattr(module, "down_proj", None)
     if down is None or down.ndim != 3:
         return None
@@ -60,6 +64,10 @@ def _sizes(module: Any) -> tuple[int, int, int] | None:
 
 
 def remove_parameters(module: nn.Module) -> None:
-    """Drop the module's own weights and what belongs to them."""
+    """Drop the module's own weights and what belongs to them, where they are there."""
+    adapter = adapter_of(module)
+    for name in adapter.own if adapter is not None else ():
+        if hasattr(module, name):
+            delattr(module, name)
     for name in [name for name in module._parameters if name.startswith(_WEIGHTS)]:
         del module._parameters[name]

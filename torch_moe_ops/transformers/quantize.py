@@ -11,7 +11,9 @@ from torch_moe_ops.checkpoints.model_config import activation_fields, parse_conf
 from torch_moe_ops.checkpoints.progress import track
 from torch_moe_ops.core.schemes import FLOATS
 from torch_moe_ops.prepared.prepared_weights import PreparedWeights
-from torch_moe_ops.transformers.attach import attach_raw, set_implementation
+from torch_moe_ops.transformers.adapters import adapter_of
+from torch_moe_ops.transformers.attach import attach_raw, known_dtype, set_implementation
+from torch_moe_ops.transformers.experts import HOLDER
 from torch_moe_ops.transformers.implementation import register_implementation
 from torch_moe_ops.transformers.modules import ExpertsModule, find_experts
 from torch_moe_ops.transformers.routers import replace_routers
@@ -51,6 +53,7 @@ def quantize_model(
     for found in modules:
         _check_weights(found)
     register_implementation()
+    prepare_options = known_dtype(model) | prepare_options
     config = parse_config(model.config.to_dict(), {})
     done = {}
     for found in track(modules, "quantizing experts"):
@@ -65,7 +68,7 @@ def quantize_model(
 
 
 def _check_weights(found: ExpertsModule) -> None:
-    weights = [p for p in found.module._parameters.values() if p is not None and p.ndim == 3]
+    weights = [p for p in _own_weights(found.module) if p.ndim == 3]
     if len(weights) != 2:
         raise ValueError(f"quantize_model: {found.name} must hold two weights of all experts, got {len(weights)}")
     for weight in weights:
@@ -74,18 +77,30 @@ def _check_weights(found: ExpertsModule) -> None:
             raise ValueError(f"quantize_model: weights of {found.name} must be loaded floats, got {got}")
 
 
+def _own_weights(module: Any) -> list[Tensor]:
+    """None where packed experts have taken their place."""
+    adapter = adapter_of(module)
+    if adapter is None:
+        return [p for p in module._parameters.values() if p is not None]
+    return [] if hasattr(module, HOLDER) else list(adapter.weights(module))
+
+
 @torch.no_grad()
 def _quantized(found: ExpertsModule, scheme: str, fields: dict[str, Any]) -> RawWeights:
     module = found.module
+    adapter = adapter_of(module)
     first = "gate_up_proj" if module.has_gate else "up_proj"
-    w13, w2 = getattr(module, first).detach(), module.down_proj.detach()
-    if module.is_transposed:
-        w13, w2 = w13.mT, w2.mT
+    if adapter is not None:
+        w13, w2 = adapter.weights(module)
+    else:
+        w13, w2 = getattr(module, first), module.down_proj
+        if module.is_transposed:
+            w13, w2 = w13.mT, w2.mT
     biases = {}
     if module.has_bias:
         biases["w13_bias"] = _gate_then_up(module, getattr(module, f"{first}_bias").detach())
         biases["w2_bias"] = module.down_proj_bias.detach()
-    w13, w2 = _gate_then_up(module, w13).contiguous(), w2.contiguous()
+    w13, w2 = _gate_then_up(module, w13.detach()).contiguous(), w2.detach().contiguous()
     return quantize_experts(w13, w2, scheme, source=found.name, **biases, **fields)
 
 

@@ -27,7 +27,7 @@ from torch_moe_ops.transformers.placement import release, reserve
 
 MODELOPT = "modelopt"
 # Expert tensors are loaded by load_experts, the scales of a quantized cache by nobody.
-_NOT_LOADED_HERE = (r"\.experts\.", r"\.(?:[kv]_scale|output_scale)$")
+_NOT_LOADED_HERE = (r"\.experts\.", r"\.mlp\.(?:input|output)_linear\.", r"\.(?:[kv]_scale|output_scale)$")
 _log = logging.getLogger(__name__)
 
 
