@@ -33,10 +33,12 @@ from torch_moe_ops.prepared.merge_aware import MergeAware
 from torch_moe_ops.prepared.prepare import prepare
 from torch_moe_ops.prepared.prepared_weights import PreparedWeights
 from torch_moe_ops.prepared.restoring import restore
+from torch_moe_ops.prepared.shared_experts import append_shared_experts
 from torch_moe_ops.routing.options import Routing
 from torch_moe_ops.weights.merge_lora import merge_lora
 from torch_moe_ops.weights.quantize_experts import dequantize_experts, quantize_experts
 from torch_moe_ops.weights.raw_weights import RawWeights
+from torch_moe_ops.weights.shared_experts import with_shared_experts
 
 __all__ = [
     "CheckpointError",
@@ -49,6 +51,7 @@ __all__ = [
     "RawWeights",
     "Routing",
     "__version__",
+    "append_shared_experts",
     "config",
     "dequantize_experts",
     "dequantize_fp8",
@@ -77,4 +80,5 @@ __all__ = [
     "route",
     "swizzle_scale",
     "unswizzle_scale",
+    "with_shared_experts",
 ]

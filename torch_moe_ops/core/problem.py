@@ -20,7 +20,8 @@ class Problem:
     `input_scale` is "none" (weight-only or dynamic), "tensor" or "expert". `constants` are the activation's
     alpha, beta and limit where they are not (1, 0, infinity). `weight_scales` says of fp8 weights what shares
     a scale: "tensor" (a matrix), "half" (of w13) or "channel"; of int8: "channel" or "group"; of int4: what
-    `int4_scales_of` says. `accuracy`: one of ACCURACIES.
+    `int4_scales_of` says. `accuracy`: one of ACCURACIES. `num_shared_experts`: how many of the experts, the last ones,
+    every token goes to; kernels see no difference.
 
     Raises ValueError for another accuracy.
     """
@@ -46,6 +47,7 @@ class Problem:
     constants: tuple[float, float, float] | None = None
     weight_scales: str | None = None
     accuracy: str = STANDARD
+    num_shared_experts: int = 0
 
     def __post_init__(self) -> None:
         if self.accuracy not in ACCURACIES:

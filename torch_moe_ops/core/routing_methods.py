@@ -196,6 +196,24 @@ def size_problem(num_experts: int, top_k: int, n_group: int, topk_group: int, ha
     return None
 
 
+def shared_problem(method_name: str, top_k: int, num_shared_experts: int, weights: Tensor | None) -> Problem | None:
+    """What is wrong with experts that every token goes to, beside those that are chosen."""
+    method, most = METHODS[method_name], MAX_TOP_K - top_k
+    if not 0 <= num_shared_experts <= most:
+        return "num_shared_experts", f"be in [0, {most}] with top_k={top_k}", num_shared_experts
+    if num_shared_experts and method.max_top_k == 1:  # its weight goes on the input, of which there is one
+        return "num_shared_experts", f"be 0 for {method_name!r}", num_shared_experts
+    if weights is None:
+        return None
+    if not num_shared_experts:
+        return "shared_expert_weights", "be None unless num_shared_experts is at least 1", weights.shape
+    if weights.dtype not in LOGIT_DTYPES:
+        return "shared_expert_weights", f"have dtype in {[str(d) for d in LOGIT_DTYPES]}", weights.dtype
+    if weights.dim() != 2 or weights.shape[1] != num_shared_experts:
+        return "shared_expert_weights", f"have shape [num_tokens, {num_shared_experts}]", weights.shape
+    return None
+
+
 def _unless(requirement: str, method: RoutingMethod, capability: str) -> str:
     """The requirement on an option that `method` cannot use, and which methods can."""
     users = [m.name for m in METHODS.values() if getattr(m, capability)]

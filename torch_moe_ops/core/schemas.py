@@ -121,7 +121,8 @@ _LORA_GRADIENTS = ", ".join(
 SCHEMAS: dict[str, str] = {
     "route": (
         "(Tensor router_logits, Tensor? routing_bias, str routing_method, int top_k, "
-        f"{_METHOD}) -> (Tensor topk_ids, Tensor topk_weights)"
+        f"{_METHOD}, int num_shared_experts=0, Tensor? shared_expert_weights=None) -> "
+        "(Tensor topk_ids, Tensor topk_weights)"
     ),
     "quantize_nvfp4": "(Tensor x, Tensor gscale) -> (Tensor codes, Tensor scale)",
     "quantize_mxfp4": '(Tensor x, str rule="rceil") -> (Tensor codes, Tensor scale)',

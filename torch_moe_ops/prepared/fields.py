@@ -54,6 +54,7 @@ class PreparedFields:
     w2: Tensor
     raw: str = "%7B%7D"  # URL-quoted JSON, as is `posed`
     posed: str = ""
+    num_shared_experts: int = 0
 
     def __post_init__(self) -> None:
         texts = (text_of(self.swiglu_alpha), text_of(self.swiglu_beta), text_of(self.swiglu_limit))

@@ -11,6 +11,7 @@ from torch_moe_ops.core.schemas import FAMILIES
 from torch_moe_ops.core.schemes import SCHEMES
 from torch_moe_ops.prepared.lora import Lora, run_with_lora
 from torch_moe_ops.prepared.prepared_weights import PreparedWeights
+from torch_moe_ops.prepared.shared_experts import check_columns
 from torch_moe_ops.routing.options import Routing
 from torch_moe_ops.weights.raw_weights import RawWeights
 
@@ -33,16 +34,20 @@ def fused_moe(
     lora: Lora | None = None,
     lora_ids: Tensor | None = None,
     lora_merged: bool = False,
+    shared_expert_weights: Tensor | None = None,
 ) -> Tensor:
-    """Router and experts: `torch.ops.moeq.<scheme>_moe`.
+    """Router and experts: `torch.ops.moeq.<scheme>_moe`; where `w` has shared experts, `route` and then
+    `torch.ops.moeq.<scheme>_moe_routed`.
 
     Args:
         hidden_states: [num_tokens, hidden_size] bfloat16, float16 or float32; or packed as
             `w.act_format` stores them, with hidden_states_scale in the linear layout. [batch, sequence, hidden_size],
             or more dimensions, are taken as they come.
-        router_logits: [num_tokens, num_experts] or [batch, sequence, num_experts], any float dtype.
+        router_logits: [num_tokens, num_experts] or [batch, sequence, num_experts], any float dtype. Shared experts
+            have no column.
         w: made by `prepare`.
         routing: method, top_k and options.
+        shared_expert_weights: as in `route`, [num_tokens or batch, sequence, w.num_shared_experts or 1]; None: 1.
         out_dtype: None: the dtype of unquantized hidden states, bfloat16 for packed ones.
         lora, lora_ids, lora_merged: as in `fused_moe_routed`; the layer then runs as `route` and that.
 
@@ -59,6 +64,12 @@ def fused_moe(
             "fused_moe: routing.method must be 'llama4' where router_weight_on_input was prepared "
             f"(use route and fused_moe_routed otherwise), got {routing.method!r}"
         )
+    if w.num_shared_experts or shared_expert_weights is not None:
+        check_columns(router_logits, w)
+        ids, weights = _route_rows(router_logits, routing, w.num_shared_experts, shared_expert_weights)
+        given: dict[str, Any] = {"hidden_states_scale": hidden_states_scale, "out_dtype": out_dtype}
+        given |= {"lora": lora, "lora_ids": lora_ids, "lora_merged": lora_merged}
+        return fused_moe_routed(hidden_states, ids, weights, w, **given)
     if isinstance(hidden_states, Tensor) and hidden_states.ndim > 2:
         shape, rows = hidden_states.shape[:-1], _rows(hidden_states)
         scale = None if hidden_states_scale is None else _rows(hidden_states_scale)
@@ -114,7 +125,8 @@ def fused_moe_routed(
     Args:
         hidden_states, hidden_states_scale, w, out_dtype: as in `fused_moe`.
         topk_ids: [num_tokens, top_k] or [batch, sequence, top_k] int32 (int64 is converted), global expert ids; an id
-            outside [w.local_expert_offset, + w.num_local_experts) contributes nothing.
+            outside [w.local_expert_offset, + w.num_local_experts) contributes nothing. Shared experts of `w` are
+            experts as any other here: `route` and `append_shared_experts` make columns of them.
         topk_weights: like topk_ids, float32 (other float dtypes are converted), final multipliers.
         out: a contiguous buffer for the result that shares memory with no argument.
         lora: adapters beside the experts, which learn where they require a gradient; without `out`, on unquantized
@@ -230,10 +242,27 @@ def _fail_routing(function: str, routing: Any) -> NoReturn:
     raise TypeError(f"{function}: routing must be a Routing (a method, a top_k and options), got {routing!r}")
 
 
-def route(router_logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    """topk_ids int32 and topk_weights float32, both [num_tokens, top_k]: `torch.ops.moeq.route`."""
+def route(
+    router_logits: Tensor,
+    routing: Routing,
+    *,
+    num_shared_experts: int = 0,
+    shared_expert_weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """topk_ids int32 and topk_weights float32, both [num_tokens, top_k]: `torch.ops.moeq.route`.
+
+    Args:
+        router_logits: [num_tokens, num_experts].
+        routing: method, top_k and options.
+        num_shared_experts: experts that every token goes to, with ids from num_experts on, as many as the weights of
+            the layer have (`w.num_shared_experts`). Each gets a column behind the top_k, 32 columns at most in all.
+        shared_expert_weights: [num_tokens, num_shared_experts], or [num_tokens, 1] for all of them, bfloat16, float16
+            or float32: what their results are multiplied by, such as the sigmoid of a gate. Differentiable. None: 1.
+    """
     if not isinstance(routing, Routing):
         _fail_routing("route", routing)
+    if shared_expert_weights is not None and num_shared_experts > 1 and shared_expert_weights.shape[-1] == 1:
+        shared_expert_weights = shared_expert_weights.expand(-1, num_shared_experts)
     return torch.ops.moeq.route(
         router_logits,
         routing.bias,
@@ -243,4 +272,14 @@ def route(router_logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         routing.topk_group,
         routing.constant_factor() if _is_compiling() else routing.routed_scaling_factor,
         routing.renormalize,
+        num_shared_experts,
+        shared_expert_weights,
     )
+
+
+def _route_rows(router_logits: Tensor, routing: Routing, shared: int, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`route` with any number of dimensions in front."""
+    ids, gates = route(_rows(router_logits), routing, num_shared_experts=shared, shared_expert_weights=_rows(weights))
+    if isinstance(router_logits, Tensor) and router_logits.ndim > 2:
+        return tuple(t.unflatten(0, router_logits.shape[:-1]) for t in (ids, gates))  # type: ignore[return-value]
+    return ids, gates

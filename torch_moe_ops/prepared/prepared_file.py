@@ -75,6 +75,9 @@ def _check_settings(file: str, fields: Mapping[str, Any]) -> None:
         if not lowest <= size <= _MAX_SIZE or size % step:
             text = f"be in {lowest}..{_MAX_SIZE}" + (f" and a multiple of {step}" if step > 1 else "")
             raise CheckpointError(f"{file}: {name} must {text}, got {short(size)}")
+    shared, local = fields.get("num_shared_experts", 0), fields["num_local_experts"]
+    if not 0 <= shared < local:
+        raise CheckpointError(f"{file}: num_shared_experts must be in 0..{local - 1}, got {short(shared)}")
     try:
         resolve_constants(fields["activation"], *(fields[f"swiglu_{name}"] for name in ("alpha", "beta", "limit")))
     except ValueError as error:

@@ -28,6 +28,7 @@ class PreparedWeights(PreparedFields):
     `update_` are exact; no op reads them.
 
     num_experts: the global count; num_local_experts of them, from local_expert_offset on, are here.
+    num_shared_experts: how many of those that are here, the last ones, every token goes to (see `with_shared_experts`).
     hidden_size, intermediate_size: logical, before any padding by the layout.
     raw: what else RawWeights said (activation, constants, source, dtypes of the biases).
     posed: what else the problem said, and the backend that was asked for; see `problem`, `requested`, `accuracy`.

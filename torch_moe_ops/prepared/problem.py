@@ -54,6 +54,9 @@ def settings_of(
     total = needed if num_experts is None else num_experts
     if total < needed:
         raise ValueError(f"prepare: num_experts must be at least {needed} (offset + local experts), got {total}")
+    if router_weight_on_input and raw.num_shared_experts:
+        text = "be False where there are shared experts: a token's input has one weight for all of its experts"
+        raise ValueError(f"prepare: router_weight_on_input must {text}, got True")
     # Constants without an activation (a quant config has none) are for the one that is named here.
     said = (raw.swiglu_alpha, raw.swiglu_beta, raw.swiglu_limit)
     said = said if raw.activation in (None, name) else (None, None, None)
@@ -66,6 +69,7 @@ def settings_of(
         "weight_policy": weight_policy,
         "num_experts": total,
         "num_local_experts": raw.num_experts,
+        "num_shared_experts": raw.num_shared_experts,
         "local_expert_offset": local_expert_offset,
         "hidden_size": raw.hidden_size,
         "intermediate_size": raw.intermediate_size,
@@ -97,6 +101,7 @@ def problem_of(
         "weight_policy",
         "num_experts",
         "num_local_experts",
+        "num_shared_experts",
     )
     shared += ("local_expert_offset", "hidden_size", "intermediate_size", "router_weight_on_input")
     return Problem(

@@ -43,13 +43,14 @@ def restore(w: PreparedFields) -> RawWeights:
     So they stay what they are where `update_` writes into `w`.
     """
     tensors, plain = _parts(w)
-    return RawWeights(scheme=w.scheme, **own_memory(tensors, w.tensors()), **plain)  # type: ignore[arg-type]
+    own = own_memory(tensors, w.tensors())
+    return RawWeights(scheme=w.scheme, num_shared_experts=w.num_shared_experts, **own, **plain)  # type: ignore[arg-type]
 
 
 def restored_views(w: PreparedFields) -> RawWeights:
     """`restore` without its copies: what the backend keeps as it came is memory of `w`. To be read, then dropped."""
     tensors, plain = _parts(w)
-    return RawWeights(scheme=w.scheme, **tensors, **plain)  # type: ignore[arg-type]
+    return RawWeights(scheme=w.scheme, num_shared_experts=w.num_shared_experts, **tensors, **plain)  # type: ignore[arg-type]
 
 
 def _parts(w: PreparedFields) -> tuple[dict[str, Tensor], dict[str, Any]]:

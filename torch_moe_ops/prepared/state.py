@@ -75,6 +75,7 @@ _MEANING = (
     "swiglu_beta",
     "swiglu_limit",
     "num_experts",
+    "num_shared_experts",
     "local_expert_offset",
     "router_weight_on_input",
 )

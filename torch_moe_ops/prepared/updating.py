@@ -26,6 +26,7 @@ def update(w: PreparedFields, raw: RawWeights) -> None:
     for name, mine, other in (
         ("scheme", w.scheme, raw.scheme),
         ("num_experts", w.num_local_experts, raw.num_experts),
+        ("num_shared_experts", w.num_shared_experts, raw.num_shared_experts),
         ("hidden_size", w.hidden_size, raw.hidden_size),
         ("intermediate_size", w.intermediate_size, raw.intermediate_size),
     ):

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from torch_moe_ops.core.check import check_given, fail, show
+from torch_moe_ops.core.check import check, check_given, describe, fail, show
 from torch_moe_ops.core.routing_methods import (
     Problem,
     bias_problem,
     logits_problem,
     option_problem,
+    shared_problem,
     size_problem,
     weight_option_problem,
 )
@@ -103,3 +104,22 @@ def check_route(
         problem = size_problem(router_logits.shape[1], top_k, n_group, topk_group, routing_bias is not None)
     if problem is not None:
         fail(op, *problem)
+
+
+def check_shared(
+    op: str,
+    router_logits: Tensor,
+    routing_method: str,
+    top_k: int,
+    num_shared_experts: int,
+    shared_expert_weights: Tensor | None,
+) -> None:
+    """As check_route, of the experts that every token goes to; after it."""
+    weights = shared_expert_weights
+    problem = shared_problem(routing_method, top_k, num_shared_experts, weights)
+    if problem is not None:
+        fail(op, *problem)
+    if weights is not None:
+        rows = router_logits.shape[0]
+        text = f"have num_tokens = {rows} rows like router_logits"
+        check(weights.shape[0] == rows, lambda: describe(op, "shared_expert_weights", text, weights.shape))

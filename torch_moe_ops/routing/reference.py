@@ -64,6 +64,24 @@ def route_reference(
     return topk_ids.to(torch.int32), weights
 
 
+def append_shared(
+    topk_ids: Tensor, topk_weights: Tensor, num_experts: int, num_shared_experts: int, weights: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """A column for each expert that every token goes to, behind those that were chosen for it.
+
+    Args:
+        topk_ids, topk_weights: [num_tokens, top_k] int32 and float32, as route_reference gives them.
+        num_experts: those that the router knows; the shared ones follow, with ids from num_experts on.
+        weights: [num_tokens, num_shared_experts], any float dtype; None: 1.
+
+    Returns: both with num_shared_experts more columns.
+    """
+    shape = (topk_ids.shape[0], num_shared_experts)
+    ids = torch.arange(num_experts, num_experts + num_shared_experts, dtype=topk_ids.dtype, device=topk_ids.device)
+    given = topk_weights.new_ones(()) if weights is None else weights.to(topk_weights.dtype)
+    return torch.cat([topk_ids, ids.expand(shape)], 1), torch.cat([topk_weights, given.expand(shape)], 1)
+
+
 def _softmax(logits: Tensor) -> Tensor:
     """Softmax over the last dimension that leaves NaN where it is and knows infinity (see the module's docstring)."""
     is_nan = logits.isnan()

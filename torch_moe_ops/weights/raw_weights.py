@@ -43,6 +43,8 @@ class RawWeights:
         w13_bias, w2_bias: [num_experts, rows of w13], [num_experts, hidden_size], any float dtype.
         activation, swiglu_alpha, swiglu_beta, swiglu_limit: what the checkpoint's config says, or None.
         source: where it was read from, for messages.
+        num_shared_experts: how many of the experts, the last ones, every token goes to beside those that its router
+            chooses; see `with_shared_experts`.
 
     Raises:
         ValueError, TypeError: naming the field, what it must be and what came.
@@ -66,6 +68,7 @@ class RawWeights:
     swiglu_beta: float | None = None
     swiglu_limit: float | None = None
     source: str = ""
+    num_shared_experts: int = 0
 
     def __post_init__(self) -> None:
         _validate(self)
@@ -230,6 +233,9 @@ def _validate_sizes(raw: RawWeights, scheme: Scheme) -> None:
     experts = raw.w13.shape[0]
     _require(experts >= 1, raw, "w13", "hold at least one expert", raw.w13.shape)
     _require(raw.w2.shape[0] == experts, raw, "w2", f"hold {experts} experts like w13", raw.w2.shape)
+    shared = raw.num_shared_experts
+    is_count = isinstance(shared, int) and not isinstance(shared, bool) and 0 <= shared < experts
+    _require(is_count, raw, "num_shared_experts", f"be in 0 ... {experts - 1}, fewer than the experts", shared)
     _require(raw.w2.dtype == raw.w13.dtype, raw, "w2", f"have dtype {raw.w13.dtype} like w13", raw.w2.dtype)
     hidden, inter = raw.hidden_size, raw.intermediate_size
     k13 = scheme.logical_k(raw.w13.shape[2])

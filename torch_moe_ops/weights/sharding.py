@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from torch_moe_ops.config.parallel import FusedMoEParallelConfig
-from torch_moe_ops.core.schemes import SCHEMES, Scheme
+from torch_moe_ops.core.schemes import SCHEMES
 from torch_moe_ops.weights.raw_weights import RawWeights
 
 
@@ -30,11 +30,16 @@ def shard(raw: RawWeights, parallel: FusedMoEParallelConfig) -> tuple[RawWeights
 
     Raises:
         TypeError: parallel is not a FusedMoEParallelConfig.
-        ValueError: fewer experts than ranks, or a part of the intermediate size that would divide a block, group or
-            tile which shares a scale, or a storage element.
+        ValueError: fewer experts than ranks, shared experts with several ep ranks, or a part of the intermediate size
+            that would divide a block, group or tile which shares a scale, or a storage element.
     """
     if not isinstance(parallel, FusedMoEParallelConfig):
         raise TypeError(f"shard: parallel must be a FusedMoEParallelConfig, got {type(parallel).__name__}")
+    if raw.num_shared_experts and parallel.ep_size > 1:
+        raise ValueError(
+            "shard: parallel.ep_size must be 1 where there are shared experts, which every rank needs "
+            f"(ExpertParallel.from_raw gives them to each), got {parallel.ep_size}"
+        )
     offset, count = parallel.local_experts(raw.num_experts)
     mine = {name: t[offset : offset + count] for name, t in raw.tensors().items() if t.ndim}
     local = dataclasses.replace(raw, **mine)  # type: ignore[arg-type]
@@ -45,27 +50,33 @@ def _shard_intermediate(raw: RawWeights, parallel: FusedMoEParallelConfig) -> Ra
     size, ranks = raw.intermediate_size, parallel.tp_size
     if ranks == 1:
         return raw
-    scheme = SCHEMES[raw.scheme]
-    unit = _unit(raw, scheme)
+    unit = unit_of_intermediate(raw)
     if size % (ranks * unit):
         what = f"what shares a scale or a storage element in {raw.scheme} weights spans {unit}"
         raise ValueError(
             f"shard: intermediate_size must be a multiple of tp_size * {unit} = {ranks * unit}, got {size} ({what})"
         )
-    start, part = parallel.local_intermediate(size, unit)
+    mine = part_of_intermediate(raw, *parallel.local_intermediate(size, unit))
+    return dataclasses.replace(mine, w2_bias=None) if parallel.tp_rank else mine
+
+
+def part_of_intermediate(raw: RawWeights, start: int, part: int) -> RawWeights:
+    """The values [start, + part) of every expert's intermediate, both multiples of `unit_of_intermediate`.
+
+    With the whole of w2_bias: where results of parts are added, only one of them may keep it.
+    """
     changes: dict[str, Any] = {}
     for name, tensor in raw.tensors().items():
         if name in ("w13", "w13_scale", "w13_zero_point", "w13_bias"):
             changes[name] = _rows(raw, name, tensor, start, part)
         elif name in ("w2", "w2_scale", "w2_zero_point"):
             changes[name] = _columns(raw, name, tensor, start, part)
-    if parallel.tp_rank:
-        changes["w2_bias"] = None
     return dataclasses.replace(raw, **changes)
 
 
-def _unit(raw: RawWeights, scheme: Scheme) -> int:
+def unit_of_intermediate(raw: RawWeights) -> int:
     """What a part of the intermediate size must be a multiple of."""
+    scheme = SCHEMES[raw.scheme]
     scales = scheme.scales
     shared = 1
     if scales is not None and scales.kind in ("block", "tile"):

@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 import torch_moe_ops as moe
 from torch_moe_ops.backends.triton_engine.routing_launch import route_triton
 from torch_moe_ops.ops import route as route_op
+from torch_moe_ops.routing.reference import append_shared
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 runs_kernels = pytest.mark.skipif(
@@ -52,6 +53,18 @@ def test_the_op_runs_the_kernel() -> None:
     want = route_triton(logits, bias, "deepseek_v3", 4, 4, 2, 2.5)
     with mock.patch.object(route_op, "route_reference", side_effect=AssertionError("torch's path")):
         got = moe.route(logits, moe.Routing("deepseek_v3", 4, 4, 2, 2.5, bias))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shared", [1, 3])
+def test_shared_experts_get_columns_behind_the_chosen_ones(shared: int, dtype: torch.dtype | None) -> None:
+    logits, bias = draw(5, 12, seed=1).to(DEVICE), draw_bias(12, seed=1).to(DEVICE)
+    options = (logits, bias, "deepseek_v3", 4, 2, 1, 2.5)
+    weights = None if dtype is None else torch.rand(shared, 5, device=DEVICE).to(dtype).T  # of any strides
+    chosen, got = route_triton(*options), route_triton(*options, shared=(shared, weights))
+    want = append_shared(*chosen, 12, shared, weights)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 

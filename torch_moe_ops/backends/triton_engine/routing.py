@@ -109,6 +109,7 @@ def route_kernel(
     bias_ptr,
     ids_ptr,
     weights_ptr,
+    shared_ptr,
     row_stride,
     column_stride,
     factor,
@@ -123,10 +124,14 @@ def route_kernel(
     TOPK_GROUP: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     GROUP_SIZE_PADDED: tl.constexpr,
+    SHARED: tl.constexpr,
+    SHARED_PADDED: tl.constexpr,
+    HAS_SHARED_WEIGHTS: tl.constexpr,
     USE_PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """ids [num_tokens, TOP_K] int32 and weights likewise float32, by descending choice score, ties by ascending id.
+    """ids [num_tokens, TOP_K + SHARED] int32 and weights likewise float32: TOP_K by descending choice score, ties by
+    ascending id, then the SHARED experts behind those of the logits, with weights `shared` [num_tokens, SHARED] or 1.
 
     logits: [num_tokens, experts] of any strides. SCORE, WEIGHT: what experts are chosen and weighted by; the weight's
     softmax is over all experts where SCORE is one too, else over the chosen ones. Grid: num_tokens.
@@ -162,6 +167,15 @@ def route_kernel(
     if WEIGHT == "softmax" and SCORE != "softmax":
         top, total = _softmax_parts(z_chosen, stored, USE_PTX)
     weights = _weights(z_chosen, stored, top, total, factor, WEIGHT, RENORMALIZE, USE_PTX)
-    out = token * TOP_K + slot
+    out = token * (TOP_K + SHARED) + slot
     tl.store(ids_ptr + out, ids, mask=stored)
     tl.store(weights_ptr + out, weights, mask=stored)
+    if SHARED > 0:
+        number = tl.arange(0, SHARED_PADDED)
+        is_shared = number < SHARED
+        given = tl.full((SHARED_PADDED,), 1.0, tl.float32)
+        if HAS_SHARED_WEIGHTS:
+            given = tl.load(shared_ptr + token * SHARED + number, mask=is_shared, other=0.0).to(tl.float32)
+        behind = token * (TOP_K + SHARED) + TOP_K + number
+        tl.store(ids_ptr + behind, GROUPS * GROUP_SIZE + number, mask=is_shared)
+        tl.store(weights_ptr + behind, given, mask=is_shared)

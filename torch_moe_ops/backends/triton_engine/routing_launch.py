@@ -36,17 +36,22 @@ def route_triton(
     topk_group: int = 0,
     routed_scaling_factor: float = 1.0,
     renormalize: bool | None = None,
+    shared: tuple[int, Tensor | None] = (0, None),
 ) -> tuple[Tensor, Tensor]:
     """`torch_moe_ops.routing.reference.route_reference` in one launch on the current stream of the logits' device.
 
     Args: as `moeq::route`, already checked by check_route; on a CUDA device, or on the CPU in Triton's interpreter.
+        shared: num_shared_experts and shared_expert_weights, checked by check_shared.
 
-    Returns: topk_ids [num_tokens, top_k] int32 and topk_weights likewise float32. On CUDA bit for bit what torch gives
-    there, but for methods that divide by the softmax sum over all experts: its order is another (4e-7 relative).
+    Returns: topk_ids [num_tokens, top_k + shared experts] int32 and topk_weights likewise float32. On CUDA bit for bit
+    what torch gives there, but for methods that divide by the softmax sum over all experts: its order is another (4e-7
+    relative).
     """
     num_tokens, num_experts = router_logits.shape
-    ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=router_logits.device)
-    weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=router_logits.device)
+    num_shared, shared_weights = shared
+    shape = (num_tokens, top_k + num_shared)
+    ids = torch.empty(shape, dtype=torch.int32, device=router_logits.device)
+    weights = torch.empty(shape, dtype=torch.float32, device=router_logits.device)
     if not num_tokens:
         return ids, weights
     method = METHODS[routing_method]
@@ -66,6 +71,7 @@ def route_triton(
         weights if routing_bias is None else routing_bias.contiguous(),
         ids,
         weights,
+        weights if shared_weights is None else shared_weights.contiguous(),
         *router_logits.stride(),
         float(routed_scaling_factor),
         SCORE=method.score,
@@ -79,6 +85,9 @@ def route_triton(
         TOPK_GROUP=topk_group if groups > 1 else 1,
         GROUP_SIZE=group_size,
         GROUP_SIZE_PADDED=size_padded,
+        SHARED=num_shared,
+        SHARED_PADDED=triton.next_power_of_2(max(num_shared, 1)),
+        HAS_SHARED_WEIGHTS=shared_weights is not None,
         num_warps=_num_warps(groups_padded * size_padded),
         **target,
         **options,

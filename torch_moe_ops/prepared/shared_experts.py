@@ -1,0 +1,48 @@
+"""Prepared weights with experts that every token goes to: which columns of ids and logits belong to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from torch_moe_ops.prepared.prepared_weights import PreparedWeights
+from torch_moe_ops.routing.reference import append_shared
+
+
+def append_shared_experts(
+    topk_ids: Tensor, topk_weights: Tensor, w: PreparedWeights, shared_expert_weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """For a router of one's own: what it chose for `w`, with a column behind it for each shared expert of `w`.
+
+    Args:
+        topk_ids, topk_weights: [num_tokens, top_k], integers and floats.
+        shared_expert_weights: as in `route`.
+
+    Returns: both with w.num_shared_experts more columns, in their own dtypes. Plain operations of torch.
+    """
+    if not isinstance(w, PreparedWeights):
+        raise TypeError(f"append_shared_experts: w must be PreparedWeights, got {type(w).__name__}")
+    if not w.num_shared_experts:
+        return topk_ids, topk_weights
+    return append_shared(topk_ids, topk_weights, _routed_experts(w), w.num_shared_experts, shared_expert_weights)
+
+
+def check_columns(router_logits: Any, w: PreparedWeights) -> None:
+    """What `route` and the routed op cannot know of each other: that the logits are of the routed experts of `w`.
+
+    Raises RuntimeError where they are not, ValueError where `w` is one rank's share.
+    """
+    routed = _routed_experts(w)
+    if isinstance(router_logits, Tensor) and router_logits.shape[-1] != routed:
+        raise RuntimeError(
+            f"fused_moe: router_logits must have {routed} columns, one for each routed expert (w has "
+            f"{w.num_shared_experts} shared ones besides), got {tuple(router_logits.shape)}"
+        )
+
+
+def _routed_experts(w: PreparedWeights) -> int:
+    if w.num_local_experts != w.num_experts:
+        have = f"{w.num_local_experts} of {w.num_experts} experts"
+        raise ValueError(f"w must have all experts where it has shared ones (see ExpertParallel), got {have}")
+    return w.num_experts - w.num_shared_experts
