@@ -150,6 +150,33 @@ def all_to_one_rank(world: World) -> None:
         compare(world, ep, BASE, (x, ids, weights))
 
 
+def shared_experts(world: World) -> None:
+    """Each rank has them, and its tokens go to its own: no other rank reads their shared columns."""
+    routed, batch = make_raw(BASE), make_batch(BASE)
+    shared = make_raw(dataclasses.replace(BASE, experts=1, inter=2 * BASE.inter, seed=5))
+    raw = moe.with_shared_experts(routed, shared)
+    logits, gate = (torch.randn(BASE.tokens, n, generator=torch.Generator().manual_seed(n)) for n in (8, 1))
+    routing = moe.Routing("renormalize", BASE.top_k)
+    want = moe.fused_moe(batch[0], logits, moe.prepare(raw), routing=routing, shared_expert_weights=gate, out_dtype=F32)
+    mine = world.part(BASE.tokens)
+    eps = [moe.ExpertParallel.from_raw(world.group, raw, MAX_TOKENS, capacity=c) for c in (None, MAX_TOKENS)]
+    w = eps[0].w
+    assert w.num_shared_experts == 2 and w.num_local_experts == len(eps[0].placement.slots[world.rank])
+    for ep in (*eps, moe.ExpertParallel(world.group, w, MAX_TOKENS)):
+        nearest = ep.placement.tables(world.rank)
+        own = range(w.local_expert_offset, w.local_expert_offset + w.num_local_experts)
+        assert {int(nearest["slots"][nearest["first"][e]]) for e in (8, 9)} == set(own[-2:])
+        got = ep.fused(batch[0][mine], logits[mine], routing=routing, shared_expert_weights=gate[mine], out_dtype=F32)
+        assert distance(got, want[mine]) <= 1e-6
+    for columns in (9, 10):
+        wrong = torch.zeros(1, columns)
+        said = expect(RuntimeError, lambda wrong=wrong: eps[0].fused(batch[0][:1], wrong, routing=routing))
+        assert "router_logits must have 8 columns" in said
+    slots = [tuple(range(10)) if rank == 0 else (0, 9, 8) for rank in range(world.size)]
+    said = expect(ValueError, lambda: moe.ExpertParallel.from_raw(world.group, raw, MAX_TOKENS, placement=slots))
+    assert "must end with the shared experts [8, 9]" in said
+
+
 def odd_ids(world: World) -> None:
     """Duplicates in a row, ids of nobody, int64 ids beyond int32."""
     case = dataclasses.replace(BASE, foreign=True)
@@ -391,7 +418,18 @@ def _turned(ep: moe.ExpertParallel) -> list[tuple[int, ...]]:
     return [*ep.placement.slots[1:], ep.placement.slots[0]]
 
 
-QUICK = (uneven_tokens, all_to_one_rank, odd_ids, capacities, replicas, rebalancing, fused, ascending_order, refusals)
+QUICK = (
+    uneven_tokens,
+    all_to_one_rank,
+    odd_ids,
+    shared_experts,
+    capacities,
+    replicas,
+    rebalancing,
+    fused,
+    ascending_order,
+)
+QUICK += (refusals,)
 SLOW = (schemes, hidden_dtypes, two_layers, explained, config_driven, meshes, compiled)
 ON_GPUS = (uneven_tokens, all_to_one_rank, odd_ids, replicas, rebalancing, fused, two_layers)
 CASES: dict[str, Callable[[World], None]] = {f.__name__: f for f in (*QUICK, *SLOW, tensor_parallel)}

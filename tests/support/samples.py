@@ -167,6 +167,9 @@ def _route(device: str) -> list[Sample]:
         ((logits, bias, "deepseek_v3", 4, 4, 2, 2.5), {}),
         ((logits[:0], None, "sigmoid", 2), {}),
         ((logits, None, "llama4", 1), {}),
+        ((logits, None, "renormalize", 4, 0, 0, 1.0, None, 2), {}),
+        ((logits, bias, "minimax2", 4, 0, 0, 2.5, None, 1, torch.rand(5, 1, device=device)), {}),
+        ((logits[:0], None, "sigmoid", 2), {"num_shared_experts": 3, "shared_expert_weights": logits[:0, :3].half()}),
     ]
 
 

@@ -6,6 +6,7 @@ from torch_moe_ops.checkpoints.detect import detect
 from torch_moe_ops.checkpoints.fields import INPUT_PARTS, Fields
 from torch_moe_ops.checkpoints.index import CheckpointIndex
 from torch_moe_ops.checkpoints.linear import Linear
+from torch_moe_ops.checkpoints.model_config import ModelConfig
 from torch_moe_ops.checkpoints.naming import ExpertLayer
 from torch_moe_ops.files.errors import CheckpointError, short
 from torch_moe_ops.files.limits import MAX_EXPERTS
@@ -25,15 +26,22 @@ class LayerSource:
         reader: open files.
         names: the layer's tensors.
         input_scales: False leaves calibrated activation scales unread.
+        config: instead of what the checkpoint's config files say.
 
     Raises:
         CheckpointError: naming the first expert, projection or tensor that is missing, or that nothing uses.
     """
 
-    def __init__(self, reader: TensorReader[CheckpointIndex], names: ExpertLayer, input_scales: bool = True) -> None:
+    def __init__(
+        self,
+        reader: TensorReader[CheckpointIndex],
+        names: ExpertLayer,
+        input_scales: bool = True,
+        config: ModelConfig | None = None,
+    ) -> None:
         self.reader = reader
         self.names = names
-        self.config = reader.index.model
+        self.config = config or reader.index.model
         self.where = f"{reader.index.path} layer {names.number}"
         if names.unknown:
             raise CheckpointError(f"{self.where}: unused tensor {names.unknown[0]}{_more(names.unknown)}")

@@ -15,6 +15,7 @@ from torch_moe_ops.checkpoints.layer import LayerSource
 from torch_moe_ops.checkpoints.model_config import activation_fields
 from torch_moe_ops.checkpoints.naming import ExpertLayer, select_layer
 from torch_moe_ops.checkpoints.progress import track
+from torch_moe_ops.checkpoints.shared_experts import with_shared_of
 from torch_moe_ops.files.errors import CheckpointError
 from torch_moe_ops.files.tensor_reader import TensorReader
 from torch_moe_ops.weights.raw_weights import RawWeights
@@ -28,6 +29,7 @@ def load_experts(
     mtp: bool = ...,
     device: torch.device | str = ...,
     input_scales: bool = ...,
+    shared_experts: bool = ...,
 ) -> RawWeights: ...
 
 
@@ -39,6 +41,7 @@ def load_experts(
     mtp: bool = ...,
     device: torch.device | str = ...,
     input_scales: bool = ...,
+    shared_experts: bool = ...,
 ) -> Iterator[RawWeights]: ...
 
 
@@ -49,6 +52,7 @@ def load_experts(
     mtp: bool = False,
     device: torch.device | str = "cpu",
     input_scales: bool = True,
+    shared_experts: bool = False,
 ) -> RawWeights | Iterator[RawWeights]:
     """The routed experts of one layer of a checkpoint, or of all layers one by one.
 
@@ -68,13 +72,17 @@ def load_experts(
             projection.
         input_scales: False leaves calibrated activation scales unread, so that a file with uncalibrated experts
             can be used weight-only or with dynamic scales.
+        shared_experts: True also reads the layer's shared experts (`shared_experts` or `shared_expert` beside
+            `experts`) and puts them behind the routed ones, as `with_shared_experts` does; while that happens the layer
+            is in memory twice. A gate of theirs (`shared_expert_gate`) stays the model's.
 
     Raises:
         CheckpointError: (a ValueError) naming file, tensor and expert: damaged files; experts, projections or
             tensors that are missing or that nothing uses; scalar scales that are zero, negative, infinite or NaN, an
             expert's block or row scales likewise, though single ones may be zero; NaN in codes, weights or biases;
-            a layer without experts (the text lists those that have them); a config that contradicts itself; what
-            exceeds a limit of `files/limits.py`.
+            a layer without experts (the text lists those that have them); shared experts that were asked for and are
+            not there, or not of the routed ones' scheme, sizes and kinds of scales; a config that contradicts itself;
+            what exceeds a limit of `files/limits.py`.
         TypeError: layer is neither an int nor None.
     """
     if layer is not None and (isinstance(layer, bool) or not isinstance(layer, int)):
@@ -84,23 +92,28 @@ def load_experts(
         hint = ", only multi-token-prediction layers (mtp=True)" if index.layers else ""
         raise CheckpointError(f"{index.path}: no layer has experts{hint}")
     if layer is not None:
-        return _load(index, select_layer(index.layers, layer, mtp, index.path), device, input_scales)
+        names = select_layer(index.layers, layer, mtp, index.path)
+        return _load(index, names, device, input_scales, shared_experts)
     chosen = [found for found in index.layers if mtp or not found.mtp]
-    return (_load(index, found, device, input_scales) for found in chosen)
+    return (_load(index, found, device, input_scales, shared_experts) for found in chosen)
 
 
 def _load(
     index: CheckpointIndex,
     names: ExpertLayer,
     device: torch.device | str,
-    input_scales: bool = True,
+    input_scales: bool,
+    shared_experts: bool,
 ) -> RawWeights:
-    with TensorReader(index) as reader:
-        source = LayerSource(reader, names, input_scales)
+    def read(source: LayerSource) -> RawWeights:
         buffers = LayerBuffers(source.num_experts, device)
         for expert in track(range(source.num_experts), f"{os.path.basename(index.path)} layer {names.number}"):
             fill(source, expert, buffers)
         return _raw_weights(source, buffers)
+
+    with TensorReader(index) as reader:
+        raw = read(LayerSource(reader, names, input_scales))
+    return with_shared_of(raw, index, names, input_scales, read) if shared_experts else raw
 
 
 def describe_layer(index: CheckpointIndex, names: ExpertLayer, *, quick: bool = False) -> tuple[str, RawWeights]:

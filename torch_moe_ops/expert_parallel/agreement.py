@@ -15,6 +15,7 @@ from torch_moe_ops.prepared.prepared_weights import PreparedWeights
 
 # Of prepared weights: what makes the ranks' shares parts of one layer.
 _SHARED: tuple[str, ...] = ("scheme", "act_format", "activation", "weight_policy", "num_experts", "hidden_size")
+_SHARED += ("num_shared_experts",)
 _SHARED += ("intermediate_size", "router_weight_on_input", "swiglu_alpha", "swiglu_beta", "swiglu_limit")
 
 
@@ -80,7 +81,8 @@ def agreed_placement(
     require_alike("ExpertParallel", [said for said, _ in found])
     shares = [share for _, share in found]
     if placement is None:
-        placement = _as_prepared(w.num_experts, shares)
+        placement = _as_prepared(w.num_experts, shares, w.num_shared_experts)
+    placement.check_shared(w.num_shared_experts)
     wanted = [(placement.offset(rank), count) for rank, count in enumerate(placement.slots_of_ranks)]
     if shares != wanted or w.num_experts != placement.num_slots:
         raise ValueError(
@@ -90,9 +92,11 @@ def agreed_placement(
     return placement
 
 
-def _as_prepared(num_experts: int, shares: list[tuple[int, int]]) -> ExpertPlacement:
-    """Experts in order; what is no such share is found by the comparison that follows."""
-    bounds = [offset for offset, _ in shares] + [num_experts]
+def _as_prepared(num_experts: int, shares: list[tuple[int, int]], shared: int) -> ExpertPlacement:
+    """Experts in order, shared ones on every rank; what is no such share is found by the comparison that follows."""
+    bounds = [offset - rank * shared for rank, (offset, _) in enumerate(shares)]
+    bounds.append(num_experts - len(shares) * shared)
     if bounds != sorted(set(bounds)) or bounds[0] != 0:
-        return ExpertPlacement.contiguous(num_experts, len(shares))
-    return ExpertPlacement(tuple(tuple(range(a, b)) for a, b in pairwise(bounds)))
+        return ExpertPlacement.contiguous(num_experts - (len(shares) - 1) * shared, len(shares), shared)
+    behind = tuple(range(bounds[-1], bounds[-1] + shared))
+    return ExpertPlacement(tuple((*range(a, b), *behind) for a, b in pairwise(bounds)))

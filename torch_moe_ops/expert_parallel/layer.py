@@ -135,12 +135,14 @@ class ExpertParallel:
     ) -> ExpertParallel:
         """Takes this rank's share of `raw`, which holds all experts whole, and prepares it.
 
+        Shared experts of `raw` lie on every rank, and a rank's tokens go to its own.
+
         Args: as of the class; prepare_options: of `prepare` (activation, act_format, backend, device, ...).
         """
         ranks = ranks_of(group)
+        every = (raw.num_experts, ranks.size, raw.num_shared_experts)
         with told_to_all(ranks.group):
-            experts = ExpertPlacement.contiguous(raw.num_experts, ranks.size) if placement is None else placement
-            given = as_placement(experts)
+            given = as_placement(ExpertPlacement.contiguous(*every) if placement is None else placement)
             w = prepared_share(raw, given, ranks, prepare_options)
         return cls(
             group,
@@ -242,18 +244,29 @@ class ExpertParallel:
         routing: Routing,
         out_dtype: torch.dtype | None = None,
         max_tokens: int | None = None,
+        shared_expert_weights: Tensor | None = None,
     ) -> Tensor:
-        """Router and experts: `self(hidden_states, *route(router_logits, routing))`.
+        """Router and experts: `self(hidden_states, *route(router_logits, routing))`, with the shared experts of w.
 
         Args:
-            router_logits: [num_tokens, num_experts] or [batch, sequence, num_experts], any float dtype.
+            router_logits: [num_tokens, num_experts] or [batch, sequence, num_experts], any float dtype. Shared experts
+                have no column.
             routing: method, top_k and options.
+            shared_expert_weights: as in `route`.
         """
         if hidden_states.ndim > 2:
             shape, rows, logits = hidden_states.shape[:-1], hidden_states.flatten(0, -2), router_logits.flatten(0, -2)
-            out = self.fused(rows, logits, routing=routing, out_dtype=out_dtype, max_tokens=max_tokens)
-            return out.unflatten(0, shape)
-        ids, weights = route(router_logits, routing)
+            gates = None if shared_expert_weights is None else shared_expert_weights.flatten(0, -2)
+            options: dict[str, Any] = {"out_dtype": out_dtype, "max_tokens": max_tokens, "shared_expert_weights": gates}
+            return self.fused(rows, logits, routing=routing, **options).unflatten(0, shape)
+        shared = self.w.num_shared_experts
+        routed = self.placement.num_experts - shared
+        if shared and router_logits.shape[-1] != routed:
+            got = tuple(router_logits.shape)
+            raise RuntimeError(f"ExpertParallel: router_logits must have {routed} columns (routed experts), got {got}")
+        ids, weights = route(
+            router_logits, routing, num_shared_experts=shared, shared_expert_weights=shared_expert_weights
+        )
         return self(hidden_states, ids, weights, out_dtype, max_tokens=max_tokens)
 
     def _rows_of_a_rank(self, hidden_states: Tensor, max_tokens: int | None) -> int:

@@ -49,13 +49,18 @@ class ExpertPlacement:
             raise ValueError(f"ExpertPlacement: slots must name every expert from 0 on, got {what}")
 
     @staticmethod
-    def contiguous(num_experts: int, world_size: int) -> ExpertPlacement:
-        """Every expert once, ranks in order, the first ones with one more of a remainder."""
-        if not 1 <= world_size <= num_experts:
-            raise ValueError(f"ExpertPlacement: world_size must be in 1 ... {num_experts} (experts), got {world_size}")
-        base, more = divmod(num_experts, world_size)
+    def contiguous(num_experts: int, world_size: int, num_shared_experts: int = 0) -> ExpertPlacement:
+        """Every expert once, ranks in order, the first ones with one more of a remainder.
+
+        num_shared_experts: how many of them, the last ones, lie on every rank instead, behind its others.
+        """
+        routed = num_experts - num_shared_experts
+        if not 1 <= world_size <= routed:
+            raise ValueError(f"ExpertPlacement: world_size must be in 1 ... {routed} (experts), got {world_size}")
+        base, more = divmod(routed, world_size)
         starts = [rank * base + min(rank, more) for rank in range(world_size + 1)]
-        return ExpertPlacement(tuple(tuple(range(a, b)) for a, b in pairwise(starts)))
+        shared = tuple(range(routed, num_experts))
+        return ExpertPlacement(tuple((*range(a, b), *shared) for a, b in pairwise(starts)))
 
     @property
     def world_size(self) -> int:
@@ -82,6 +87,14 @@ class ExpertPlacement:
     @property
     def has_replicas(self) -> bool:
         return self.num_slots > self.num_experts
+
+    def check_shared(self, num_shared_experts: int) -> None:
+        """Raises ValueError unless the slots of every rank end with the shared experts, the last ones."""
+        shared = tuple(range(self.num_experts - num_shared_experts, self.num_experts))
+        for rank, experts in enumerate(self.slots):
+            if num_shared_experts and (experts[-num_shared_experts:] != shared or len(experts) == num_shared_experts):
+                text = f"end with the shared experts {list(shared)}, behind others"
+                raise ValueError(f"ExpertPlacement: slots of rank {rank} must {text}, got {list(experts)}")
 
     def places(self, expert: int) -> list[int]:
         """The slots of all ranks, numbered through, in which an expert lies; ascending."""

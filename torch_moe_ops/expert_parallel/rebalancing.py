@@ -52,6 +52,7 @@ def move_experts(ranks: Ranks, w: PreparedFields, old: ExpertPlacement, new: Exp
         "sizes": [_bytes(t[0]).numel() for t in tensors],
     }
     require_alike("rebalance", gathered(ranks.group, w.device, said))
+    new.check_shared(w.num_shared_experts)
     with on_device(w.device):
         _exchange(ranks, tensors, moves(old, new))
 
