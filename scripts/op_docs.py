@@ -52,8 +52,8 @@ WEIGHTS = {
 
 OTHER_OPS = {
     "route": "Router logits to expert ids and weights. Ties go to the lowest index; a NaN ranks last; ids are always "
-    "top_k distinct experts. `routed_scaling_factor` is folded into the weights, once. Shared experts follow in columns of "
-    "their own, with their weights as given.",
+    "top_k distinct experts. `routed_scaling_factor` is folded into the weights, once. Shared experts follow in "
+    "columns of their own, with their weights as given.",
     "moe_routed_backward": "Gradients of every routed op, from its arguments and the gradient of its output; its "
     "backward pass calls it. What the forward pass made in between is made again. Sums in float32, in a fixed order.",
     "moe_routed_lora": "Experts of any scheme with the caller's routing, and low-rank adapters beside them: "
@@ -133,10 +133,10 @@ ARGUMENTS = {
     "topk_group": "Groups that stay.",
     "routed_scaling_factor": "Multiplies the weights.",
     "renormalize": "None: as the method says.",
-    "num_shared_experts": "Experts that every token goes to, with ids from num_experts on: each gets a column behind the "
-    "top_k, 32 columns at most in all. Not with llama4.",
-    "shared_expert_weights": "None (1), or [num_tokens, num_shared_experts] bfloat16, float16 or float32: the weights of "
-    "these columns. Has a gradient.",
+    "num_shared_experts": "Experts that every token goes to, with ids from num_experts on: each gets a column behind "
+    "the top_k, 32 columns at most in all. Not with llama4.",
+    "shared_expert_weights": "None (1), or [num_tokens, num_shared_experts] bfloat16, float16 or float32: the weights "
+    "of these columns. Has a gradient.",
     "x": "[..., K] bfloat16, float16 or float32; of grouped_linear [rows, K] (its result's columns where transposed).",
     "offsets": "int32 [experts], ascending: the row behind each expert's last one.",
     "weight": "w13 or w2 in the layout of the backend.",

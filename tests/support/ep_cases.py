@@ -152,14 +152,17 @@ def all_to_one_rank(world: World) -> None:
 
 def shared_experts(world: World) -> None:
     """Each rank has them, and its tokens go to its own: no other rank reads their shared columns."""
-    routed, batch = make_raw(BASE), make_batch(BASE)
-    shared = make_raw(dataclasses.replace(BASE, experts=1, inter=2 * BASE.inter, seed=5))
-    raw = moe.with_shared_experts(routed, shared)
-    logits, gate = (torch.randn(BASE.tokens, n, generator=torch.Generator().manual_seed(n)) for n in (8, 1))
+    device, batch = world.device, world.batch(BASE)
+    shared = make_raw(dataclasses.replace(BASE, experts=1, inter=2 * BASE.inter, seed=5), device)
+    raw = moe.with_shared_experts(make_raw(BASE, device), shared)
+    logits, gate = (torch.randn(BASE.tokens, n, generator=torch.Generator().manual_seed(n)).to(device) for n in (8, 1))
     routing = moe.Routing("renormalize", BASE.top_k)
     want = moe.fused_moe(batch[0], logits, moe.prepare(raw), routing=routing, shared_expert_weights=gate, out_dtype=F32)
     mine = world.part(BASE.tokens)
-    eps = [moe.ExpertParallel.from_raw(world.group, raw, MAX_TOKENS, capacity=c) for c in (None, MAX_TOKENS)]
+    eps = [
+        moe.ExpertParallel.from_raw(world.group, raw, MAX_TOKENS, transport=world.transport, capacity=c)
+        for c in world.capacities
+    ]
     w = eps[0].w
     assert w.num_shared_experts == 2 and w.num_local_experts == len(eps[0].placement.slots[world.rank])
     for ep in (*eps, moe.ExpertParallel(world.group, w, MAX_TOKENS)):
@@ -167,9 +170,9 @@ def shared_experts(world: World) -> None:
         own = range(w.local_expert_offset, w.local_expert_offset + w.num_local_experts)
         assert {int(nearest["slots"][nearest["first"][e]]) for e in (8, 9)} == set(own[-2:])
         got = ep.fused(batch[0][mine], logits[mine], routing=routing, shared_expert_weights=gate[mine], out_dtype=F32)
-        assert distance(got, want[mine]) <= 1e-6
+        assert distance(got, want[mine]) <= world.near(1e-6)
     for columns in (9, 10):
-        wrong = torch.zeros(1, columns)
+        wrong = torch.zeros(1, columns, device=device)
         said = expect(RuntimeError, lambda wrong=wrong: eps[0].fused(batch[0][:1], wrong, routing=routing))
         assert "router_logits must have 8 columns" in said
     slots = [tuple(range(10)) if rank == 0 else (0, 9, 8) for rank in range(world.size)]
