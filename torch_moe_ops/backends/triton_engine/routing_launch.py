@@ -36,6 +36,7 @@ def route_triton(
     topk_group: int = 0,
     routed_scaling_factor: float = 1.0,
     renormalize: bool | None = None,
+    *,
     shared: tuple[int, Tensor | None] = (0, None),
 ) -> tuple[Tensor, Tensor]:
     """`torch_moe_ops.routing.reference.route_reference` in one launch on the current stream of the logits' device.
