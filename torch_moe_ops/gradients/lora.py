@@ -40,7 +40,7 @@ class LoraArguments(NamedTuple):
 
 
 class Factors:
-    """One projection's adapters, in the dtype of products, ranks and rows padded by zeros.
+    """One projection's adapters, in the dtype of products, ranks and rows padded by zeros, b with the scaling in it.
 
     `da`, `db`: gradients that are added up, float32 or wider; None where not wanted.
     """
@@ -51,6 +51,8 @@ class Factors:
         self.scaling, self.ids, self.merged = lora.scaling, lora.ids, lora.merged
         self.ranks = a.shape[1] // self.adapters
         dtype = product_dtype(x)
+        self.wide = torch.float64 if dtype == torch.float64 else torch.float32
+        b = b.to(self.wide) * self._of_ranks(self.ranks)  # before it is rounded
         extra = -self.ranks % _RANK_MULTIPLE if dtype == torch.bfloat16 else 0
         if halves:
             b = F.pad(b.unflatten(1, (halves, -1)), (0, 0, 0, size - b.shape[1] // halves)).flatten(1, 2)
@@ -58,7 +60,6 @@ class Factors:
             a = F.pad(a, (0, size - a.shape[2]))
         self.a = F.pad(a.unflatten(1, (self.adapters, -1)), (0, 0, 0, extra)).flatten(1, 2).to(dtype).contiguous()
         self.b = F.pad(b.unflatten(2, (self.adapters, -1)), (0, extra)).flatten(2).to(dtype).contiguous()
-        self.wide = torch.float64 if dtype == torch.float64 else torch.float32
         self.da: Tensor | None = None
         self.db: Tensor | None = None
 
@@ -83,7 +84,7 @@ class Factors:
         Adds weight * the gradients of A and B to what there is of them.
         """
         b = self._of(self.b, piece, first)
-        through = self._scaled(grouped_product(grad, b, piece, False), token)
+        through = self._own(grouped_product(grad, b, piece, False), token)
         if self.db is not None:
             low = _weighted(self._down(rows, piece, first, token), weight)
             self.db[first : first + b.shape[0]] += grouped_outer(grad, low, piece)
@@ -99,22 +100,25 @@ class Factors:
         if da is not None:
             da = da.unflatten(1, (self.adapters, -1))[:, :, : self.ranks].flatten(1, 2)[:, :, : self.shapes[0][2]]
         if db is not None:
-            db = db.unflatten(2, (self.adapters, -1))[..., : self.ranks].flatten(2)
+            db = db.unflatten(2, (self.adapters, -1))[..., : self.ranks].flatten(2) * self._of_ranks(self.ranks)
             if self.halves:
                 rows = self.shapes[1][1] // self.halves
                 db = db.unflatten(1, (self.halves, -1))[:, :, :rows].flatten(1, 2)
         return da, db
 
     def _down(self, rows: Tensor, piece: Piece, first: int, token: Tensor) -> Tensor:
-        return self._scaled(grouped_product(rows, self._of(self.a, piece, first), piece, True), token)
+        return self._own(grouped_product(rows, self._of(self.a, piece, first), piece, True), token)
 
-    def _scaled(self, low: Tensor, token: Tensor) -> Tensor:
-        """Times the scaling of each row's adapter; zeros in the ranks of the others."""
-        scaled = low.unflatten(1, (self.adapters, -1)).to(self.wide) * self.scaling.to(self.wide)[:, None]
-        if self.ids is not None:
-            mine = self.ids[token][:, None] == torch.arange(self.adapters, device=token.device)
-            scaled = torch.where(mine[:, :, None], scaled, 0.0)
-        return scaled.flatten(1).to(low.dtype)
+    def _own(self, low: Tensor, token: Tensor) -> Tensor:
+        """Of each row the ranks of its adapter; zeros in those of the others."""
+        if self.ids is None:
+            return low
+        mine = self.ids[token][:, None] == torch.arange(self.adapters, device=token.device)
+        return torch.where(mine[:, :, None], low.unflatten(1, (self.adapters, -1)), 0.0).flatten(1)
+
+    def _of_ranks(self, ranks: int) -> Tensor:
+        """The scaling of each rank."""
+        return self.scaling.to(self.wide).repeat_interleave(ranks)
 
     @staticmethod
     def _of(factor: Tensor, piece: Piece, first: int) -> Tensor:

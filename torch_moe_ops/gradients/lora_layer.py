@@ -60,9 +60,9 @@ class _Forward(LayerPass):
 
     def run(self) -> Tensor:
         call = self.call
-        y = call.hidden_states.new_empty((self.local_pairs, self.sizes.hidden_size), dtype=self.dtype)
+        y = call.hidden_states.new_empty((self.local_pairs, self.sizes.hidden_size), dtype=self.wide)
         for piece, first, w13, w2 in self.weighted_pieces():
-            self.put(y, piece, self._rows(piece, first, w13, w2).to(self.dtype))
+            self.put(y, piece, self._rows(piece, first, w13, w2))
         return self.combined(y, None if self.on_input else call.topk_weights)
 
     def _rows(self, piece: Piece, first: int, w13: Tensor, w2: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 import torch_moe_ops as moe
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
-BOUND = 6e-3
+BOUND = 7.5e-3  # products of factors are rounded to bfloat16 twice, beside the experts' own; measured: 7.1e-3
 MOVED = 5e-2  # where the intermediate is quantized: see test_gpu_gradients.py
 FACTORS = ("a13", "b13", "a2", "b2")
 CASE = Case(tokens=70, experts=6, top_k=3, hidden=256, inter=128, foreign=True, bias=True)
@@ -49,7 +49,7 @@ def test_every_format(f: Format, rank: int) -> None:
     if against:
         pytest.skip("; ".join(against))
     batch = _batch(case)
-    lora = factors_of(raw, 2, rank, torch.float32)
+    lora = factors_of(raw, 2, rank, torch.bfloat16)
     expected = _step(moe.prepare(raw, backend="reference", **settings), lora, *batch)
     w, on_gpu = moe.prepare(raw, backend=f.backend, **f.settings()), lora.to("cuda")
     moved = [t.cuda() for t in batch]
