@@ -13,6 +13,9 @@ from torch import Tensor
 
 import torch_moe_ops as moe
 from torch_moe_ops.checkpoints import CheckpointError, load_experts
+from torch_moe_ops.checkpoints.index import open_checkpoint
+from torch_moe_ops.checkpoints.writing import format_of
+from torch_moe_ops.checkpoints.writing_layer import layer_tensors
 
 DEEPSEEK, NEMOTRON, QWEN = "deepseek_v3_modelopt_nvfp4", "nemotron_h_modelopt_nvfp4", "qwen3_moe_modelopt_nvfp4"
 ROOT = "model.layers.1.mlp.shared_experts"
@@ -102,3 +105,12 @@ def test_layers_without_any_and_with_others() -> None:
         load_experts(FIXTURES / QWEN, 0, shared_experts=True)
     with pytest.raises(CheckpointError, match=r"scheme of shared must be nvfp4, .* got none"):
         load_experts(FIXTURES / NEMOTRON, 1, shared_experts=True)
+
+
+def test_not_written_as_routed_ones() -> None:
+    raw, (names, *_) = (
+        load_experts(FIXTURES / DEEPSEEK, 1, shared_experts=True),
+        open_checkpoint(FIXTURES / DEEPSEEK).layers,
+    )
+    with pytest.raises(ValueError, match="num_shared_experts must be 0 of a layer that is written, got"):
+        layer_tensors(raw, names, format_of(raw))

@@ -29,8 +29,10 @@ def layer_tensors(
         transposed: where one tensor holds all experts, its matrices are [K, rows].
         interleaved: there gate and up rows alternate.
 
-    Raises: ValueError where the format has no such tensors.
+    Raises: ValueError where the format has no such tensors, or experts are shared, which files hold under other names.
     """
+    if raw.num_shared_experts:
+        raise ValueError(f"num_shared_experts must be 0 of a layer that is written, got {raw.num_shared_experts}")
     if names.is_fused and transposed:
         return _fused(raw, names, form, interleaved)
     return dict(_one_by_one(raw, names, form))
