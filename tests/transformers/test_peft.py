@@ -288,3 +288,16 @@ def test_models_without_packed_experts() -> None:
                 )
             )
         )
+
+
+def test_transformers_trainer(tmp_path: Path) -> None:
+    """It refuses quantized models, unless their quantizer says that adapters on them learn."""
+    model = adapted()
+    assert model.get_base_model().is_quantized
+    settings = {"max_steps": 2, "report_to": [], "use_cpu": True, "save_strategy": "no", "logging_steps": 1}
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), learning_rate=1e-2, **settings)
+    rows = [{"input_ids": row, "labels": row} for row in IDS]
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows)
+    before = {name: p.detach().clone() for name, p in factors(model).items()}
+    trainer.train()
+    assert all(not torch.equal(p, before[name]) for name, p in factors(model).items())

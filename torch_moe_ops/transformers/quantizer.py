@@ -211,7 +211,7 @@ class PackedExperts(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        return False
+        return True  # through the experts, and by adapters on them (peft.py); their weights get no gradient
 
     @property
     def is_compileable(self) -> bool:
