@@ -12,15 +12,21 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch_moe_ops as moe  # noqa: E402
+from torch_moe_ops.backends.explain import default_on  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results"
 README, PAGE = ROOT / "README.md", RESULTS / "h200.md"
 BEGIN, END = "<!-- speed table: made by scripts/benchmark_report.py -->", "<!-- end of the speed table -->"
 
-LAYERS, SWEEP = "h200_moe.jsonl", "h200_sm90_sweep.jsonl"
+LAYERS, SWEEP = ("h200_moe.jsonl", "h200_standard.jsonl"), "h200_sm90_sweep.jsonl"
 MODELS = {
     "qwen3_30b": "Qwen3-30B-A3B",
     "dsv3": "DeepSeek-V3",
@@ -28,10 +34,21 @@ MODELS = {
     "gptoss120b": "gpt-oss-120b",
 }
 # Weight formats in the order of the page, with what the library runs beside the plain format.
-FORMATS = {"nvfp4": "NVFP4", "mxfp4": "MXFP4", "int4": "int4", "fp8": "FP8, 128x128 blocks", "bf16": "bfloat16"}
-README_FORMATS = ("nvfp4", "mxfp4")
+FORMATS = {
+    "nvfp4": "NVFP4", "mxfp4": "MXFP4", "int4": "INT4, groups of 128", "int4g32": "INT4, groups of 32",
+    "int4zp": "INT4, zero points", "int4f16": "INT4, float16 scales", "int4zpf16": "INT4, zero points, float16 scales",
+    "mxint4": "MXINT4", "fp8": "FP8, 128x128 blocks", "fp8row": "FP8, scales of rows",
+    "fp8half": "FP8, scales of half matrices", "bf16": "bfloat16",
+}  # fmt: skip
+README_FORMATS = ("nvfp4", "mxfp4", "int4", "mxint4", "fp8")
+# Formats in which the accuracy class "standard" has a choice -> a problem but for its sizes.
+CHOSEN = {
+    "int4": {"scheme": "int4", "weight_scales": "bfloat16 per 128"},
+    "mxint4": {"scheme": "mxint4"},
+    "fp8": {"scheme": "fp8_block", "act_format": "fp8"},
+}
 OURS = (
-    *("cuda_sm90", "cuda_sm90_bf16", "cuda_sm90_fp8", "cuda_sm90_packed", "cuda_sm90_folded"),
+    *("cuda_sm90", "cuda_sm90_int4", "cuda_sm90_bf16", "cuda_sm90_fp8", "cuda_sm90_packed", "cuda_sm90_folded"),
     *("triton", "triton_fp8"),
 )
 ALIKE = "-silu"  # ends the name of a layer of ours that leaves out what peers leave out (gpt-oss)
@@ -60,14 +77,16 @@ def weight_format(layer: str) -> str:
     return layer.partition("/")[2].partition("-")[0]
 
 
-def read(path: Path) -> dict[Key, Cell]:
-    """The last run of every cell. A run begins with a line of its environment."""
+def read(*paths: Path) -> dict[Key, Cell]:
+    """The last run of every cell, files in this order. A run begins with a line of its environment."""
     cells: dict[Key, Cell] = {}
     run = 0
-    for line in path.read_text("utf-8").splitlines():
+    for line in (line for path in paths for line in path.read_text("utf-8").splitlines()):
         record = json.loads(line)
         run += record["event"] == "env"
         if record["event"] != "bench" or record["shape"] not in MODELS or record["covers"] == "logits":
+            continue
+        if record["layer"].startswith("auto/"):  # what it took is there by its own name, and may be another one now
             continue
         key = (record["shape"], weight_format(record["layer"]), record["M"])
         if key not in cells or cells[key].run != run:
@@ -126,16 +145,31 @@ def full_table(cells: dict[Key, Cell], shape: str, fmt: str) -> list[str]:
 
 
 def best(cell: Cell, ours: bool) -> tuple[str, float] | None:
-    """A layer with 16-bit activations: the library's preferred backend, or the fastest of the others."""
-    found = [(r["us"], x) for x, r in cell.layers.items() if is_ours(x) == ours and "-" not in x.partition("/")[2]]
+    """A layer in the plain format: that of the backend which `prepare` takes, or the fastest of the others."""
+    found = {x: r for x, r in cell.layers.items() if is_ours(x) == ours and "-" not in x.partition("/")[2]}
     if not found:
         return None
-    us, layer = min(found, key=lambda item: _order(item[1])) if ours else min(found)
-    return layer, us
+    if not ours:
+        layer = min(found, key=lambda x: (found[x]["us"], x))
+    else:
+        first = min(found, key=_order)
+        layer = f"{default_backend(found[first])}/{weight_format(first)}"
+        layer = layer if layer in found else first
+    return layer, found[layer]["us"]
+
+
+def default_backend(record: dict[str, Any]) -> str | None:
+    """What `prepare(backend="auto")` takes on Hopper for the layer of a record, where "standard" has a choice."""
+    chosen = CHOSEN.get(weight_format(record["layer"]))
+    if chosen is None:
+        return None
+    names = {"num_experts": "E", "top_k": "k", "hidden_size": "H", "intermediate_size": "I"}
+    sizes = {name: record[key] for name, key in names.items()}
+    return default_on(moe.Problem(device="cuda", capability=(9, 0), **chosen, **sizes))
 
 
 def readme_table(cells: dict[Key, Cell]) -> str:
-    """Four-bit weights, W4A16: the library's preferred backend and the fastest of the others, with the ratio."""
+    """The backend that `prepare` takes and the fastest of the others, with the ratio."""
     four_bits = {key: cell for key, cell in cells.items() if key[1] in README_FORMATS}
     ms = sorted({m for _, _, m in four_bits})
     lines = _header("us a layer: ours / best other (their time over ours)", ms)
@@ -342,11 +376,12 @@ def main() -> int:
     mode.add_argument("--check", action="store_true")
     parser.add_argument("--plots", action="store_true")
     args = parser.parse_args()
-    cells = read(RESULTS / LAYERS)
+    cells = read(*(RESULTS / name for name in LAYERS))
     if args.plots:
-        for shape in {s for s, _, _ in cells}:
-            plot(cells, shape, RESULTS / f"h200_{shape}.svg")
-        plot_ratios(cells, RESULTS / "h200_speed.svg")
+        plotted = read(RESULTS / LAYERS[0])  # every format of the other file would be a panel of its own
+        for shape in {s for s, _, _ in plotted}:
+            plot(plotted, shape, RESULTS / f"h200_{shape}.svg")
+        plot_ratios(plotted, RESULTS / "h200_speed.svg")
     wanted = {README: readme_with_table(README.read_text("utf-8"), cells), PAGE: page(cells)}
     if args.write:
         for path, text in wanted.items():

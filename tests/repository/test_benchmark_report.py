@@ -96,7 +96,7 @@ def test_other_results_are_added_where_they_are(report: ModuleType, tmp_path: Pa
 
 
 def test_the_pages_are_what_the_result_files_say(report: ModuleType) -> None:
-    cells = report.read(report.RESULTS / report.LAYERS)
+    cells = report.read(*(report.RESULTS / name for name in report.LAYERS))
     readme = report.README.read_text("utf-8")
     assert report.readme_with_table(readme, cells) == readme
     assert report.PAGE.read_text("utf-8") == report.page(cells)

@@ -67,6 +67,13 @@ def _first_choice(fitting: Iterable[str]) -> str | None:
     return next((name for name in names if BACKENDS[name].auto), None) or next(iter(names), None)
 
 
+def default_on(problem: Problem) -> str | None:
+    """What "auto" takes where every backend of this library that the problem's device can have is installed."""
+    fitting = [name for name, b in BACKENDS.items() if b.fits_anywhere(problem) and not b.of_the_field]
+    first = _first_choice(fitting)
+    return preferred(problem, fitting, first)[0] or first
+
+
 def check_requested(name: str) -> str:
     """The name, or ValueError where no backend has it."""
     if name != "auto" and name not in BACKENDS:
