@@ -20,19 +20,21 @@ from torch_moe_ops.backends.triton_engine.routing import route_kernel
 _POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
 _OPTIONS = ("num_warps", "launch_pdl", "enable_reflect_ftz", "enable_fp_fusion")
 
-# dtype, experts, bias, then the arguments of moeq::route
-CASES: tuple[tuple[torch.dtype, int, bool, tuple[Any, ...]], ...] = (
-    (torch.float32, 256, True, ("deepseek_v3", 8, 8, 4, 2.5)),
-    (torch.bfloat16, 128, False, ("renormalize", 8)),
-    (torch.float16, 160, False, ("default", 6, 8, 3, 16.0)),
-    (torch.bfloat16, 512, True, ("deepseek_v4", 22)),
-    (torch.float32, 2048, False, ("topk_sigmoid", 32)),
+# dtype, experts, bias, then the arguments of moeq::route, shared experts with weights
+Case = tuple[torch.dtype, int, bool, tuple[Any, ...], int]
+CASES: tuple[Case, ...] = (
+    (torch.float32, 256, True, ("deepseek_v3", 8, 8, 4, 2.5), 0),
+    (torch.bfloat16, 128, False, ("renormalize", 8), 0),
+    (torch.float16, 160, False, ("default", 6, 8, 3, 16.0), 0),
+    (torch.bfloat16, 512, True, ("deepseek_v4", 22), 0),
+    (torch.float32, 2048, False, ("topk_sigmoid", 32), 0),
+    (torch.bfloat16, 512, False, ("renormalize", 10), 3),
 )
 
 
-def compile_case(case: tuple[torch.dtype, int, bool, tuple[Any, ...]], capability: int) -> CompiledKernel:
+def compile_case(case: Case, capability: int) -> CompiledKernel:
     """What one call would launch on a device of that compute capability (90 for 9.0). Nothing runs."""
-    dtype, experts, with_bias, options = case
+    dtype, experts, with_bias, options, shared = case
     launched: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     target = {"USE_PTX": True, "PDL": capability >= 90}
     with (
@@ -40,7 +42,10 @@ def compile_case(case: tuple[torch.dtype, int, bool, tuple[Any, ...]], capabilit
         mock.patch.object(routing_launch, "target_of", lambda device: target),
     ):
         routing_launch.route_triton(
-            torch.zeros(3, experts, dtype=dtype), torch.zeros(experts) if with_bias else None, *options
+            torch.zeros(3, experts, dtype=dtype),
+            torch.zeros(experts) if with_bias else None,
+            *options,
+            shared=(shared, torch.zeros(3, shared, dtype=dtype) if shared else None),
         )
     ((args, constants),) = launched
     names = route_kernel.arg_names
