@@ -28,9 +28,6 @@ struct uint2 {
 struct float4 {
   float x, y, z, w;
 };
-struct ulonglong2 {
-  uint64_t x, y;
-};
 struct Index {
   unsigned x;
 };
@@ -90,16 +87,6 @@ inline void store_flag(uint64_t* flag, uint64_t value) {
 }
 inline uint64_t load_flag(const uint64_t* flag) {
   return reinterpret_cast<const std::atomic<uint64_t>*>(flag)->load(std::memory_order_acquire);
-}
-inline void store_two(ulonglong2* target, ulonglong2 words) {
-  const auto relaxed = std::memory_order_relaxed;
-  reinterpret_cast<std::atomic<uint64_t>*>(&target->x)->store(words.x, relaxed);
-  reinterpret_cast<std::atomic<uint64_t>*>(&target->y)->store(words.y, relaxed);
-}
-inline ulonglong2 load_two(const ulonglong2* source) {
-  const auto relaxed = std::memory_order_relaxed;
-  const uint64_t y = reinterpret_cast<const std::atomic<uint64_t>*>(&source->y)->load(relaxed);
-  return {reinterpret_cast<const std::atomic<uint64_t>*>(&source->x)->load(relaxed), y};
 }
 inline uint64_t clock_ns() {
   std::this_thread::yield();

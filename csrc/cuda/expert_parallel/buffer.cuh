@@ -9,9 +9,6 @@
 // over is kSlots = 4 rounds old: every other block has read it, because it has told round n - 1 after its reads of
 // round n - 3, and this block has seen that flag. The same holds from one launch to the next.
 //
-// Few rows go another way, which needs no flags (words.cuh): every word carries its round. A launch is a round, two
-// slots are enough: a block writes over what was read in the launch before the last one of every other block.
-//
 // Rounds are counted on the device and go on from launch to launch, so replays of a CUDA graph need no host. Ranks must
 // launch the same exchanges in the same order, one after the other: they agree in grid and steps.
 #pragma once
@@ -26,19 +23,13 @@ constexpr uint32_t kSlots = 4;
 constexpr int kStepVectors = 2048;  // 16 bytes each, of a block, a step and a rank's rows
 constexpr int kPartsVectors = 4096;  // ... and the partial rows from all ranks
 
-constexpr uint32_t kWordSlots = 2;
-constexpr int kWordBlocks = 32;
-constexpr int kFewVectors = kWordBlocks * kBlockThreads;  // up to which rows go in words: one for each thread
-
 enum Phase : int { kDispatch = 0, kCombine = 1, kPhases = 2 };
 
 struct Buffer {
   uint32_t rounds[kPhases][kBlocks];  // so far; of this rank's blocks alone
-  uint32_t word_rounds[kPhases][kBlocks];
   uint64_t flags[kPhases][kSlots][kMostRanks][kBlocks];
   uint4 rows[kSlots][kBlocks][kStepVectors];  // dispatch: what this rank gives
   uint4 parts[kSlots][kBlocks][kPartsVectors];  // combine: what this rank gets
-  ulonglong2 words[kPhases][kWordSlots][kMostRanks][kWordBlocks][2 * kBlockThreads];  // what this rank gets
 };
 
 // The ranks as a kernel sees them.

@@ -8,7 +8,6 @@
 
 #include "../load16.cuh"
 #include "flags.cuh"
-#include "words.cuh"
 
 namespace moeq::ep {
 
@@ -136,42 +135,6 @@ __device__ __forceinline__ void add(const CombineArgs& args, int step, uint32_t 
       }
     }
     store_sum(args, vector * kCount, sum);
-  }
-}
-
-// The same for up to kFewVectors of the rows of one rank. Also where no row is a token's, a block waits for the others:
-// what it writes two launches later must have been read.
-template <class Element>
-__global__ void __launch_bounds__(kBlockThreads) combine_few_kernel(const __grid_constant__ CombineArgs args) {
-  constexpr int kCount = Element::kPerLoad;
-  const Ranks& ranks = args.ranks;
-  Buffer* own = ranks.buffer(ranks.rank);
-  const uint32_t round = own->word_rounds[kCombine][blockIdx.x] + 1;
-  const int64_t vector = args.share.begin() + threadIdx.x;
-  if (vector < args.share.end()) {
-    for (int turn = 1; turn < ranks.size; ++turn) {
-      const int peer = (ranks.rank + turn) % ranks.size;
-      const uint4 given = args.partial[peer * args.share.vectors + vector];
-      send_words(words_at(ranks.buffer(peer), kCombine, round, ranks.rank), given, round);
-    }
-    const uint4 mine = args.partial[ranks.rank * args.share.vectors + vector];
-    float sum[kCount];
-    Element::widen(ranks.rank == 0 ? mine : receive_words(ranks, kCombine, round, 0), sum);
-    for (int rank = 1; rank < ranks.size; ++rank) {
-      float values[kCount];
-      Element::widen(rank == ranks.rank ? mine : receive_words(ranks, kCombine, round, rank), values);
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        sum[i] += values[i];
-      }
-    }
-    if (vector * kCount < args.elements) {
-      store_sum(args, vector * kCount, sum);
-    }
-  }
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    own->word_rounds[kCombine][blockIdx.x] = round;
   }
 }
 

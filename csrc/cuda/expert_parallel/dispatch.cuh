@@ -5,18 +5,17 @@
 // once whatever the number of ranks, and what the experts read is the caller's, who may keep it.
 #pragma once
 #include "flags.cuh"
-#include "words.cuh"
 
 namespace moeq::ep {
 
 // One tensor of what belongs to a row, [tokens, row_bytes]. Rows of all tensors make one range of vectors of 16 bytes.
 struct Segment {
   const uint8_t* given;
-  uint8_t* received;  // [size * max_tokens, row_bytes]
-  int64_t row_bytes;  // 0: absent
+  uint8_t* received;   // [size * max_tokens, row_bytes]
+  int64_t row_bytes;   // 0: absent
   int64_t part_bytes;  // max_tokens * row_bytes
-  int64_t first;  // vector
-  uint32_t fill;  // four bytes of rows that stand for no token
+  int64_t first;       // vector
+  uint32_t fill;       // four bytes of rows that stand for no token
 };
 
 constexpr int kSegments = 4;
@@ -138,31 +137,6 @@ __device__ __forceinline__ void take(const DispatchArgs& args, int step, uint32_
       const Segment& segment = locate(args, vector, byte);
       store_received(segment, peer, byte, loaded[j]);
     }
-  }
-}
-
-// The same for up to kFewVectors.
-__global__ void __launch_bounds__(kBlockThreads) dispatch_few_kernel(const __grid_constant__ DispatchArgs args) {
-  const Ranks& ranks = args.ranks;
-  Buffer* own = ranks.buffer(ranks.rank);
-  const uint32_t round = own->word_rounds[kDispatch][blockIdx.x] + 1;
-  const int64_t vector = args.share.begin() + threadIdx.x;
-  if (vector < args.share.end()) {
-    int64_t byte;
-    const Segment& segment = locate(args, vector, byte);
-    const uint4 given = load_given(segment, byte, args.tokens);
-    for (int turn = 1; turn < ranks.size; ++turn) {
-      send_words(words_at(ranks.buffer((ranks.rank + turn) % ranks.size), kDispatch, round, ranks.rank), given, round);
-    }
-    store_received(segment, ranks.rank, byte, given);
-    for (int turn = 1; turn < ranks.size; ++turn) {
-      const int peer = (ranks.rank + turn) % ranks.size;
-      store_received(segment, peer, byte, receive_words(ranks, kDispatch, round, peer));
-    }
-  }
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    own->word_rounds[kDispatch][blockIdx.x] = round;
   }
 }
 

@@ -32,10 +32,7 @@ void launch(CombineArgs args, int64_t vectors, cudaStream_t stream) {
 
 template <class Element>
 void launch_for(const CombineArgs& args, int64_t vectors, cudaStream_t stream) {
-  if (vectors <= kFewVectors) {
-    combine_few_kernel<Element><<<args.share.blocks(), kBlockThreads, 0, stream>>>(args);
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
-  } else if (args.ranks.size <= 2) {
+  if (args.ranks.size <= 2) {
     launch<Element, 2>(args, vectors, stream);
   } else if (args.ranks.size <= 4) {
     launch<Element, 4>(args, vectors, stream);

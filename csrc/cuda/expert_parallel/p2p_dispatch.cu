@@ -61,8 +61,7 @@ void dispatch(const Tensor& x, const std::optional<Tensor>& scale, const Tensor&
   const DispatchArgs args{
       {of_ids, of_weights, of_x, of_scale}, ranks, Share(vectors, kStepVectors), static_cast<uint32_t>(tokens)};
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  const auto kernel = vectors <= kFewVectors ? dispatch_few_kernel : dispatch_kernel;
-  kernel<<<args.share.blocks(), kBlockThreads, 0, current_stream(x)>>>(args);
+  dispatch_kernel<<<args.share.blocks(), kBlockThreads, 0, current_stream(x)>>>(args);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
