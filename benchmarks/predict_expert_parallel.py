@@ -8,11 +8,11 @@ tokens a rank on R ranks, hidden size H, bfloat16 rows both ways:
 
     total = local + exchange
     local = one(R * M) / R * skew      one(n): measured time of all experts on one GPU with n tokens, interpolated in
-                                       logarithms, beyond the largest n in proportion to n
+                                       logarithms, beyond the largest n in proportion to n if that is 1024 or more
                                        skew: local op / (one gpu / 2) of two ranks with M tokens each, measured
-    exchange = start + bytes / rate    bytes that enter a rank each way: (R - 1) * M * 2 H; start and rate are fitted
-                                       to the exchanges measured on two ranks: start from the fewest tokens, rate from
-                                       the most, each way counted
+    exchange = start + bytes / rate    bytes that enter a rank each way: (R - 1) * M * 2 H; start: of the shape's
+                                       exchange of fewest tokens; rate: of the exchange of most bytes of all shapes,
+                                       over that of fewest tokens of the same shape, each way counted
     between hosts of 8                 transport nccl: its start and rate inside the host; what comes from other hosts,
                                        (R - 8) * M * 2 H each way, at NETWORK bytes a microsecond instead (one 400 Gb/s
                                        adapter a GPU at 90 %, an assumption), and its start once more for each doubling
@@ -33,6 +33,7 @@ HOST = 8
 NETWORK = 45_000.0  # bytes a microsecond
 HIDDEN = {"qwen3_30b": 2048, "deepseek_v3": 7168, "mixtral_8x7b": 4096, "tiny": 256}
 PARTIAL = "bfloat16"
+PROPORTIONAL = 1024  # tokens on one GPU from which time grows with them
 
 
 class Line(NamedTuple):
@@ -73,11 +74,12 @@ def read(path: Path) -> list[Measured]:
     return list(found.values())
 
 
-def one_gpu(measured: Measured, tokens: int) -> float:
-    """Interpolated in logarithms; beyond what was measured in proportion."""
+def one_gpu(measured: Measured, tokens: int) -> float | None:
+    """Interpolated in logarithms; beyond many tokens in proportion, beyond few of them not known."""
     known = sorted(measured.one)
     if tokens >= known[-1]:
-        return measured.one[known[-1]] * tokens / known[-1]
+        proportional = known[-1] >= PROPORTIONAL or tokens == known[-1]
+        return measured.one[known[-1]] * tokens / known[-1] if proportional else None
     if tokens <= known[0]:
         return measured.one[known[0]]
     above = next(n for n in known if n >= tokens)
@@ -88,15 +90,24 @@ def one_gpu(measured: Measured, tokens: int) -> float:
     return math.exp((1 - part) * math.log(measured.one[below]) + part * math.log(measured.one[above]))
 
 
-def line_of(measured: Measured, transport: str) -> Line:
-    times = measured.exchange[transport]
+def rate_of(every: list[Measured], transport: str) -> float:
+    """Bytes a microsecond each way, of the shape that was measured with the most bytes."""
+    most = max(every, key=lambda measured: max(measured.exchange[transport]) * measured.row_bytes)
+    times = most.exchange[transport]
     few, many = min(times), max(times)
-    rate = 2 * (many - few) * measured.row_bytes / (times[many] - times[few])
-    return Line(times[few] - 2 * few * measured.row_bytes / rate, rate)
+    return 2 * (many - few) * most.row_bytes / (times[many] - times[few])
 
 
-def exchange(measured: Measured, transport: str, ranks: int, m: int) -> float:
-    line = line_of(measured, transport)
+def lines_of(every: list[Measured], measured: Measured) -> dict[str, Line]:
+    """Of each transport."""
+    found = {}
+    for transport, times in measured.exchange.items():
+        rate, few = rate_of(every, transport), min(times)
+        found[transport] = Line(times[few] - 2 * few * measured.row_bytes / rate, rate)
+    return found
+
+
+def exchange(measured: Measured, line: Line, ranks: int, m: int) -> float:
     of_rank = 2 * m * measured.row_bytes  # both ways
     near = (min(ranks, HOST) - 1) * of_rank / line.rate
     hosts = -(-ranks // HOST)
@@ -106,33 +117,37 @@ def exchange(measured: Measured, transport: str, ranks: int, m: int) -> float:
     return line.start * (1 + math.log2(hosts)) + max(near, far)
 
 
-def predict(measured: Measured, transport: str, ranks: int, m: int) -> tuple[float, float]:
-    """Microseconds, and the efficiency."""
-    ideal = one_gpu(measured, ranks * m) / ranks
-    total = ideal * max(1.0, measured.skew[m]) + exchange(measured, transport, ranks, m)
+def predict(measured: Measured, line: Line, ranks: int, m: int) -> tuple[float, float] | None:
+    """Microseconds, and the efficiency; None where one GPU's time is not known."""
+    of_one = one_gpu(measured, ranks * m)
+    if of_one is None:
+        return None
+    ideal = of_one / ranks
+    total = ideal * max(1.0, measured.skew[m]) + exchange(measured, line, ranks, m)
     return total, ideal / total
 
 
-def table(measured: Measured) -> list[str]:
-    columns = [(t, ranks) for t in sorted(measured.exchange) for ranks in (2, 4, 8)] + [("nccl", 16), ("nccl", 32)]
-    columns = [(t, ranks) for t, ranks in columns if t in measured.exchange]
+def table(every: list[Measured], measured: Measured) -> list[str]:
+    lines = lines_of(every, measured)
+    columns = [(t, ranks) for t in sorted(lines) for ranks in (2, 4, 8)] + [("nccl", 16), ("nccl", 32)]
+    columns = [(t, ranks) for t, ranks in columns if t in lines]
     heads = [f"{t}, {ranks} ranks" + (f" ({ranks // HOST} hosts)" if ranks > HOST else "") for t, ranks in columns]
-    lines = [f"| {measured.shape}, M a rank | " + " | ".join(heads) + " |", "|---" * (len(columns) + 1) + "|"]
+    found = [f"| {measured.shape}, M a rank | " + " | ".join(heads) + " |", "|---" * (len(columns) + 1) + "|"]
     for m in sorted(measured.skew):
-        cells = (predict(measured, t, ranks, m) for t, ranks in columns)
-        lines.append(f"| {m} | " + " | ".join(f"{us:.0f} ({eff:.2f})" for us, eff in cells) + " |")
-    return lines
+        cells = (predict(measured, lines[t], ranks, m) for t, ranks in columns)
+        found.append(f"| {m} | " + " | ".join(f"{c[0]:.0f} ({c[1]:.2f})" if c else "-" for c in cells) + " |")
+    return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("measured", type=Path, help="lines of bench_expert_parallel.py on two ranks")
     args = parser.parse_args()
-    for measured in read(args.measured):
-        for transport in sorted(measured.exchange):
-            line = line_of(measured, transport)
+    every = read(args.measured)
+    for measured in every:
+        for transport, line in sorted(lines_of(every, measured).items()):
             print(f"{measured.shape}, {transport}: start {line.start:.1f} us, {line.rate / 1000:.0f} GB/s each way")
-        print("\n".join(["", *table(measured), ""]))
+        print("\n".join(["", *table(every, measured), ""]))
     return 0
 
 

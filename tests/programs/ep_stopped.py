@@ -8,7 +8,9 @@ PHASE: "dispatch", where the last rank does not call, or "combine", where it cal
 
 from __future__ import annotations
 
+import ctypes
 import datetime
+import os
 import sys
 import time
 from pathlib import Path
@@ -21,7 +23,7 @@ from problems import Case, make_batch, make_raw  # noqa: E402
 
 import torch_moe_ops as moe  # noqa: E402
 
-LIMIT = 8  # seconds
+LIMIT = 25  # seconds
 
 
 def main(rank: int, store: str, phase: str) -> None:
@@ -44,7 +46,8 @@ def main(rank: int, store: str, phase: str) -> None:
                 torch.cuda.synchronize()
             except RuntimeError as error:
                 print(f"ended: after {time.perf_counter() - start:.1f} s: {error}", flush=True)
-            return
+            ctypes.CDLL(None).fflush(None)  # what the kernel has printed
+            os._exit(0)  # nothing else can be done on this GPU
         if phase == "combine":
             x, ids, weights = batch
             torch.ops.moeq.ep_dispatch(x, None, ids, weights, "p2p", dist.group.WORLD.group_name, 2, 8)

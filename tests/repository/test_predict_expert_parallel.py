@@ -38,26 +38,39 @@ def measured(tmp_path: Path) -> predict.Measured:
 
 
 def test_start_and_rate_are_found(measured: predict.Measured) -> None:
-    line = predict.line_of(measured, "nccl")
+    line = predict.lines_of([measured], measured)["nccl"]
     assert line.start == pytest.approx(START) and line.rate == pytest.approx(RATE)
 
 
 @pytest.mark.parametrize("m", TOKENS)
 def test_two_ranks_are_what_was_measured(measured: predict.Measured, m: int) -> None:
-    us, efficiency = predict.predict(measured, "nccl", 2, m)
+    line = predict.lines_of([measured], measured)["nccl"]
+    us, efficiency = predict.predict(measured, line, 2, m)  # type: ignore[misc]
     assert us == pytest.approx(2.2 * m + exchange_of(m))
     assert efficiency == pytest.approx(2 * m / us)
 
 
 def test_more_ranks_and_hosts(measured: predict.Measured) -> None:
     m, row = 64, 4096
+    line = predict.lines_of([measured], measured)["nccl"]
     assert predict.one_gpu(measured, 8 * m) == pytest.approx(2 * 8 * m)  # between what was measured
     assert predict.one_gpu(measured, 8 * 4096) == pytest.approx(2 * 8 * 4096)  # and beyond
-    us, _ = predict.predict(measured, "nccl", 8, m)
+    us, _ = predict.predict(measured, line, 8, m)  # type: ignore[misc]
     assert us == pytest.approx(2.2 * m + START + 7 * 2 * m * row / RATE)
-    us, _ = predict.predict(measured, "nccl", 32, m)
+    us, _ = predict.predict(measured, line, 32, m)  # type: ignore[misc]
     assert us == pytest.approx(2.2 * m + 3 * START + 24 * 2 * m * row / predict.NETWORK)
-    assert "nccl, 32 ranks (4 hosts)" in predict.table(measured)[0]
+    assert "nccl, 32 ranks (4 hosts)" in predict.table([measured], measured)[0]
+
+
+def test_what_is_not_known_is_left_out(measured: predict.Measured) -> None:
+    """Few tokens say nothing of many more; the rate is that of the shape with the most bytes."""
+    few = measured._replace(
+        one={2: 4.0, 128: 256.0}, skew={1: 1.1, 64: 1.1}, exchange={"nccl": {1: START + 1, 64: 99.0}}, shape="tiny"
+    )
+    assert predict.one_gpu(few, 129) is None and predict.one_gpu(few, 128) == 256.0
+    line = predict.lines_of([few, measured], few)["nccl"]
+    assert line.rate == pytest.approx(RATE) and line.start == pytest.approx(START + 1, abs=0.1)
+    assert predict.table([few, measured], few)[-1].endswith("| - | - | - | - |")
 
 
 def test_lines_of_other_ranks_are_refused(tmp_path: Path) -> None:

@@ -317,7 +317,7 @@ def refusals(world: World) -> None:
     """Errors that come before anything is exchanged, on every rank where the others would wait."""
     w = layer(world, BASE).w
     make: Callable[..., Any] = lambda **o: moe.ExpertParallel(world.group, w, **{"max_tokens_per_rank": 4, **o})  # noqa: E731
-    assert "transport must be one of ['auto', 'nccl', 'p2p']" in expect(ValueError, lambda: make(transport="x"))
+    assert "transport must be one of ['auto', 'p2p', 'nccl']" in expect(ValueError, lambda: make(transport="x"))
     assert "max_tokens_per_rank must be the same" in expect(
         ValueError, lambda: make(max_tokens_per_rank=4 + world.rank)
     )
@@ -344,6 +344,7 @@ def explained(world: World) -> None:
     text = str(moe.explain(layer(world, case)))
     assert f"expert parallel: rank {world.rank} of {world.size}, gloo on cpu" in text
     assert "transport: nccl" in text and "chosen as the first that serves the group" in text
+    assert "not p2p: rank 0: the experts are on cpu" in text
     assert "payload: quantized, 36 bytes a row" in text and "-> cpu" in text
     asked = str(moe.explain(layer(world, case, transport="nccl", payload="plain", capacity=3)))
     assert "as asked" in asked and "more than 3 rows" in asked and "payload: plain, 128 bytes" in asked

@@ -37,14 +37,6 @@ TRANSPORTS: dict[str, Transport] = {
     t.name: t
     for t in (
         Transport(
-            "nccl",
-            "collectives of torch.distributed, within and across hosts",
-            lambda wanted: None,
-            nccl.dispatch,
-            nccl.combine,
-            ("all-gather", "all-to-all of partial rows"),
-        ),
-        Transport(
             "p2p",
             "kernels on the memory of the other GPUs of one host",
             p2p.reason_against,
@@ -52,6 +44,14 @@ TRANSPORTS: dict[str, Transport] = {
             p2p.combine,
             ("each rank reads the rows of the others", "each rank writes partial rows to where they are added"),
             prepare_buffers,
+        ),
+        Transport(
+            "nccl",
+            "collectives of torch.distributed, within and across hosts",
+            lambda wanted: None,
+            nccl.dispatch,
+            nccl.combine,
+            ("all-gather", "all-to-all of partial rows"),
         ),
     )
 }

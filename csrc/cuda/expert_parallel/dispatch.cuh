@@ -11,11 +11,11 @@ namespace moeq::ep {
 // One tensor of what belongs to a row, [tokens, row_bytes]. Rows of all tensors make one range of vectors of 16 bytes.
 struct Segment {
   const uint8_t* given;
-  uint8_t* received;   // [size * max_tokens, row_bytes]
-  int64_t row_bytes;   // 0: absent
+  uint8_t* received;  // [size * max_tokens, row_bytes]
+  int64_t row_bytes;  // 0: absent
   int64_t part_bytes;  // max_tokens * row_bytes
-  int64_t first;       // vector
-  uint32_t fill;       // four bytes of rows that stand for no token
+  int64_t first;  // vector
+  uint32_t fill;  // four bytes of rows that stand for no token
 };
 
 constexpr int kSegments = 4;

@@ -26,13 +26,14 @@ __device__ __forceinline__ uint64_t nanoseconds() {
   return now;
 }
 
-// Ends the process's use of the GPU, after a line that says who did not come.
+// Ends the process's use of the GPU, after a line that says who did not come. A process that is aborted may lose that
+// line, which goes to its stdout; the assertion's goes to stderr at once, and has the same in its thread and function.
 __device__ __noinline__ inline void give_up [[noreturn]](Phase phase, int rank, int peer, uint32_t round, uint64_t ns) {
   printf("torch_moe_ops: expert parallel: rank %d has waited %.1f s for rank %d in %s (block %d, round %u)\n", rank,
          static_cast<double>(ns) * 1e-9, peer, phase == kDispatch ? "dispatch" : "combine",
          static_cast<int>(blockIdx.x), round);
-  __assert_fail("another rank of the expert parallel group did not come in time; the line before says which one",
-                "torch_moe_ops", __LINE__, phase == kDispatch ? "ep_dispatch" : "ep_combine");
+  __assert_fail("the rank that has this thread's number did not come in time", "torch_moe_ops", __LINE__,
+                phase == kDispatch ? "ep_dispatch" : "ep_combine");
 }
 
 // To every other rank: this block has done its part of the round. All threads of the block; their writes come before.
