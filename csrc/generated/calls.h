@@ -100,16 +100,17 @@ struct ExpertsSm90Bf16Call : LayerCall {
 
 struct ExpertsSm90W4a8Call : LayerCall {
   std::string weights;
+  int64_t decode_tokens;
   static constexpr const char* kSchema =
       "experts_sm90_w4a8(Tensor(a!) out, Tensor hidden_states, Tensor? hidden_states_scale, Tensor? topk_ids, Tensor? "
       "topk_weights, Tensor w13, Tensor? w13_scale, Tensor? w13_zero_point, Tensor? g1_alphas, Tensor? w13_bias, "
       "Tensor w2, Tensor? w2_scale, Tensor? w2_zero_point, Tensor? g2_alphas, Tensor? w2_bias, Tensor? a1_gscale, "
       "Tensor? a2_gscale, str activation, float swiglu_alpha, float swiglu_beta, float swiglu_limit, int "
-      "local_expert_offset, bool router_weight_on_input, str weights) -> ()";
+      "local_expert_offset, bool router_weight_on_input, str weights, int decode_tokens) -> ()";
   using Types = std::tuple<
       Tensor, Tensor, OptionalTensor, OptionalTensor, OptionalTensor, Tensor, OptionalTensor, OptionalTensor,
       OptionalTensor, OptionalTensor, Tensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
-      OptionalTensor, OptionalTensor, std::string, double, double, double, int64_t, bool, std::string>;
+      OptionalTensor, OptionalTensor, std::string, double, double, double, int64_t, bool, std::string, int64_t>;
 };
 
 struct RouteSm90Call : RouterCall {

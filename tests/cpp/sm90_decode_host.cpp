@@ -1,5 +1,6 @@
 // The decoders of the Hopper kernels behind a C interface, so that a test can run them without a GPU: what each of a
 // tile's 128 threads makes of its codes and scales, in the natural order of rows and K.
+#include "../../csrc/cuda/sm90/decode_e4m3.cuh"
 #include "../../csrc/cuda/sm90/formats.cuh"
 #include "../../csrc/cuda/sm90/layout.h"
 
@@ -41,7 +42,32 @@ float decode_tiles(const uint8_t* codes, const uint8_t* scales, int64_t tiles, u
   return Format::kAccumulatorScale;
 }
 
+// The values that thread `lane` of a warp gets of a tile's half from eight rows, [K], by one ldmatrix.
+void decode_e4m3_thread(const uint8_t* rows, int half, int lane, uint16_t* out) {
+  const int g = lane / 4, c = lane % 4;
+  for (int m = 0; m < 4; ++m) {
+    uint32_t word;
+    std::memcpy(&word, rows + (matrix_row(8 * m + g) ^ 64 * half) + 4 * c, sizeof(word));
+    const E4m3Pairs pairs = decode_e4m3(word);
+    uint16_t* at = out + 64 * half + 16 * c + 4 * m;
+    at[0] = static_cast<uint16_t>(pairs.even);
+    at[1] = static_cast<uint16_t>(pairs.odd);
+    at[2] = static_cast<uint16_t>(pairs.even >> 16);
+    at[3] = static_cast<uint16_t>(pairs.odd >> 16);
+  }
+}
+
 }  // namespace
+
+// e4m3 tiles of 64 rows by 128 values of K -> bfloat16 patterns out[tiles][warp 4][h 2][g 8][128].
+extern "C" void decode_e4m3_tiles(const uint8_t* codes, int64_t tiles, uint16_t* out) {
+  for (int64_t eight = 0; eight < 8 * tiles; ++eight) {
+    for (int thread = 0; thread < 64; ++thread) {
+      const int half = thread / 32, lane = thread % 32;
+      decode_e4m3_thread(codes + 1024 * eight, half, lane, out + 128 * (8 * eight + lane / 4));
+    }
+  }
+}
 
 // bfloat16 patterns out[terms][tiles][64][64]; returns what they must be multiplied by.
 extern "C" {

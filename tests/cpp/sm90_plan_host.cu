@@ -73,7 +73,8 @@ bool shares_rightly(const few::Plan& plan) {
 // What every plan that fits must hold for.
 bool holds(const few::Plan& plan) {
   const few::Args& args = plan.args;
-  const int ring = args.stages * args.stage_tiles * few::kTileBytes;
+  const bool e4m3 = plan.codes != few::Codes::kFourBits;
+  const int ring = args.stages * args.stage_tiles * (e4m3 ? few::kFp8TileBytes : few::kTileBytes);
   bool right = plan.shared_bytes == shared_memory && args.ring_offset + ring <= shared_memory;
   right = right && args.stages >= few::kLeastStages && args.stages <= few::kMaxStages;
   right = right && args.h_offset + args.h_buffers * args.columns * args.h_stride <= args.ring_offset;
@@ -82,6 +83,8 @@ bool holds(const few::Plan& plan) {
       const int bits = args.part_bits[gemm][entries], tiles = args.part_tiles[gemm][bits];
       right = right && tiles << bits >= args.k_tiles[gemm];
       right = right && args.part_stage_tiles[gemm][bits] <= args.stage_tiles;
+      // Two tiles of 64 values of K lie together, and have a scale.
+      right = right && (!e4m3 || (tiles % 2 == 0 && args.part_stage_tiles[gemm][bits] % 2 == 0));
     }
     const int64_t outputs = int64_t{args.slots} * args.row_tiles[1] * (moeq::sm90::kTileRows / 2);
     const size_t end = args.outputs + (outputs << args.part_bits[1][entries]);
@@ -100,13 +103,22 @@ int answer(const Layer& layer, Found found) {
   p.gated = layer.gated != 0;
   p.activation = p.gated ? moeq::Activation::kSilu : moeq::Activation::kRelu2NoMul;
   p.a1 = p.a2 = layer.dynamic != 0 ? moeq::sm90::ActScale::kToken : moeq::sm90::ActScale::kNone;
-  p.format = static_cast<moeq::sm90::Format>(layer.format);
+  few::Codes codes = few::Codes::kFourBits;
+  few::Fp8 fp8 = {};
+  if (layer.format < moeq::sm90::kFormats) {
+    p.format = static_cast<moeq::sm90::Format>(layer.format);
+  } else {
+    codes = static_cast<few::Codes>(1 + layer.format - moeq::sm90::kFormats);
+    fp8.rounding[0] = fp8.rounding[1] = layer.dynamic != 0 ? moeq::sm90::ActScale::kToken : moeq::sm90::ActScale::kTensor;
+    p.a1 = p.a2 = moeq::sm90::ActScale::kNone;
+    p.inter = (p.inter + 127) / 128 * 128;
+  }
   p.partition = {layer.sms, layer.sms == kWholeDevice};
   p.workspace = workspace;
   few::Plan plan;
   std::memset(&plan, 0, sizeof(plan));   // as memory may be that was never written
   bool fits = false;
-  if (few::make_plan(p, plan, fits) != cudaSuccess) {
+  if (few::make_plan(p, codes, fp8, plan, fits) != cudaSuccess) {
     return -1;
   }
   // A launch that others may overlap has an exchange of its own.

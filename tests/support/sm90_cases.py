@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton_cases import empty_output, error_over_bound, make_call, relative_error
 
-from torch_moe_ops.backends import cuda_sm90
+from torch_moe_ops.backends import cuda_sm90, cuda_sm90_fp8
 from torch_moe_ops.backends.sm90 import choice as sm90_choice
-from torch_moe_ops.backends.sm90 import layout
+from torch_moe_ops.backends.sm90 import layout, w4a8_layout
 from torch_moe_ops.backends.sm90.common import CAPABILITY
 from torch_moe_ops.core import extension
 from torch_moe_ops.core.call import ExpertsCall
@@ -49,17 +49,26 @@ WEIGHTS = ("w13", "w2", "w13_scale", "w2_scale", "w13_zero_point", "w2_zero_poin
 
 def in_tiles(call: ExpertsCall) -> ExpertsCall:
     """The same call as `prepare` lays its weights out: tiles, and a bias with each half of its rows padded."""
-    gated = not call.activation.endswith("_no_mul")
-    bias: Tensor | None = call.w13_bias
-    if bias is not None:
-        halves = bias.unflatten(1, (2 if gated else 1, -1))
-        bias = F.pad(halves, (0, -halves.shape[2] % layout.TILE)).flatten(1)
+    bias = _padded_bias(call, layout.TILE)
     tensors: dict[str, Any] = {name: getattr(call, name) for name in WEIGHTS}
     if call.scheme == "nvfp4":  # the call has them in its alphas
         tensors |= {f"{name}_scale_2": torch.ones_like(alphas) for name, alphas in alphas_of(call)}
     prepared = cuda_sm90.prepare(RawWeights(call.scheme, **tensors))
     changes: dict[str, Any] = dict.fromkeys(WEIGHTS[4:]) | prepared
     return call._replace(w13_bias=bias, backend="cuda_sm90", **changes)
+
+
+def fp8_in_tiles(call: ExpertsCall) -> ExpertsCall:
+    """`in_tiles` of e4m3 weights, in the layout of `cuda_sm90_fp8`."""
+    raw = RawWeights(call.scheme, call.w13, call.w2, call.w13_scale, call.w2_scale)
+    return call._replace(**cuda_sm90_fp8.prepare(raw), w13_bias=_padded_bias(call, w4a8_layout.TILE_K))
+
+
+def _padded_bias(call: ExpertsCall, tile: int) -> Tensor | None:
+    if call.w13_bias is None:
+        return None
+    halves = call.w13_bias.unflatten(1, (1 if call.activation.endswith("_no_mul") else 2, -1))
+    return F.pad(halves, (0, -halves.shape[2] % tile)).flatten(1)
 
 
 def alphas_of(call: ExpertsCall) -> tuple[tuple[str, Tensor], tuple[str, Tensor]]:

@@ -1,7 +1,8 @@
 """The `cuda_sm90_fp8` backend: e4m3 weights on fp8 activations, on Hopper's tensor cores.
 
 Schemes fp8 (a scale for each row, half of the rows, or matrix) and fp8_block (128 x 128, with activations in groups of
-128), by the kernels of the `cuda_sm90_folded` backend. docs/hopper.md says how exact the tensor cores' sums are.
+128): very few tokens by the decode kernel, which multiplies the codes as bfloat16, many by the kernels of the
+`cuda_sm90_folded` backend. docs/hopper.md says how exact the tensor cores' sums are.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from torch_moe_ops.core.problem import STANDARD
 from torch_moe_ops.core.schemes import Scheme
 from torch_moe_ops.weights.raw_weights import RawWeights
 
+# Up to so many tokens the decode kernel runs, where it takes the layer; it takes Sm90Few.MAX_TOKENS at most.
+DECODE_TOKENS = 0
 WEIGHTS = {"fp8": "rows", "fp8_block": "blocks"}  # scheme -> what the op calls its weights
 
 
@@ -69,9 +72,12 @@ def _is_per_row(scheme: Scheme, shape: tuple[int, ...]) -> bool:
     return scheme.name == "fp8" and len(shape) == 3
 
 
-def run(call: ExpertsCall, out: Tensor) -> None:
-    """Fill `out` [num_tokens, hidden_size] (bfloat16, float16 or float32, contiguous) from a checked call."""
-    cuda_sm90_w4a8.run(WEIGHTS[call.scheme], call, out)
+def run(call: ExpertsCall, out: Tensor, decode_tokens: int | None = None) -> None:
+    """Fill `out` [num_tokens, hidden_size] (bfloat16, float16 or float32, contiguous) from a checked call.
+
+    decode_tokens: in the place of DECODE_TOKENS.
+    """
+    cuda_sm90_w4a8.run(WEIGHTS[call.scheme], call, out, DECODE_TOKENS if decode_tokens is None else decode_tokens)
 
 
 register(

@@ -17,12 +17,13 @@ from torch_moe_ops.backends.registry import Backend, Requirement, formats, one_o
 from torch_moe_ops.backends.sm90 import w4a8_layout as tiled
 from torch_moe_ops.backends.sm90.common import NEEDS, check_device
 from torch_moe_ops.core.call import ExpertsCall, for_kernels
-from torch_moe_ops.core.kernel_facts import Sm90W4a8
+from torch_moe_ops.core.kernel_facts import Sm90W4a8, own_of
 from torch_moe_ops.core.layout import Layout, Sizes, Spec
 from torch_moe_ops.core.problem import Problem
 from torch_moe_ops.core.schemes import Scheme
 from torch_moe_ops.weights.raw_weights import RawWeights
 
+_own = own_of["experts_sm90_w4a8"]
 MAX_SIZE = Sm90W4a8.MAX_K  # hidden and intermediate
 PACKED, FOLDED = "cuda_sm90_packed", "cuda_sm90_folded"
 
@@ -103,13 +104,16 @@ def decode_folded(tensors: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tens
     return found
 
 
-def run(weights: str, call: ExpertsCall, out: Tensor) -> None:
+def run(weights: str, call: ExpertsCall, out: Tensor, decode_tokens: int = 0) -> None:
     """Fill `out` [num_tokens, hidden_size] (bfloat16, float16 or float32, contiguous) from a checked call.
 
-    weights: one of SM90_WEIGHTS, as csrc/cuda/sm90/w4a8.h says.
+    Args:
+        weights: one of SM90_WEIGHTS, as csrc/cuda/sm90/w4a8.h says.
+        decode_tokens: up to so many are for the decode kernel, which takes e4m3 weights, where it takes the layer.
     """
     check_device(call)
-    torch.ops.moeq_C.experts_sm90_w4a8(out, *for_kernels(call), weights)
+    own = _own({"weights": weights, "decode_tokens": decode_tokens})
+    torch.ops.moeq_C.experts_sm90_w4a8(out, *for_kernels(call), *own)
 
 
 def sizes_reason(problem: Problem) -> str | None:

@@ -117,7 +117,7 @@ OWN_ARGUMENTS: dict[str, dict[str, str]] = {
     "experts": {"scheme": "str", "act_format": "str"},
     "experts_sm90": {"quantize_hidden": "bool", "quantize_intermediate": "bool", "kernel": "int"},
     "experts_sm90_bf16": {},
-    "experts_sm90_w4a8": {"weights": "str"},
+    "experts_sm90_w4a8": {"weights": "str", "decode_tokens": "int"},
 }
 TAKES_ROUTER = ("experts_sm90",)
 own_of = {op: itemgetter(*names) for op, names in OWN_ARGUMENTS.items() if len(names) > 1}  # of a dictionary

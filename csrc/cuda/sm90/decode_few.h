@@ -1,6 +1,8 @@
 // Sizes of a decode launch for very few tokens: what the host allocates and what both sides agree on.
 #pragma once
 #include "decode_plan.h"
+#include "known_devices.h"
+#include "weight_scales.h"
 
 namespace moeq::sm90::few {
 
@@ -17,6 +19,7 @@ constexpr int kColumns = 8;                      // tokens of an entry at most: 
 constexpr int kMaxStages = 12;
 constexpr int kMaxBlocks = 1024;                 // of a launch: multiprocessors
 constexpr int kTileBytes = 2048 + 256;           // that a stage has for a tile, whatever its format
+constexpr int kFp8TileBytes = 4096;              // half of a tile of w4a8_layout.h: 64 rows by 64 values of K
 constexpr int kMaxPartBits = 2;                  // K is cut into 1, 2 or 4 parts
 constexpr int64_t kExchangePairs = 1 << 18;      // of 16 bytes, see decode_exchange.cuh
 
@@ -33,6 +36,14 @@ struct Deal {
   int bits;  // a unit is one of 2^bits parts of K
   int each, more;
   int shared_bits;  // those left are cut into 2^shared_bits parts, one for a block; 0: some blocks have one more
+};
+
+// Of e4m3 weights, which multiply tokens and an intermediate that are rounded to e4m3; of GEMM1 and GEMM2.
+struct Fp8 {
+  WeightScales weights[2];
+  ActScale rounding[2];
+  const float* gscale[2];
+  int scales_at[2];  // where an operand's row has its scales, in bytes
 };
 
 struct Args {
@@ -55,10 +66,15 @@ struct Args {
   int partials;  // and those of units that blocks share
   Deal whole[2];  // of one token, all of whose experts are this rank's
   uint8_t part_bits[2][kMaxSlots + 1];  // parts of K for that many entries: all blocks get the same
+  Fp8 fp8;
 };
+
+// What weights are: those of layout.h, or e4m3 with scales of rows, or of 128 x 128 and of 128 values of a token.
+enum class Codes : int { kFourBits, kFp8Rows, kFp8Groups };
 
 struct Plan {
   Args args;
+  Codes codes;
   Kind kind;
   size_t exchange_pairs;  // that the launch may use
   int grid;
@@ -70,7 +86,11 @@ inline size_t exchange_bytes(const Plan& plan) { return plan.exchange_pairs * si
 
 // fits: whether the kernel takes the problem, and there is room for it.
 cudaError_t make_plan(const Problem& p, Plan& plan, bool& fits);
+// The same of e4m3 weights. p.a1 and p.a2 are kNone: `fp8` says how activations are rounded, but for `scales_at`.
+cudaError_t make_plan(const Problem& p, Codes codes, const Fp8& fp8, Plan& plan, bool& fits);
 
 cudaError_t run(Plan& plan);
+// By the kernel that the plan was made for; `known`: devices that have allowed its shared memory.
+cudaError_t launch(Plan& plan, const void* kernel, KnownDevices& known);
 
 }  // namespace moeq::sm90::few

@@ -72,7 +72,7 @@ __device__ __forceinline__ void copy_weights(const Args& args, Fixed& fixed, uin
   const Problem& p = args.p;
   const uint32_t ring = shared_address(base + args.ring_offset);
   const uint32_t full = shared_address(fixed.full), empty = shared_address(fixed.empty);
-  const int stage_bytes = args.stage_tiles * kTileBytes;
+  const int stage_bytes = args.stage_tiles * kStageTileBytes<Format>;
   Turn turn = {0, 1, 0};
 #pragma unroll 1
   for (int gemm = 0; gemm < 2; ++gemm) {
@@ -91,10 +91,14 @@ __device__ __forceinline__ void copy_weights(const Args& args, Fixed& fixed, uin
         const int tiles = min(work.stage_tiles, end - k);
         const uint32_t to = ring + turn.stage * stage_bytes, bar = full + 8 * turn.stage;
         barrier_wait(empty + 8 * turn.stage, turn.parity);
-        barrier_expect(bar, tiles * (kTileCodeBytes + Format::kTileScaleBytes));
-        copy_bulk(to, all_codes + tile * kTileCodeBytes, tiles * kTileCodeBytes, bar);
-        copy_bulk(to + args.stage_tiles * kTileCodeBytes, all_scales + tile * Format::kTileScaleBytes,
-                  tiles * Format::kTileScaleBytes, bar);
+        if constexpr (kIsFp8<Format>) {
+          barrier_expect(bar, tiles * kCodeBytes<Format>);
+        } else {
+          barrier_expect(bar, tiles * (kTileCodeBytes + Format::kTileScaleBytes));
+          copy_bulk(to + args.stage_tiles * kTileCodeBytes, all_scales + tile * Format::kTileScaleBytes,
+                    tiles * Format::kTileScaleBytes, bar);
+        }
+        copy_bulk(to, all_codes + tile * kCodeBytes<Format>, tiles * kCodeBytes<Format>, bar);
         tile += tiles;
         next_stage(turn, args.stages);
         if (!Case<kKind>::kShared || turn.number > args.stages) {   // before, all barriers are in their first phase

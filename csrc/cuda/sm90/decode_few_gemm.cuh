@@ -33,71 +33,6 @@ __device__ __forceinline__ T load_scales(uint32_t at) {
   return value;
 }
 
-// This warp's share of a stage: 32 rows of tiles `first`, first + workers, ... Both blocks of rows multiply the same
-// tokens, which are read once for both.
-template <class Format>
-__device__ __forceinline__ void multiply_stage(uint32_t codes, uint32_t scales, uint32_t row, int first, int tiles,
-                                               int workers, Sums& sums) {
-  using Word = typename Format::ScaleWord;
-#pragma unroll 1
-  for (int tile = first; tile < tiles; tile += workers) {
-    const uint32_t code_at = codes + tile * kTileCodeBytes;
-    const uint32_t scale_at = scales + tile * Format::kTileScaleBytes;
-    const uint4 code[2] = {load_16(code_at), load_16(code_at + kTileCodeBytes / 2)};
-    const Word word[2] = {load_scales<Word>(scale_at), load_scales<Word>(scale_at + Format::kTileScaleBytes / 2)};
-    const uint4 b0 = load_16(row + tile * 128);
-    const typename Format::Scales scale[2] = {Format::scales(word[0]), Format::scales(word[1])};
-    uint32_t a[2][4];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      Format::decode(code[i].x, scale[i], a[i]);
-      decode::multiply_add(sums.v[i], a[i], b0.x, b0.y);
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      Format::decode(code[i].y, scale[i], a[i]);
-      decode::multiply_add(sums.v[i], a[i], b0.z, b0.w);
-    }
-    const uint4 b1 = load_16(row + tile * 128 + 16);   // late, for registers are few
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      Format::decode(code[i].z, scale[i], a[i]);
-      decode::multiply_add(sums.v[i], a[i], b1.x, b1.y);
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      Format::decode(code[i].w, scale[i], a[i]);
-      decode::multiply_add(sums.v[i], a[i], b1.z, b1.w);
-    }
-  }
-}
-
-// A warp's sums of a unit, the `number`-th of this block, for the helpers.
-template <Kind kKind>
-__device__ __forceinline__ void leave_sums(const Args& args, Fixed& fixed, uint8_t* base, const float* factors,
-                                           int count, int number, int groups, Sums& sums) {
-  const int lane = lane_of_warp(), warp = threadIdx.x / 32, buffer = number % 2;
-  barrier_wait(shared_address(&fixed.freed[buffer]), number / 2 % 2 ^ 1);
-  const int column = lane % 4 * 2;
-  float* to = sums_of(args, base, buffer, (warp / 2) & (kWorkers / groups - 1), column) + warp % 2 * 16 + lane / 4;
-#pragma unroll
-  for (int j = 0; j < 2; ++j) {
-    if (column + j < count) {
-      const float factor = Case<kKind>::dynamic_hidden(args.p) && factors != nullptr ? factors[column + j] : 1.0f;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        to[j * kTileRows + 32 * i] = sums.v[i][j] * factor;
-        to[j * kTileRows + 32 * i + 8] = sums.v[i][j + 2] * factor;
-      }
-    }
-  }
-  sums = {};
-  __syncwarp();
-  if (lane == 0) {
-    barrier_arrive_times(shared_address(&fixed.summed[buffer]), groups);
-  }
-}
-
 // Where a warp is in a GEMM's units. In two groups of warps, each of which takes every other unit, warps wait less for
 // each other; in one, the last unit is done sooner.
 struct Place {
@@ -108,8 +43,92 @@ struct Place {
   int count;                // of its slots
   int run, met;             // operands of GEMM2 so far, and those that have been waited for
   uint32_t row;             // this thread's token, an address of shared memory
+  uint32_t scales[2];       // of e4m3 values: those of the tokens whose sums this thread has
   const float* factors;
 };
+
+// What a thread does with the stages of a unit.
+template <class Format>
+struct Multiplier {
+  int at, scales_at;   // of this thread in a stage
+
+  __device__ __forceinline__ explicit Multiplier(const Args& args)
+      : at(threadIdx.x % 64 * 16),
+        scales_at(args.stage_tiles * kTileCodeBytes + Format::scale_offset(threadIdx.x % 64)) {}
+
+  template <Kind kKind>
+  __device__ __forceinline__ void begin_unit(const Args&, const Fixed&, const Work&, int) {}
+  __device__ __forceinline__ void expect_tile(int) {}
+  __device__ __forceinline__ void finish_unit(const Place&, Sums&) const {}
+
+  // This warp's share of a stage: 32 rows of tiles `first`, first + workers, ... Both blocks of rows multiply the same
+  // tokens, which are read once for both.
+  __device__ __forceinline__ void multiply(uint32_t stage, const Place& place, int, int done, int first, int tiles,
+                                           Sums& sums) {
+    using Word = typename Format::ScaleWord;
+    const uint32_t codes = stage + at, scales = stage + scales_at, row = place.row + done * 128;
+#pragma unroll 1
+    for (int tile = first; tile < tiles; tile += place.workers) {
+      const uint32_t code_at = codes + tile * kTileCodeBytes;
+      const uint32_t scale_at = scales + tile * Format::kTileScaleBytes;
+      const uint4 code[2] = {load_16(code_at), load_16(code_at + kTileCodeBytes / 2)};
+      const Word word[2] = {load_scales<Word>(scale_at), load_scales<Word>(scale_at + Format::kTileScaleBytes / 2)};
+      const uint4 b0 = load_16(row + tile * 128);
+      const typename Format::Scales scale[2] = {Format::scales(word[0]), Format::scales(word[1])};
+      uint32_t a[2][4];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        Format::decode(code[i].x, scale[i], a[i]);
+        decode::multiply_add(sums.v[i], a[i], b0.x, b0.y);
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        Format::decode(code[i].y, scale[i], a[i]);
+        decode::multiply_add(sums.v[i], a[i], b0.z, b0.w);
+      }
+      const uint4 b1 = load_16(row + tile * 128 + 16);   // late, for registers are few
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        Format::decode(code[i].z, scale[i], a[i]);
+        decode::multiply_add(sums.v[i], a[i], b1.x, b1.y);
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        Format::decode(code[i].w, scale[i], a[i]);
+        decode::multiply_add(sums.v[i], a[i], b1.z, b1.w);
+      }
+    }
+  }
+};
+
+// A warp's sums of a unit, the `number`-th of this block, for the helpers. The two rows that a thread has of 16 are eight
+// apart; of e4m3 weights they are neighbours, but for gate and up.
+template <class Format, Kind kKind>
+__device__ __forceinline__ void leave_sums(const Args& args, Fixed& fixed, uint8_t* base, int gemm,
+                                           const float* factors, int count, int number, int groups, Sums& sums) {
+  const bool apart = !kIsFp8<Format> || (gemm == 0 && Case<kKind>::gated(args.p));
+  const int lane = lane_of_warp(), warp = threadIdx.x / 32, buffer = number % 2;
+  barrier_wait(shared_address(&fixed.freed[buffer]), number / 2 % 2 ^ 1);
+  const int column = lane % 4 * 2;
+  float* to = sums_of(args, base, buffer, (warp / 2) & (kWorkers / groups - 1), column) + warp % 2 * 16 +
+              (apart ? lane / 4 : lane / 4 * 2);
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    if (column + j < count) {
+      const float factor = Case<kKind>::dynamic_hidden(args.p) && factors != nullptr ? factors[column + j] : 1.0f;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        to[j * kTileRows + 32 * i] = sums.v[i][j] * factor;
+        to[j * kTileRows + 32 * i + (apart ? 8 : 1)] = sums.v[i][j + 2] * factor;
+      }
+    }
+  }
+  sums = {};
+  __syncwarp();
+  if (lane == 0) {
+    barrier_arrive_times(shared_address(&fixed.summed[buffer]), groups);
+  }
+}
 
 __device__ __forceinline__ Place begin_gemm(const Work& work) {
   Place place = {};
@@ -130,7 +149,7 @@ __device__ __forceinline__ void skip_stages(const Args& args, const Work& work, 
 }
 
 // Whose token `place.row` is, if another entry or part of K comes.
-template <Kind kKind>
+template <class Format, Kind kKind>
 __device__ __forceinline__ void find_row(const Args& args, const Fixed& fixed, uint8_t* base, int gemm,
                                          const Work& work, Place& place) {
   const int operand =
@@ -141,16 +160,25 @@ __device__ __forceinline__ void find_row(const Args& args, const Fixed& fixed, u
   place.known = operand;
   const Entry entry = fixed.entries[work.entry];
   const int lane = lane_of_warp();
-  const int column = min(lane / 4, entry.count - 1);   // columns without a token repeat the last one
   place.count = entry.count;
-  if (gemm == 0) {
-    const int token = quotient(fixed.slots[entry.first + column], args.inverse_top_k);
-    const int begin = Case<kKind>::kShared ? work.part * work.part_tiles * (kTileK * 2) : 0;
-    place.row = shared_address(base) + args.x_offset + token * args.x_stride + begin + lane % 4 * 32;
-  } else {
-    const int buffer = place.run++ & (args.h_buffers - 1);
-    place.row = shared_address(base) + args.h_offset + (buffer * args.columns + column) * args.h_stride + lane % 4 * 32;
+  const int buffer = gemm == 0 ? 0 : place.run++ & (args.h_buffers - 1);
+  const auto row_of = [&](int column) {
+    const int own = min(column, entry.count - 1);   // columns without a token repeat the last one
+    if (gemm == 0) {
+      const int token = quotient(fixed.slots[entry.first + own], args.inverse_top_k);
+      return shared_address(base) + args.x_offset + token * args.x_stride;
+    }
+    return shared_address(base) + args.h_offset + (buffer * args.columns + own) * args.h_stride;
+  };
+  const int begin = Case<kKind>::kShared && gemm == 0 ? work.part * work.part_tiles : 0;
+  place.row = row_of(lane / 4) + begin * (kTileK * 2) + lane % 4 * 32;
+  if (gemm == 1) {
     place.factors = fixed.h_factor[buffer];
+  }
+  if constexpr (kIsFp8<Format>) {
+    const int scales_at = (gemm == 0 ? args.fp8.scales_at[0] : args.fp8.scales_at[1]) + begin / 2 * 4;
+    place.scales[0] = row_of(lane % 4 * 2) + scales_at;
+    place.scales[1] = row_of(lane % 4 * 2 + 1) + scales_at;
   }
 }
 
@@ -167,44 +195,47 @@ __device__ __forceinline__ void await_operand(const Args& args, const Fixed& fix
 template <class Format, Kind kKind>
 __device__ __forceinline__ void run_gemm(const Args& args, Fixed& fixed, uint8_t* base, int gemm, Turn& turn,
                                          int& number) {
-  const int thread = threadIdx.x % 64;
   const int row_tiles = gemm == 0 ? args.row_tiles[0] : args.row_tiles[1];
   const int k_tiles = gemm == 0 ? args.k_tiles[0] : args.k_tiles[1];
-  const int stage_bytes = args.stage_tiles * kTileBytes;
+  const int stage_bytes = args.stage_tiles * kStageTileBytes<Format>;
   const uint32_t ring = shared_address(base) + args.ring_offset;
   const uint32_t full = shared_address(fixed.full), empty = shared_address(fixed.empty);
-  const int scales_at = args.stage_tiles * kTileCodeBytes + Format::scale_offset(thread);
+  Multiplier<Format> multiplier(args);
   Work work = first_unit<kKind>(fixed.work, gemm);
   Place place = begin_gemm(work);
   Sums sums = {};
 #pragma unroll 1
   for (int unit = 0; unit < work.count; ++unit, ++number, next_unit<kKind>(fixed.work, work, row_tiles)) {
     const int begin = work.part * work.part_tiles, all = min(work.part_tiles, k_tiles - begin);
-    find_row<kKind>(args, fixed, base, gemm, work, place);
+    find_row<Format, kKind>(args, fixed, base, gemm, work, place);
     if ((unit & (place.groups - 1)) != place.group) {
       skip_stages(args, work, all, turn);
       continue;
     }
+    multiplier.template begin_unit<kKind>(args, fixed, work, gemm);
     if (gemm == 1) {
       await_operand(args, fixed, place);
     }
 #pragma unroll 1
     for (int done = 0; done < all; done += work.stage_tiles) {
-      const uint32_t codes = ring + turn.stage * stage_bytes;
+      const int first = (place.pair - done - place.offset) & (place.workers - 1);
+      const int tiles = min(work.stage_tiles, all - done);
+      if (first < tiles) {
+        multiplier.expect_tile(begin + done + first);
+      }
       if (place.groups > 1 && (!Case<kKind>::kShared || turn.number >= args.stages)) {
         await_announcement(fixed, turn.number);
       }
       barrier_wait(full + 8 * turn.stage, turn.parity);
-      multiply_stage<Format>(codes + 16 * thread, codes + scales_at, place.row + done * 128,
-                             (place.pair - done - place.offset) & (place.workers - 1),
-                             min(work.stage_tiles, all - done), place.workers, sums);
+      multiplier.multiply(ring + turn.stage * stage_bytes, place, begin, done, first, tiles, sums);
       __syncwarp();
       if (lane_of_warp() == 0) {
         barrier_arrive_times(empty + 8 * turn.stage, place.groups);
       }
       next_stage(turn, args.stages);
     }
-    leave_sums<kKind>(args, fixed, base, place.factors, place.count, number, place.groups, sums);
+    multiplier.finish_unit(place, sums);
+    leave_sums<Format, kKind>(args, fixed, base, gemm, place.factors, place.count, number, place.groups, sums);
     place.offset += all;
   }
 }

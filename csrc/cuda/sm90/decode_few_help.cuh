@@ -1,13 +1,14 @@
 // What the helping warps do: they add up what the multiplying warps leave of a unit and send it, and between the GEMMs
 // they make what GEMM2 multiplies.
 #pragma once
+#include "decode_few_fp8_round.cuh"
 #include "decode_few_hidden.cuh"
 
 namespace moeq::sm90::few {
 
 // A warp's row pairs of a whole unit of GEMM1 -> two values of the intermediate: on every lane where not gated, else on
-// those that hold gate rows.
-template <Kind kKind>
+// those that hold gate rows. What is rounded to e4m3 is sent as it is: 128 columns are more than a unit has.
+template <class Format, Kind kKind>
 __device__ __forceinline__ void send_hidden(const Args& args, const Fixed& fixed, const Entry& entry, int entry_number,
                                             int slot, int row_tile, float2 sums) {
   const Problem& p = args.p;
@@ -35,7 +36,11 @@ __device__ __forceinline__ void send_hidden(const Args& args, const Fixed& fixed
   }
   if (inside && !is_up) {
     const int64_t line = static_cast<int64_t>(slot) * args.row_tiles[0] * kTileRows;
-    send_rounded(args, line + pair, h.a, h.b, fixed.epoch);
+    if constexpr (kIsFp8<Format>) {
+      send_pair(args, line / 2 + pair, h.a, h.b, fixed.epoch);
+    } else {
+      send_rounded(args, line + pair, h.a, h.b, fixed.epoch);
+    }
   }
 }
 
@@ -58,7 +63,7 @@ __device__ __forceinline__ float2 add_partials(const Args& args, const Fixed& fi
 
 // Adds up what the warps left of a unit, the `number`-th of this block, and sends it. Each helper takes every seventh
 // column; where there is one, every seventh unit.
-template <Kind kKind>
+template <class Format, Kind kKind>
 __device__ __forceinline__ void finish_unit(const Args& args, Fixed& fixed, uint8_t* base, const Work& work, int gemm,
                                             bool whole, int number) {
   const int lane = lane_of_warp(), buffer = number % 2;
@@ -87,7 +92,7 @@ __device__ __forceinline__ void finish_unit(const Args& args, Fixed& fixed, uint
       all = add_partials(args, fixed, 1 << -work.part_bits, all);
     }
     if (whole) {
-      send_hidden<kKind>(args, fixed, entry, work.entry, slot, work.row_tile, all);
+      send_hidden<Format, kKind>(args, fixed, entry, work.entry, slot, work.row_tile, all);
     } else {
       const int line = work.part * args.slots + slot;
       send_pair(args, (gemm == 0 ? 0 : args.outputs) + (line * row_tiles + work.row_tile) * (kTileRows / 2) + lane,
@@ -113,14 +118,14 @@ __device__ __forceinline__ void next_run(const Args& args, Work& work) {
 
 // All units of both GEMMs; of GEMM2 the operand of an entry and part of K, then the units of those before it, where
 // there are two buffers. A buffer is made again when all units that multiplied it are finished.
-template <Kind kKind>
+template <class Format, Kind kKind>
 __device__ __forceinline__ void help(const Args& args, Fixed& fixed, uint8_t* base) {
   int number = 0;
   const bool whole = finishes_hidden<kKind>(args.p);
   Work first = first_unit<kKind>(fixed.work, 0);
 #pragma unroll 1
   for (; first.count > 0; --first.count) {
-    finish_unit<kKind>(args, fixed, base, first, 0, whole, number++);
+    finish_unit<Format, kKind>(args, fixed, base, first, 0, whole, number++);
     next_unit<kKind>(fixed.work, first, args.row_tiles[0]);
   }
   Work making = fixed.work[1], work = making;
@@ -129,7 +134,12 @@ __device__ __forceinline__ void help(const Args& args, Fixed& fixed, uint8_t* ba
   for (int run = 0; work.count > 0; ++run) {
     if (making.count > 0) {
       const int buffer = run & last;
-      make_rows<kKind>(args, fixed, making, buffer, base + args.h_offset + buffer * args.columns * args.h_stride);
+      uint8_t* h = base + args.h_offset + buffer * args.columns * args.h_stride;
+      if constexpr (kIsFp8<Format>) {
+        make_rounded_rows<Format::kGroups>(args, fixed, making, h);
+      } else {
+        make_rows<kKind>(args, fixed, making, buffer, h);
+      }
       __syncwarp();
       if (lane_of_warp() == 0) {
         barrier_arrive(shared_address(&fixed.made[buffer]));
@@ -141,7 +151,7 @@ __device__ __forceinline__ void help(const Args& args, Fixed& fixed, uint8_t* ba
     }
 #pragma unroll 1
     for (int units = units_of_run(args, work); units > 0; --units) {
-      finish_unit<kKind>(args, fixed, base, work, 1, false, number++);
+      finish_unit<Format, kKind>(args, fixed, base, work, 1, false, number++);
       --work.count;
       next_unit(work, args.row_tiles[1]);
     }

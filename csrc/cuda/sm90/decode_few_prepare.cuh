@@ -26,6 +26,7 @@ __device__ __forceinline__ void clear_padding(const Args& args, Fixed& fixed, ui
   }
   if (threadIdx.x < kMaxTokens) {
     fixed.amax[threadIdx.x] = 0;
+    fixed.h_amax[threadIdx.x] = 0;
   }
 }
 

@@ -7,6 +7,24 @@
 
 namespace moeq::sm90::few {
 
+// e4m3 weights in the place of a format of formats.cuh: with scales of 128 x 128, and of 128 values of a token, or of
+// rows.
+template <bool kGroups_>
+struct Fp8Format {
+  static constexpr bool kGroups = kGroups_;
+};
+
+template <class Format>
+constexpr bool kIsFp8 = false;
+template <bool kGroups>
+constexpr bool kIsFp8<Fp8Format<kGroups>> = true;
+
+// Of 64 rows by 64 values of K: codes, and what a stage has for them.
+template <class Format>
+constexpr int kCodeBytes = kIsFp8<Format> ? kFp8TileBytes : kTileCodeBytes;
+template <class Format>
+constexpr int kStageTileBytes = kIsFp8<Format> ? kFp8TileBytes : kTileBytes;
+
 // One expert's slots, up to `columns` of them.
 struct Entry {
   int expert, first, count;
@@ -36,6 +54,7 @@ struct Fixed {
   float weights[kMaxSlots];
   uint32_t openers[4];           // of four warps' slots: how many open an entry << 16 | slots of theirs
   uint32_t amax[kMaxTokens];     // of rows that are being quantized
+  uint32_t h_amax[kColumns];     // the same of an intermediate that is rounded to e4m3
   float x_factor[kMaxTokens], h_factor[2][kColumns];
 };
 static_assert(offsetof(Fixed, experts) % 16 == 0, "read 16 bytes at a time");

@@ -65,10 +65,11 @@ void bind_weights(W4a8Problem& p, const LayerCall& call) {
 }
 
 // Fills out [tokens, hidden]. With hidden_states_scale (float32 [tokens, 1], blocks: [tokens, hidden / 128]) the hidden
-// states are e4m3 codes, else bfloat16.
+// states are e4m3 codes, else bfloat16. Up to decode_tokens tokens are for the decode kernel, where it takes the layer.
 void experts_sm90_w4a8(const ExpertsSm90W4a8Call& call) {
   W4a8Problem p{};
   p.weights = named<Weights>(kOp, "weights", call.weights);
+  p.decode_tokens = static_cast<int>(call.decode_tokens);
   Layer layer(kOp, call);
   layer.quantize_hidden = layer.quantize_intermediate = true;
   if (call.hidden_states_scale.has_value()) layer.hidden_type = ScalarType::Float8_e4m3fn;

@@ -1,4 +1,5 @@
 // A layer: sort, quantize the tokens, GEMM1, quantize the intermediate, GEMM2, combine.
+#include "decode_few_fp8.h"
 #include "prefill_kernels.cuh"
 #include "w4a8_gemm.cuh"
 #include "w4a8_quantize.cuh"
@@ -106,10 +107,21 @@ W4a8Problem with_codes(const W4a8Problem& whole, W4a8Problem piece) {
   return piece;
 }
 
+// decodes: whether the decode kernel runs the problem.
+cudaError_t make_decode_plan(const W4a8Problem& p, few::Plan& plan, bool& decodes) {
+  decodes = p.tokens <= p.decode_tokens;
+  return decodes ? few::make_fp8_plan(p, plan, decodes) : cudaSuccess;
+}
+
 }  // namespace
 }  // namespace w4a8
 
 size_t w4a8_workspace(const W4a8Problem& p) {
+  few::Plan plan;
+  bool decodes = false;
+  if (w4a8::make_decode_plan(p, plan, decodes) == cudaSuccess && decodes) {
+    return p.partition.whole_device ? 0 : few::exchange_bytes(plan);
+  }
   W4a8Problem piece = p;
   piece.tokens = w4a8::tokens_of_piece(p);
   piece.workspace = nullptr;
@@ -117,6 +129,10 @@ size_t w4a8_workspace(const W4a8Problem& p) {
 }
 
 cudaError_t w4a8_run(const W4a8Problem& p) {
+  few::Plan plan;
+  bool decodes = false;
+  const cudaError_t error = w4a8::make_decode_plan(p, plan, decodes);
+  if (error != cudaSuccess || decodes) return error != cudaSuccess ? error : few::run_fp8(plan);
   return run_in_pieces(p, w4a8::tokens_of_piece(p),
                        [&](const W4a8Problem& piece) { return w4a8::run_piece(w4a8::with_codes(p, piece)); });
 }

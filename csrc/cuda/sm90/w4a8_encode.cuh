@@ -36,6 +36,16 @@ __device__ __forceinline__ float quotient(float x, float by, float inverse) {
   return __fmaf_rn(__fmaf_rn(-near, by, x), inverse, near);
 }
 
+// encode(scaled), where scaled(x) is x divided by `by` or, if it is not `divide`, multiplied. What is not finite becomes
+// NaN; a dynamic scale is NaN or infinite then, and the quotient is NaN by itself.
+template <class Encode>
+__device__ __forceinline__ auto with_scaling(float by, bool divide, Encode encode) {
+  if (!divide) return encode([=](float x) { return nan_unless_finite(__fmul_rn(x, by), x); });
+  if (!(by > 0x1p-100f && by < 0x1p100f)) return encode([=](float x) { return __fdiv_rn(x, by); });
+  const float inverse = __frcp_rn(by);
+  return encode([=](float x) { return quotient(x, by, inverse); });
+}
+
 // 16 values of a piece, [c][b].
 struct Piece {
   float values[4][4];
@@ -56,13 +66,9 @@ struct Piece {
     return make_uint4(words[0], words[1], words[2], words[3]);
   }
 
-  // Divided by `by` or, if it is not `divide`, multiplied. What is not finite becomes NaN; a dynamic scale is NaN or
-  // infinite then, and the quotient is NaN by itself.
+  // See with_scaling.
   __device__ __forceinline__ uint4 encode(float by, bool divide) const {
-    if (!divide) return encode_each([=](float x) { return nan_unless_finite(__fmul_rn(x, by), x); });
-    if (!(by > 0x1p-100f && by < 0x1p100f)) return encode_each([=](float x) { return __fdiv_rn(x, by); });
-    const float inverse = __frcp_rn(by);
-    return encode_each([=](float x) { return quotient(x, by, inverse); });
+    return with_scaling(by, divide, [&](auto scaled) { return encode_each(scaled); });
   }
 };
 

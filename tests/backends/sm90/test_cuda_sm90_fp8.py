@@ -6,14 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from sm90_cases import error_over_bound, make_call, relative_error, why_not_here
+from sm90_cases import error_over_bound, fp8_in_tiles, make_call, relative_error, why_not_here
 from torch import Tensor
 from triton_cases import packed_input
 
-import torch_moe_ops as moe
 from torch_moe_ops.backends import cuda_sm90_fp8
-from torch_moe_ops.backends.sm90 import w4a8_layout as layout
 from torch_moe_ops.core.call import ExpertsCall
 
 REASON = why_not_here()
@@ -35,16 +32,6 @@ SHAPES = (
 )
 
 
-def in_tiles(call: ExpertsCall) -> ExpertsCall:
-    """The same call as `prepare` lays its weights out."""
-    raw = moe.RawWeights(call.scheme, call.w13, call.w2, call.w13_scale, call.w2_scale)
-    inter, halves = raw.intermediate_size, 2 if raw.is_gated else 1
-    bias: Tensor | None = call.w13_bias
-    if bias is not None:
-        bias = F.pad(bias.unflatten(1, (halves, -1)), (0, -inter % layout.TILE_K)).flatten(1)
-    return call._replace(**cuda_sm90_fp8.prepare(raw), w13_bias=bias)
-
-
 def run(tiled: ExpertsCall) -> Tensor:
     """The output, from a buffer full of NaN."""
     out = torch.full(tiled.hidden_states.shape, float("nan"), dtype=tiled.out_dtype, device="cuda")
@@ -58,7 +45,7 @@ def case(scheme: str, **fields: Any) -> ExpertsCall:
 
 
 def check(call: ExpertsCall) -> None:
-    out = run(in_tiles(call))
+    out = run(fp8_in_tiles(call))
     print(f"{call.scheme} {call.w2.shape[1]} {relative_error(out, call):.2e}")
     assert error_over_bound(out, call) < 1
 
@@ -111,7 +98,7 @@ def test_tokens_that_came_quantized(scheme: str, tokens: int) -> None:
 @schemes
 def test_foreign_ids_and_router_weight(scheme: str) -> None:
     call = case(scheme, tokens=30, foreign=True)
-    out = run(in_tiles(call))
+    out = run(fp8_in_tiles(call))
     assert not out[-1].any()  # every expert of the last token is foreign
     assert error_over_bound(out, call._replace(topk_weights=call.topk_weights.nan_to_num(1.0))) < 1
     check(case(scheme, tokens=30, top_k=1, router_weight_on_input=True))
@@ -119,7 +106,7 @@ def test_foreign_ids_and_router_weight(scheme: str) -> None:
 
 @schemes
 def test_runs_are_bitwise_equal(scheme: str) -> None:
-    tiled = in_tiles(case(scheme, hidden=1024, inter=320, experts=16, top_k=4, tokens=500))
+    tiled = fp8_in_tiles(case(scheme, hidden=1024, inter=320, experts=16, top_k=4, tokens=500))
     first = run(tiled)
     for _ in range(5):
         assert torch.equal(run(tiled), first)
@@ -127,12 +114,12 @@ def test_runs_are_bitwise_equal(scheme: str) -> None:
 
 def test_a_check_names_the_op() -> None:
     with pytest.raises(RuntimeError, match="moeq_C::experts_sm90_w4a8: activation must be a known name, got 'x'"):
-        run(in_tiles(case("fp8"))._replace(activation="x"))
+        run(fp8_in_tiles(case("fp8"))._replace(activation="x"))
 
 
 @schemes
 def test_a_nan_row_disturbs_no_other(scheme: str) -> None:
-    tiled = in_tiles(case(scheme, tokens=6))
+    tiled = fp8_in_tiles(case(scheme, tokens=6))
     clean = run(tiled)
     tiled.hidden_states[3] = float("nan")
     assert torch.equal(run(tiled)[[0, 1, 2, 4, 5]], clean[[0, 1, 2, 4, 5]])
