@@ -4,7 +4,7 @@
 #include <cuda_fp16.h>
 
 #include "decode_few_hidden.cuh"
-#include "w4a8_encode.cuh"
+#include "w4a8_round.cuh"
 
 namespace moeq::sm90::few {
 

@@ -37,7 +37,7 @@ bool is_in_place(const Problem& p) {
 // Of a token's slots in float32.
 int64_t h_columns(const Problem& p) { return int64_t{p.inter} * (p.gated && !is_in_place(p) ? 2 : 1); }
 
-Plan make_plan(const W4a8Problem& p) {
+Plan make_prefill_plan(const W4a8Problem& p) {
   Plan plan{};
   Arena arena(p.workspace);
   const int slots = p.tokens * p.top_k, rows = max_rows(slots, p.experts);
@@ -85,7 +85,7 @@ cudaError_t launch_gemm(const GemmArgs& args, Finish finish) {
 }
 
 cudaError_t run_piece(const W4a8Problem& p) {
-  const Plan plan = make_plan(p);
+  const Plan plan = make_prefill_plan(p);
   cudaError_t error = launch_schedule(p, plan.tokens.schedule, is_wide(p) ? kMaxWidth : kMaxSingle);
   if (error == cudaSuccess) error = launch_quantize_tokens(plan.tokens);
   if (error == cudaSuccess) error = launch_gemm(plan.first, is_in_place(p) ? Finish::kSwiglu : Finish::kLinear);
@@ -125,7 +125,7 @@ size_t w4a8_workspace(const W4a8Problem& p) {
   W4a8Problem piece = p;
   piece.tokens = w4a8::tokens_of_piece(p);
   piece.workspace = nullptr;
-  return w4a8::make_plan(piece).bytes;
+  return w4a8::make_prefill_plan(piece).bytes;
 }
 
 cudaError_t w4a8_run(const W4a8Problem& p) {
