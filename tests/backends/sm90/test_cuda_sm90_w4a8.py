@@ -40,10 +40,10 @@ def in_tiles(call: ExpertsCall) -> ExpertsCall:
     return call._replace(w13=w13, w13_scale=w13_scale, w13_bias=bias, w2=w2, w2_scale=w2_scale)
 
 
-def run(tiled: ExpertsCall) -> Tensor:
+def run(tiled: ExpertsCall, decode_tokens: int = 0) -> Tensor:
     """The output, from a buffer full of NaN."""
     out = torch.full(tiled.hidden_states.shape, float("nan"), dtype=tiled.out_dtype, device="cuda")
-    cuda_sm90_w4a8.run("rows" if tiled.weight_policy == "folded" else "packed", tiled, out)
+    cuda_sm90_w4a8.run("rows" if tiled.weight_policy == "folded" else "packed", tiled, out, decode_tokens)
     return out
 
 
@@ -64,6 +64,17 @@ def error_of(policy: str, **fields: Any) -> float:
 def test_shapes(policy: str, shape: tuple[int, ...], out_dtype: torch.dtype) -> None:
     fields = dict(zip(("experts", "top_k", "hidden", "inter", "tokens"), shape, strict=True))
     assert error_of(policy, **fields, out_dtype=out_dtype) < 1
+
+
+@pytest.mark.parametrize("tokens", (1, 3, 8))
+@pytest.mark.parametrize("shape", [(8, 2, 192, 176), (16, 4, 2688, 1856)], ids=str)
+def test_folded_weights_on_the_decode_kernel(shape: tuple[int, ...], tokens: int) -> None:
+    """They are e4m3 with a scale for each row."""
+    fields = dict(zip(("experts", "top_k", "hidden", "inter"), shape, strict=True))
+    call = case("folded", **fields, tokens=tokens, out_dtype=torch.float32)
+    out, of_prefill = (run(in_tiles(call), decode_tokens) for decode_tokens in (8, 0))
+    assert error_over_bound(out, call) < 1
+    assert not torch.equal(out, of_prefill)
 
 
 @policies
