@@ -41,10 +41,13 @@ def specs(scheme: Scheme, sizes: Sizes) -> dict[str, Spec]:
 
 
 def prepare(raw: RawWeights) -> dict[str, Tensor]:
-    """Tiles in the order of the tensor cores' operands, expert by expert, on raw's device; scales are kept."""
+    """Tiles in the order of the tensor cores' operands, expert by expert, on raw's device; scales are kept.
+
+    Raises ValueError for weights that are NaN.
+    """
     tensors = {}
     for name, rows, _, gated in matrices(sizes_of(raw)):
-        tensors[name] = tiled.tile_fp8(getattr(raw, name), rows, gated)
+        tensors[name] = tiled.tile_fp8(getattr(raw, name), rows, gated, name)
         scale = getattr(raw, f"{name}_scale")
         if name == "w13" and scale.ndim == 3 and raw.scheme == "fp8":
             scale = torch.stack([tiled.pad_rows(of_expert, rows, gated) for of_expert in scale])

@@ -151,7 +151,7 @@ def test_fp8_tiles_are_those_of_folded_weights_and_come_back(rows: int, k: int, 
     codes, scale = random_weight(rows, k)
     padded = layout.padded_rows(rows, gated)
     rounded, _ = w4a8.round_weights(codes, scale)
-    tiles = layout.tile_fp8(rounded, padded, gated)
+    tiles = layout.tile_fp8(rounded, padded, gated, "w")
     assert torch.equal(tiles, layout.fold(codes, scale, padded, gated, "w")[0])
     back = layout.untile_fp8(tiles, rows, k, gated)
     assert torch.equal(back.view(torch.uint8), rounded.view(torch.uint8))
@@ -215,7 +215,7 @@ def test_what_the_decode_kernel_s_threads_hold(rows: int, k: int, gated: bool, t
     """Every code but NaN, exact in bfloat16, in the kernel's order of rows and the natural one of K."""
     codes = torch.randint(0, 256, (2, rows, k), generator=torch.Generator().manual_seed(k), dtype=torch.uint8)
     codes[(codes & 0x7F) == 0x7F] = 0x80
-    tiles = layout.tile_fp8(codes.view(torch.float8_e4m3fn), layout.padded_rows(rows, gated), gated)
+    tiles = layout.tile_fp8(codes.view(torch.float8_e4m3fn), layout.padded_rows(rows, gated), gated, "w")
     held = torch.zeros((*tiles.shape[:3], 4, 2, 8, layout.TILE_K), dtype=torch.int16)
     decode = host_library("sm90_decode_host.cpp", tmp_path).decode_e4m3_tiles
     count = ctypes.c_int64(tiles[..., 0].numel())
@@ -226,3 +226,12 @@ def test_what_the_decode_kernel_s_threads_hold(rows: int, k: int, gated: bool, t
     else:
         natural = values.permute(0, 1, 2, 4, 3, 5).flatten(1, 4)[:, :rows]
     assert torch.equal(natural[..., :k].float(), codes.view(torch.float8_e4m3fn).float())
+
+
+@pytest.mark.parametrize("scheme", ("fp8", "fp8_block"))
+@pytest.mark.parametrize("bits", (0x7F, 0xFF))
+def test_weights_that_are_nan_are_refused(scheme: str, bits: int) -> None:
+    raw = moe.quantize_experts(torch.randn(3, 160, 144), torch.randn(3, 144, 80), scheme)
+    raw.w2.view(torch.uint8)[1, 5, 7] = bits
+    with pytest.raises(ValueError, match=r"w2 must hold no NaN .*got one in expert 1"):
+        BACKENDS["cuda_sm90_fp8"].prepare(raw)

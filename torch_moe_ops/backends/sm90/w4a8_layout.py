@@ -88,11 +88,15 @@ def fold(codes: Tensor, scale: Tensor, rows: int, gated: bool, name: str) -> tup
     return out, scales
 
 
-def tile_fp8(codes: Tensor, rows: int, gated: bool) -> Tensor:
-    """e4m3 weights float8_e4m3fn [E, N, K] -> uint8 tiles; rows: N padded."""
+def tile_fp8(codes: Tensor, rows: int, gated: bool, name: str) -> Tensor:
+    """e4m3 weights float8_e4m3fn [E, N, K] -> uint8 tiles; rows: N padded.
+
+    Raises ValueError in the name of the argument where a weight is NaN: the decode kernel would read 480.
+    """
     experts, _, k = codes.shape
     out = torch.empty(codes_shape(experts, rows, k, FP8_BYTES), dtype=torch.uint8, device=codes.device)
     for e in range(experts):
+        _check_codes(codes[e], name, e)
         _tile_expert(codes[e].contiguous().view(torch.uint8), gated, out[e])
     return out
 
@@ -201,6 +205,12 @@ def _check_scales(scale: Tensor, name: str, expert: int) -> None:
         wrong = int(codes[codes > LARGEST_SCALE][0])
         text = f"{name} must hold positive finite scales or zero (e4m3 codes up to {LARGEST_SCALE:#x})"
         raise ValueError(f"fp8 layouts of backend 'cuda_sm90': {text}, got code {wrong:#x} in expert {expert}")
+
+
+def _check_codes(codes: Tensor, name: str, expert: int) -> None:
+    if bool(((codes.view(torch.uint8) & 0x7F) == 0x7F).any()):
+        text = f"{name} must hold no NaN (e4m3 codes 0x7f and 0xff), got one in expert {expert}"
+        raise ValueError(f"fp8 layouts of backend 'cuda_sm90': {text}")
 
 
 def _scale_bytes(scale: Tensor, exponent: Tensor, name: str, expert: int) -> Tensor:
