@@ -65,8 +65,10 @@ UNQUANTIZED: tuple[Fields, ...] = (
 LAYERS: dict[str, tuple[tuple[int, str, Fields], ...]] = {
     "packed": ((70, "nvfp4", {"act_format": "fp8", "weight_policy": "packed"}),),
     "folded": ((70, "nvfp4", {"act_format": "fp8", "weight_policy": "folded"}),),
-    "fp8": ((40, "fp8", {"act_format": "fp8", "backend": "cuda_sm90_fp8"}),),
-    "fp8_block": ((40, "fp8_block", {"act_format": "fp8", "backend": "cuda_sm90_fp8"}),),
+    "fp8": tuple((tokens, "fp8", {"act_format": "fp8", "backend": "cuda_sm90_fp8"}) for tokens in (40, 1, 3)),
+    "fp8_block": tuple(
+        (tokens, "fp8_block", {"act_format": "fp8", "backend": "cuda_sm90_fp8"}) for tokens in (1, 3, 40)
+    ),
     "logits": ((3, "nvfp4", {"act_format": "none"}), (70, "mxfp4", {})),
 }
 
