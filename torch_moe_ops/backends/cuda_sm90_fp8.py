@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops.backends import cuda_sm90_w4a8, linear
-from torch_moe_ops.backends.cuda_sm90_w4a8 import matrices, sizes_of, sizes_reason
+from torch_moe_ops.backends.cuda_sm90_w4a8 import DECODE_TOKENS, NOTES, matrices, sizes_of, sizes_reason
 from torch_moe_ops.backends.registry import Backend, Requirement, formats, register
 from torch_moe_ops.backends.sm90 import w4a8_layout as tiled
 from torch_moe_ops.backends.sm90.common import NEEDS
@@ -23,8 +23,6 @@ from torch_moe_ops.core.problem import STANDARD
 from torch_moe_ops.core.schemes import Scheme
 from torch_moe_ops.weights.raw_weights import RawWeights
 
-# Up to so many tokens the decode kernel runs, where it takes the layer; it takes Sm90Few.MAX_TOKENS at most.
-DECODE_TOKENS = 0
 WEIGHTS = {"fp8": "rows", "fp8_block": "blocks"}  # scheme -> what the op calls its weights
 
 
@@ -75,12 +73,12 @@ def _is_per_row(scheme: Scheme, shape: tuple[int, ...]) -> bool:
     return scheme.name == "fp8" and len(shape) == 3
 
 
-def run(call: ExpertsCall, out: Tensor, decode_tokens: int | None = None) -> None:
+def run(call: ExpertsCall, out: Tensor, decode_tokens: int = DECODE_TOKENS) -> None:
     """Fill `out` [num_tokens, hidden_size] (bfloat16, float16 or float32, contiguous) from a checked call.
 
-    decode_tokens: in the place of DECODE_TOKENS.
+    decode_tokens: up to so many are for the decode kernel, where it takes the layer.
     """
-    cuda_sm90_w4a8.run(WEIGHTS[call.scheme], call, out, DECODE_TOKENS if decode_tokens is None else decode_tokens)
+    cuda_sm90_w4a8.run(WEIGHTS[call.scheme], call, out, decode_tokens)
 
 
 register(
@@ -97,7 +95,7 @@ register(
         restore=restore,
         run=run,
         hidden_dtypes=(torch.bfloat16,),
-        notes=lambda problem: "prefill kernels on fp8 tensor cores, whose sums have 14 bits",
+        notes=lambda problem: f"{NOTES}, whose sums have 14 bits",
         accuracy=STANDARD,
     )
 )

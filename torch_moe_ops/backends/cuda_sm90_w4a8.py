@@ -1,8 +1,8 @@
 """The `cuda_sm90_packed` and `cuda_sm90_folded` backends: NVFP4 weights on fp8 activations, on Hopper's tensor cores.
 
 One backend a weight policy, as each has a layout of its own (csrc/cuda/sm90/w4a8_layout.h); the kernels are the same:
-grouped GEMMs made for many tokens. docs/numerics.md says what the policies round, docs/hopper.md how exact the tensor
-cores' sums are.
+grouped GEMMs made for many tokens, and for very few the decode kernel, which takes e4m3 weights only. docs/numerics.md
+says what the policies round, docs/hopper.md how exact the tensor cores' sums are.
 """
 
 from __future__ import annotations
@@ -17,13 +17,18 @@ from torch_moe_ops.backends.registry import Backend, Requirement, formats, one_o
 from torch_moe_ops.backends.sm90 import w4a8_layout as tiled
 from torch_moe_ops.backends.sm90.common import NEEDS, check_device
 from torch_moe_ops.core.call import ExpertsCall, for_kernels
-from torch_moe_ops.core.kernel_facts import Sm90W4a8, own_of
+from torch_moe_ops.core.kernel_facts import Sm90Few, Sm90W4a8, own_of
 from torch_moe_ops.core.layout import Layout, Sizes, Spec
 from torch_moe_ops.core.problem import Problem
 from torch_moe_ops.core.schemes import Scheme
 from torch_moe_ops.weights.raw_weights import RawWeights
 
 _own = own_of["experts_sm90_w4a8"]
+# Up to so many tokens are for the decode kernel, where it takes the layer.
+DECODE_TOKENS = Sm90Few.MAX_TOKENS
+NOTES = (
+    f"decode kernel up to {DECODE_TOKENS} tokens, while its buffers fit an SM, then prefill kernels on fp8 tensor cores"
+)
 MAX_SIZE = Sm90W4a8.MAX_K  # hidden and intermediate
 PACKED, FOLDED = "cuda_sm90_packed", "cuda_sm90_folded"
 
@@ -140,9 +145,9 @@ def _register(name: str, policy: str) -> Backend:
             prepare=partial(prepare, folded),
             restore=restore_folded if folded else restore_packed,
             decode=decode_folded if folded else None,
-            run=partial(run, "rows" if folded else "packed"),
+            run=partial(run, "rows", decode_tokens=DECODE_TOKENS) if folded else partial(run, "packed"),
             hidden_dtypes=(torch.bfloat16,),
-            notes=lambda problem: f"prefill kernels on fp8 tensor cores, {bits} bits a weight",
+            notes=lambda problem: f"{NOTES if folded else 'prefill kernels on fp8 tensor cores'}, {bits} bits a weight",
         )
     )
 

@@ -1,6 +1,7 @@
 // The copies: barriers and tokens at once, the weights of both GEMMs as soon as the routing is known.
 #pragma once
 #include "decode_exchange.cuh"
+#include "decode_few_fp8_scales.cuh"
 #include "decode_few_shared.cuh"
 
 namespace moeq::sm90::few {
@@ -86,6 +87,9 @@ __device__ __forceinline__ void copy_weights(const Args& args, Fixed& fixed, uin
       const int begin = work.part * work.part_tiles, end = min(begin + work.part_tiles, k_tiles);
       const int64_t row = static_cast<int64_t>(fixed.entries[work.entry].expert) * row_tiles + work.row_tile;
       int64_t tile = row * k_tiles + begin;
+      if constexpr (std::is_same_v<Format, Fp8Format<true>>) {
+        prefetch_scales<kKind>(args, work, fixed.entries[work.entry].expert, gemm, end);
+      }
 #pragma unroll 1
       for (int k = begin; k < end; k += work.stage_tiles) {
         const int tiles = min(work.stage_tiles, end - k);

@@ -27,38 +27,10 @@ __device__ __forceinline__ uint2 even_and_odd(uint32_t first, uint32_t second) {
   return make_uint2(__byte_perm(first, second, 0x5410), __byte_perm(first, second, 0x7632));
 }
 
-// Where a unit's weights have their scales. A thread has four rows: of a half, or of both (gate and up).
-struct ScalePlace {
-  const float* first;   // the expert's
-  int half, row, rows;
-  int base;             // the first row
-  bool paired;          // rows of gate and up
-};
-
-template <Kind kKind>
-__device__ __forceinline__ ScalePlace scale_place(const Args& args, const Work& work, int expert, int gemm) {
-  const WeightScales& scales = gemm == 0 ? args.fp8.weights[0] : args.fp8.weights[1];
-  const int lane = lane_of_warp(), sixteen = kTileRows / 16 * work.row_tile + threadIdx.x / 32 % 2;
-  ScalePlace place;
-  place.first = scales.data + expert * scales.expert;
-  place.half = scales.half, place.row = scales.row, place.rows = scales.rows;
-  place.paired = gemm == 0 && Case<kKind>::gated(args.p);
-  place.base = place.paired ? 8 * sixteen + lane / 4 : 16 * sixteen + lane / 4 * 2;
-  return place;
-}
-
-// `block`: of the thread's two blocks of 16 rows, 32 apart; `second`: of the two rows in it.
-__device__ __forceinline__ int row_of(const ScalePlace& place, int block, int second) {
-  const int row = place.base + (place.paired ? 16 * block : 32 * block + second);
-  return min(row, place.rows - 1);   // padded rows repeat the last one
-}
-
-__device__ __forceinline__ int half_of(const ScalePlace& place, int second) { return place.paired ? second * place.half : 0; }
-
 template <bool kGroups>
 struct Multiplier<Fp8Format<kGroups>> {
   uint32_t at;          // of this lane's row of the first half of a tile
-  const float* scales;  // kGroups: of rows g and g + 8 or 2 g and 2 g + 1, which are `other` apart
+  const float* scales;  // kGroups: of gate and up rows, or all, which are `other` apart
   int other;
   float weights[2][2];  // scales: of the two blocks of rows, and of their two rows; kGroups: weights[0], of a tile
 
@@ -68,14 +40,14 @@ struct Multiplier<Fp8Format<kGroups>> {
 
   template <Kind kKind>
   __device__ __forceinline__ void begin_unit(const Args& args, const Fixed& fixed, const Work& work, int gemm) {
-    const ScalePlace place = scale_place<kKind>(args, work, fixed.entries[work.entry].expert, gemm);
+    const ScalePlace place = scale_place<kKind>(args, fixed.entries[work.entry].expert, gemm);
     if constexpr (kGroups) {
-      scales = place.first + row_of(place, 0, 0) / 128 * place.row;   // no block of 128 rows ends within a tile
-      other = half_of(place, 1);
+      scales = block_scales(place, work.row_tile, 0);
+      other = place.half;
     } else {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        weights[i / 2][i % 2] = __ldg(place.first + half_of(place, i % 2) + row_of(place, i / 2, i % 2) * place.row);
+        weights[i / 2][i % 2] = row_scale(place, work.row_tile, i / 2, i % 2);
       }
     }
   }

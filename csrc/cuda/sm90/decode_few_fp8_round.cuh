@@ -47,7 +47,8 @@ __device__ __forceinline__ Rounding dynamic_rounding(uint32_t amax) {
 
 __device__ __forceinline__ Rounding given_rounding(float gscale) { return {gscale, reciprocal(gscale), false}; }
 
-__device__ __forceinline__ uint2 round_four(const float4& v, const Rounding& rounding) {
+// Not inlined: fetched once for the tokens and for the intermediate.
+__device__ __noinline__ inline uint2 round_four(float4 v, Rounding rounding) {
   const uint32_t codes = w4a8::with_scaling(rounding.by, rounding.divide, [&](auto scaled) {
     return w4a8::encode4(scaled(v.x), scaled(v.y), scaled(v.z), scaled(v.w));
   });

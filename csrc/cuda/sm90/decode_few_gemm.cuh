@@ -148,6 +148,27 @@ __device__ __forceinline__ void skip_stages(const Args& args, const Work& work, 
   }
 }
 
+// Where the tokens of this thread's sums have their scales; after `place.run` has counted the operand.
+template <class Format, Kind kKind>
+__device__ __forceinline__ void find_scales(const Args& args, const Fixed& fixed, uint8_t* base, int gemm,
+                                            const Work& work, const Entry& entry, Place& place) {
+  // A part of GEMM1's K begins within its row of groups; GEMM2's operand is the part.
+  const bool parted = Format::kGroups && Case<kKind>::kShared && gemm == 0;
+  const int begin = parted ? work.part * work.part_tiles / 2 * static_cast<int>(sizeof(float)) : 0;
+  const int buffer = (place.run - 1) & (args.h_buffers - 1);
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    const int column = min(lane_of_warp() % 4 * 2 + j, entry.count - 1);
+    if (gemm == 0) {
+      const int token = quotient(fixed.slots[entry.first + column], args.inverse_top_k);
+      place.scales[j] = args.x_offset + token * args.x_stride + args.fp8.scales_at[0];
+    } else {
+      place.scales[j] = args.h_offset + (buffer * args.columns + column) * args.h_stride + args.fp8.scales_at[1];
+    }
+    place.scales[j] += shared_address(base) + begin;
+  }
+}
+
 // Whose token `place.row` is, if another entry or part of K comes.
 template <class Format, Kind kKind>
 __device__ __forceinline__ void find_row(const Args& args, const Fixed& fixed, uint8_t* base, int gemm,
@@ -160,25 +181,19 @@ __device__ __forceinline__ void find_row(const Args& args, const Fixed& fixed, u
   place.known = operand;
   const Entry entry = fixed.entries[work.entry];
   const int lane = lane_of_warp();
+  const int column = min(lane / 4, entry.count - 1);   // columns without a token repeat the last one
   place.count = entry.count;
-  const int buffer = gemm == 0 ? 0 : place.run++ & (args.h_buffers - 1);
-  const auto row_of = [&](int column) {
-    const int own = min(column, entry.count - 1);   // columns without a token repeat the last one
-    if (gemm == 0) {
-      const int token = quotient(fixed.slots[entry.first + own], args.inverse_top_k);
-      return shared_address(base) + args.x_offset + token * args.x_stride;
-    }
-    return shared_address(base) + args.h_offset + (buffer * args.columns + own) * args.h_stride;
-  };
-  const int begin = Case<kKind>::kShared && gemm == 0 ? work.part * work.part_tiles : 0;
-  place.row = row_of(lane / 4) + begin * (kTileK * 2) + lane % 4 * 32;
-  if (gemm == 1) {
+  if (gemm == 0) {
+    const int token = quotient(fixed.slots[entry.first + column], args.inverse_top_k);
+    const int begin = Case<kKind>::kShared ? work.part * work.part_tiles * (kTileK * 2) : 0;
+    place.row = shared_address(base) + args.x_offset + token * args.x_stride + begin + lane % 4 * 32;
+  } else {
+    const int buffer = place.run++ & (args.h_buffers - 1);
+    place.row = shared_address(base) + args.h_offset + (buffer * args.columns + column) * args.h_stride + lane % 4 * 32;
     place.factors = fixed.h_factor[buffer];
   }
   if constexpr (kIsFp8<Format>) {
-    const int scales_at = (gemm == 0 ? args.fp8.scales_at[0] : args.fp8.scales_at[1]) + begin / 2 * 4;
-    place.scales[0] = row_of(lane % 4 * 2) + scales_at;
-    place.scales[1] = row_of(lane % 4 * 2 + 1) + scales_at;
+    find_scales<Format, kKind>(args, fixed, base, gemm, work, entry, place);
   }
 }
 
@@ -213,6 +228,7 @@ __device__ __forceinline__ void run_gemm(const Args& args, Fixed& fixed, uint8_t
       continue;
     }
     multiplier.template begin_unit<kKind>(args, fixed, work, gemm);
+    multiplier.expect_tile(begin);
     if (gemm == 1) {
       await_operand(args, fixed, place);
     }

@@ -1,6 +1,7 @@
 // Shared memory of the decode kernel for very few tokens, and what all its parts need.
 #pragma once
 #include <cstddef>
+#include <type_traits>
 
 #include "decode_few_deal.cuh"
 #include "gemm_async.cuh"

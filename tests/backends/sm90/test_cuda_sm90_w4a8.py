@@ -66,7 +66,7 @@ def test_shapes(policy: str, shape: tuple[int, ...], out_dtype: torch.dtype) -> 
     assert error_of(policy, **fields, out_dtype=out_dtype) < 1
 
 
-@pytest.mark.parametrize("tokens", (1, 3, 8))
+@pytest.mark.parametrize("tokens", (1, 3))
 @pytest.mark.parametrize("shape", [(8, 2, 192, 176), (16, 4, 2688, 1856)], ids=str)
 def test_folded_weights_on_the_decode_kernel(shape: tuple[int, ...], tokens: int) -> None:
     """They are e4m3 with a scale for each row."""
