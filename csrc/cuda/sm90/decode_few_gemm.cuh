@@ -228,7 +228,6 @@ __device__ __forceinline__ void run_gemm(const Args& args, Fixed& fixed, uint8_t
       continue;
     }
     multiplier.template begin_unit<kKind>(args, fixed, work, gemm);
-    multiplier.expect_tile(begin);
     if (gemm == 1) {
       await_operand(args, fixed, place);
     }
