@@ -111,6 +111,16 @@ def test_gradients_reach_the_tokens_the_router_and_the_gate() -> None:
     assert torch.equal(low.grad, torch.full_like(low, 2.0))
 
 
+def test_with_adapters_on_all_experts() -> None:
+    w, (x, logits, gate) = _layer(backend="reference"), _inputs(5)
+    count = w.num_local_experts
+    lora = moe.Lora(a2=torch.randn(count, 2, 32), b2=torch.randn(count, 64, 2))
+    y = moe.fused_moe(x, logits, w, routing=ROUTING, shared_expert_weights=gate, lora=lora)
+    ids, weights = moe.route(logits, ROUTING, num_shared_experts=2, shared_expert_weights=gate)
+    assert torch.equal(y, moe.fused_moe_routed(x, ids, weights, w, lora=lora))
+    assert relative_l2(y, moe.fused_moe(x, logits, w, routing=ROUTING, shared_expert_weights=gate)) > 0.1
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_in_one_compiled_graph(dynamic: bool) -> None:
     w = _layer()
