@@ -55,7 +55,7 @@ def check(fmt: Format, layer: Layer, y: Tensor, x: Tensor, logits: Tensor, gate:
 def test_against_the_reference(fmt: Format, parts: int) -> None:
     layer = layer_of(fmt, parts)
     assert layer.w.num_shared_experts == parts
-    for tokens in TOKENS:
+    for tokens in TOKENS if parts == 1 else TOKENS[1::2]:  # each number may compile kernels anew
         x, logits, gate = inputs_of(tokens)
         y = moe.fused_moe(x, logits, layer.w, routing=ROUTING, shared_expert_weights=gate)
         check(fmt, layer, y, x, logits, gate)
