@@ -12,6 +12,7 @@ from torch import Tensor
 from torch_moe_ops.config.parallel import FusedMoEParallelConfig
 from torch_moe_ops.expert_parallel import explaining, rebalancing
 from torch_moe_ops.expert_parallel.agreement import agreed, agreed_placement, told_to_all
+from torch_moe_ops.expert_parallel.arguments import check_arguments
 from torch_moe_ops.expert_parallel.groups import Ranks, check_config, ranks_of, transport_of_config
 from torch_moe_ops.expert_parallel.payload import payload_of
 from torch_moe_ops.expert_parallel.placement import ExpertPlacement, as_placement
@@ -21,26 +22,8 @@ from torch_moe_ops.prepared.prepared_weights import PreparedWeights
 from torch_moe_ops.routing.options import Routing
 from torch_moe_ops.transports.exchange import ALONE
 from torch_moe_ops.transports.members import Wanted, member
-from torch_moe_ops.transports.registry import check_name, choose
+from torch_moe_ops.transports.registry import choose
 from torch_moe_ops.weights.raw_weights import RawWeights
-
-PARTIAL_DTYPES = (torch.float32, torch.bfloat16)
-
-
-def _check_arguments(
-    w: Any, max_tokens_per_rank: int, transport: str, partial_dtype: torch.dtype, capacity: int | None
-) -> None:
-    if not isinstance(w, PreparedWeights):
-        raise TypeError(f"ExpertParallel: w must be PreparedWeights, got {type(w).__name__}")
-    if isinstance(max_tokens_per_rank, bool) or not isinstance(max_tokens_per_rank, int) or max_tokens_per_rank < 1:
-        raise ValueError(f"ExpertParallel: max_tokens_per_rank must be at least 1, got {max_tokens_per_rank!r}")
-    if isinstance(capacity, (bool, float)) or (capacity is not None and not 1 <= capacity <= max_tokens_per_rank):
-        text = f"be None or in 1 ... max_tokens_per_rank = {max_tokens_per_rank}"
-        raise ValueError(f"ExpertParallel: capacity must {text}, got {capacity!r}")
-    if partial_dtype not in PARTIAL_DTYPES:
-        names = [str(dtype) for dtype in PARTIAL_DTYPES]
-        raise ValueError(f"ExpertParallel: partial_dtype must be one of {names}, got {partial_dtype}")
-    check_name(transport)
 
 
 class ExpertParallel:
@@ -48,8 +31,9 @@ class ExpertParallel:
 
     Made once a layer, by all ranks of the group together, outside of CUDA graphs. Calls are collective: every rank
     makes the same calls in the same order, with any number of tokens from 0 to max_tokens_per_rank (another one on each
-    rank), the same top_k and the same dtypes. Inference only. Traces under torch.compile(fullgraph=True); capturable in
-    CUDA graphs, which all ranks replay equally often.
+    rank), the same top_k and the same dtypes; calls of a group's layers follow one another on each GPU, on one stream
+    or ordered by events. Inference only. Traces under torch.compile(fullgraph=True); capturable in CUDA graphs, which
+    all ranks replay equally often.
 
     Args:
         group: a process group of torch.distributed; or a DeviceMesh, of one dimension, or with dimensions "ep" and "tp"
@@ -89,7 +73,7 @@ class ExpertParallel:
     ) -> None:
         self.ranks: Ranks = ranks_of(group)
         with told_to_all(self.ranks.group):
-            _check_arguments(w, max_tokens_per_rank, transport, partial_dtype, capacity)
+            check_arguments(w, max_tokens_per_rank, transport, partial_dtype, capacity)
             self.payload = payload_of(w, payload)
             given = None if placement is None else as_placement(placement)
             mine = member(w.device)
