@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from problems import Case, make_batch, make_raw
-from straight_through import Leaves, layer, weights_of
+from straight_through import Leaves, layer, layer_of, weights_of
 from tolerances import relative_l2
 from torch import Tensor
 
@@ -47,17 +47,7 @@ def _check(case: Case, backend: str, ids: Tensor | None = None, **options: Any) 
     out.backward(grad)
 
     leaves = Leaves(*(_leaf(t, torch.float32) for t in (x, weights, raw.w13_bias, raw.w2_bias)))
-    expected = layer(
-        leaves,
-        ids,
-        raw,
-        *weights_of(raw, case.weight_policy),
-        case.act_format,
-        offset=w.local_expert_offset,
-        on_input=w.router_weight_on_input,
-        rounds=case.dtype,
-        constants=constants,
-    )
+    expected = layer_of(case, w, leaves, ids, constants)
     expected.backward(grad.float())
     bound = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}[case.dtype]
     moved = MOVED if case.act_format != "none" else bound

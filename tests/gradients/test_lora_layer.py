@@ -10,7 +10,7 @@ import pytest
 import torch
 from lora_cases import factors_of
 from problems import Case, make_batch, make_raw
-from straight_through import Leaves, layer, weights_of
+from straight_through import Leaves, layer_of
 from tolerances import relative_l2
 from torch import Tensor
 
@@ -71,19 +71,8 @@ def _check(
 
     leaves = Leaves(_wide(x), _wide(topk), _wide(raw.w13_bias), _wide(raw.w2_bias))
     wide = _leaves(given, _wide)
-    expected = layer(
-        leaves,
-        ids,
-        raw,
-        *weights_of(raw, case.weight_policy),
-        case.act_format,
-        offset=w.local_expert_offset,
-        on_input=w.router_weight_on_input,
-        rounds=case.dtype,
-        constants=constants,
-        lora=wide,
-        lora_ids=torch.zeros(case.tokens, dtype=torch.int64) if lora_ids is None else lora_ids,
-    )
+    of_tokens = torch.zeros(case.tokens, dtype=torch.int64) if lora_ids is None else lora_ids
+    expected = layer_of(case, w, leaves, ids, constants, lora=wide, lora_ids=of_tokens)
     expected.backward(grad.float())
     bound = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}[case.dtype]
     moved = MOVED if case.act_format != "none" else bound

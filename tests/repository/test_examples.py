@@ -75,7 +75,7 @@ def test_transformers_qwen3_moe() -> None:
 
 
 # Matrices are so small that threads cost more than they give, the more so where other processes run.
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+ON_A_CPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 @pytest.mark.slow
@@ -83,7 +83,7 @@ def test_qlora_qwen3_moe() -> None:
     """The loss falls, and what was trained is what was exported."""
     pytest.importorskip("transformers", minversion="5.17", reason="needs transformers >= 5.17")
     pytest.importorskip("peft", minversion="0.17", reason="needs peft >= 0.17, for target_parameters")
-    out = _run("qlora_qwen3_moe.py", **ONE_THREAD)
+    out = _run("qlora_qwen3_moe.py", **ON_A_CPU)
     assert _figure(r"^loss +\S+ to (\S+) in 40 steps", out) < 0.6 * _figure(r"^loss +(\S+) to", out)
     assert _figure(r"^export +NVFP4, experts the same bits; logits (\S+) from the trained$", out) <= 1e-6
     assert _figure(r"^memory +(\S+) GiB", out) > 0
@@ -93,7 +93,7 @@ def test_qlora_qwen3_moe() -> None:
 def test_qlora_qwen3_moe_synthetic() -> None:
     pytest.importorskip("transformers", minversion="5.17", reason="needs transformers >= 5.17")
     pytest.importorskip("peft", minversion="0.17", reason="needs peft >= 0.17, for target_parameters")
-    out = _run("qlora_qwen3_moe.py", "--synthetic", "--layers", "2", "--tokens", "256", "--steps", "6", **ONE_THREAD)
+    out = _run("qlora_qwen3_moe.py", "--synthetic", "--layers", "2", "--tokens", "256", "--steps", "6", **ON_A_CPU)
     assert re.search(r"^experts +2 layers, \S+ MiB packed", out, re.MULTILINE)
     assert _figure(r"^loss +\S+ to (\S+) in 6 steps of 256 tokens$", out) < _figure(r"^loss +(\S+) to", out)
 

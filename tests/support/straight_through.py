@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from problems import Case, make_raw
 from torch import Tensor
 
 import torch_moe_ops as moe
@@ -80,6 +82,30 @@ def layer(
             y = y + leaves.w2_bias[e]
         out = out.index_add(0, token, y if on_input else y * leaves.weights[token, slot, None])
     return out.to(dtype)
+
+
+def layer_of(
+    case: Case,
+    w: moe.PreparedWeights,
+    leaves: Leaves,
+    ids: Tensor,
+    constants: tuple[float | None, ...] = (None, None, None),
+    **lora: Any,
+) -> Tensor:
+    """`layer` with the weights of a case, as they were prepared."""
+    raw = make_raw(case)
+    return layer(
+        leaves,
+        ids,
+        raw,
+        *weights_of(raw, case.weight_policy),
+        case.act_format,
+        offset=w.local_expert_offset,
+        on_input=w.router_weight_on_input,
+        rounds=case.dtype,
+        constants=constants,
+        **lora,
+    )
 
 
 def _of_adapters(

