@@ -233,6 +233,17 @@ def test_stacked_adapters_are_each_their_own() -> None:
     assert relative_l2(alone[0], alone[1]) > 1e-2
 
 
+def test_what_cannot_be_stacked() -> None:
+    one = factors_of(make_raw(LARGE), 1, 2, torch.float32)
+    for adapters in ([], [moe.Lora.stack([one, one]), one]):
+        with pytest.raises(ValueError, match="Lora.stack: adapters must be single ones, at least one, got"):
+            moe.Lora.stack(adapters)
+    moved = one.to("meta", torch.bfloat16)
+    assert {(getattr(moved, name).device.type, getattr(moved, name).dtype) for name in FACTORS} == {
+        ("meta", torch.bfloat16)
+    }
+
+
 def test_results_are_the_same_bits_from_run_to_run() -> None:
     case = replace(LARGE, tokens=64)
     raw = make_raw(case)

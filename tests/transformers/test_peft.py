@@ -169,6 +169,14 @@ def test_trained_saved_and_loaded_in_another_process(tmp_path: Path) -> None:
     assert relative_l2(torch.load(tmp_path / "out.pt"), logits(model)) <= 1e-6
 
 
+def test_transformers_own_load_adapter(tmp_path: Path) -> None:
+    model = adapted()
+    model.save_pretrained(tmp_path)
+    own = prepare_for_peft(packed())
+    own.load_adapter(str(tmp_path))
+    assert relative_l2(logits(own), logits(model)) <= 1e-6
+
+
 def test_two_adapters_add_up_and_switch() -> None:
     model = adapted()
     one = logits(model)
