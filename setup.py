@@ -10,9 +10,11 @@ x86 instruction sets out. Without torch or a C++ compiler the package installs a
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,8 @@ X86_FLAGS = {
     ],  # false alarms in GCC 12's own headers
 }
 X86_FLAGS["avx512bf16"] = [*X86_FLAGS["avx512"], "-mavx512bf16", "-mavx512vbmi"]
+X86_FLAGS["amx"] = [*X86_FLAGS["avx512bf16"], "-mavx512fp16", "-mamx-tile", "-mamx-bf16"]
+X86_FLAGS["amx_emulated"] = X86_FLAGS["avx2"]
 
 
 def sanitizing() -> bool:
@@ -78,6 +82,21 @@ def is_x86() -> bool:
     return platform.machine() in ("x86_64", "AMD64") and os.environ.get("MOEQ_PORTABLE") != "1"
 
 
+@functools.cache
+def compiles_amx() -> bool:
+    """Whether compiler and assembler know what isa_amx.cpp is written in: GCC 12, Clang 16."""
+    command = [*os.environ.get("CXX", "c++").split(), *X86_FLAGS["amx"], "-x", "c++", "-c", "-o", os.devnull, "-"]
+    program = b'#include <immintrin.h>\n__m512h f(__m512h x) { __asm__ volatile("tilerelease"); return x; }\n'
+    return subprocess.run(command, input=program, capture_output=True, check=False).returncode == 0
+
+
+def isas() -> list[str]:
+    """The instruction sets that have a file of their own, besides the portable one."""
+    if not is_x86():
+        return []
+    return [isa for isa in X86_FLAGS if isa != "amx" or compiles_amx()]
+
+
 def sources(folder: str, pattern: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / folder).glob(pattern))
 
@@ -91,11 +110,12 @@ def wants_cuda(torch: Any) -> bool:
 
 
 def cpu_extension(cpp: Any) -> Any:
+    defines = [*(["-DMOEQ_X86"] if isas() else []), *(["-DMOEQ_AMX"] if "amx" in isas() else [])]
     files = ["csrc/ops.cpp", *(f for f in sources("cpu", "*.cpp") if "isa_" not in f), "csrc/cpu/isa_portable.cpp"]
     return cpp.CppExtension(
         "torch_moe_ops._C",
         files,
-        extra_compile_args={"cxx": [*host_flags(), *(["-DMOEQ_X86"] if is_x86() else [])]},
+        extra_compile_args={"cxx": [*host_flags(), *defines]},
         extra_link_args=link_flags(),
         py_limited_api=True,
     )
@@ -139,8 +159,8 @@ def build_command(cpp: Any) -> Any:
         """Compiles what needs flags of its own: each instruction set's file, and the kernels for Hopper alone."""
 
         def build_extension(self, ext: Any) -> None:
-            if ext.name.endswith("._C") and is_x86():
-                ext.extra_objects = [o for isa in X86_FLAGS for o in self.compile_isa(ext, isa)]
+            if ext.name.endswith("._C"):
+                ext.extra_objects = [o for isa in isas() for o in self.compile_isa(ext, isa)]
             if ext.name.endswith("._C_cuda"):
                 flags = {**ext.extra_compile_args, "nvcc": cuda_flags(cuda_targets.flags([cuda_targets.HOPPER], False))}
                 ext.extra_objects = self.compile_with(ext, "sm90", sources("cuda/sm90", "*.cu"), flags)

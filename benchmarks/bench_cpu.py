@@ -26,12 +26,15 @@ from torch_moe_ops.backends.cpu_panels import layout
 from torch_moe_ops.core.call import KERNEL_FIELDS
 
 ROUTINGS = 16
+ROUNDS = 3  # in which instruction sets take turns
+INT4_GROUP = 128
 
 
 def random_layer(scheme: str, experts: int, hidden: int, inter: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """Packed weights with random bits where any bit pattern is a number, small random numbers elsewhere."""
     tensors: dict[str, Tensor] = {}
-    for name, (shape, kind) in layout.packed_shapes(scheme, experts, hidden, inter, True, dtype).items():
+    scales = (torch.bfloat16, INT4_GROUP) if scheme == "int4" else (None, 0)
+    for name, (shape, kind) in layout.packed_shapes(scheme, experts, hidden, inter, True, dtype, *scales).items():
         if name.endswith("_scale"):
             tensors[name] = torch.full(shape, 1.0, dtype=torch.float32).to(kind)
         elif kind == torch.uint8:
@@ -84,6 +87,18 @@ def measure(call: Callable[[Tensor, Tensor], None], routes: list[tuple[Tensor, T
     return times
 
 
+def take_turns(
+    call: Callable[[Tensor, Tensor], None], routes: list[tuple[Tensor, Tensor]], isas: list[str], seconds: float
+) -> dict[str, list[float]]:
+    """Milliseconds of each call by instruction set, measured in turns."""
+    times: dict[str, list[float]] = {isa: [] for isa in isas}
+    for _ in range(ROUNDS if len(isas) > 1 else 1):
+        for isa in isas:
+            torch.ops.moeq_C.use_cpu_isa(isa)
+            times[isa] += measure(call, routes, seconds / (ROUNDS if len(isas) > 1 else 1))
+    return times
+
+
 def run(args: argparse.Namespace, scheme: str, act_format: str) -> list[dict[str, Any]]:
     w = random_layer(scheme, args.experts, args.hidden, args.intermediate, torch.bfloat16)
     bytes_per_expert = sum(t[0].numel() * t.element_size() for t in w.values())
@@ -92,24 +107,34 @@ def run(args: argparse.Namespace, scheme: str, act_format: str) -> list[dict[str
         hidden = torch.randn(tokens, args.hidden).bfloat16()
         out = torch.empty_like(hidden)
         routes = routings(tokens, args.experts, args.top_k)
-        times = measure(caller(w, scheme, act_format, hidden, out), routes, args.seconds)
-        median = statistics.median(times)
         touched = statistics.mean(len(ids.unique()) for ids, _ in routes)
         flop = 2.0 * 3 * args.hidden * args.intermediate * tokens * args.top_k
-        rows.append(
-            {
-                "scheme": scheme,
-                "act_format": act_format,
-                "tokens": tokens,
-                "median_ms": round(median, 4),
-                "best_ms": round(min(times), 4),
-                "gb_per_s": round(touched * bytes_per_expert / median / 1e6, 1),
-                "gflop_per_s": round(flop / median / 1e6, 1),
-                "calls": len(times),
-            }
-        )
-        print("  ".join(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
+        call = caller(w, scheme, act_format, hidden, out)
+        for isa, times in take_turns(call, routes, args.isas, args.seconds).items():
+            median = statistics.median(times)
+            rows.append(
+                {
+                    "isa": isa,
+                    "scheme": scheme,
+                    "act_format": act_format,
+                    "tokens": tokens,
+                    "median_ms": round(median, 4),
+                    "best_ms": round(min(times), 4),
+                    "gb_per_s": round(touched * bytes_per_expert / median / 1e6, 1),
+                    "gflop_per_s": round(flop / median / 1e6, 1),
+                    "calls": len(times),
+                }
+            )
+            print("  ".join(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
     return rows
+
+
+def processor() -> str:
+    """The processor's name, where the system tells it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def main() -> None:
@@ -121,16 +146,14 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--intermediate", type=int, default=768)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--isa", default="", help="force an instruction set")
+    parser.add_argument("--isas", nargs="+", default=[], help="instruction sets to compare, in turns")
     parser.add_argument("--seconds", type=float, default=2.0, help="per measurement")
     parser.add_argument("--json", type=Path, help="append one line per measurement to this file")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    if args.isa:
-        torch.ops.moeq_C.use_cpu_isa(args.isa)
+    args.isas = args.isas or [torch.ops.moeq_C.cpu_isa()]
     machine = {
-        "machine": platform.processor() or platform.machine(),
-        "isa": torch.ops.moeq_C.cpu_isa(),
+        "machine": processor(),
         "threads": args.threads,
         "torch": torch.__version__,
         "shape": [args.experts, args.top_k, args.hidden, args.intermediate],

@@ -168,6 +168,7 @@ STABLE_TORCH_LIBRARY(moeq_C, m) {
   m.def(moeq::ExpertsCall::kSchema);
   m.def("cpu_isa() -> str");
   m.def("use_cpu_isa(str isa) -> ()");
+  m.def("cpu_isa_refusal(str isa) -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(moeq_C, CPU, m) { m.impl("experts", MOEQ_BOX(moeq::ExpertsCall, experts)); }
@@ -175,6 +176,7 @@ STABLE_TORCH_LIBRARY_IMPL(moeq_C, CPU, m) { m.impl("experts", MOEQ_BOX(moeq::Exp
 STABLE_TORCH_LIBRARY_IMPL(moeq_C, CompositeExplicitAutograd, m) {
   m.impl("cpu_isa", TORCH_BOX(&cpu_isa));
   m.impl("use_cpu_isa", TORCH_BOX(&use_isa));
+  m.impl("cpu_isa_refusal", TORCH_BOX(&isa_refusal));
 }
 
 // Lets `import torch_moe_ops._C` load this library; the ops register themselves.

@@ -1,5 +1,7 @@
 // One chunk of tokens on its way through the experts: five passes, each over independent tasks.
-//   1. input rows -> operands             (per token, or per slot where experts have input scales of their own)
+//   1. input rows -> operands             (per token, or per slot where experts have input scales of their own;
+//                                          tiles read the rows of an expert one after the other, so that there a
+//                                          token's row is copied to all of its slots)
 //   2. GEMM 1, alphas, bias, activation   -> float32 intermediate, per (expert, panels)
 //   3. intermediate rows -> operands      (a row scale may need the whole row: hence a pass of its own)
 //   4. GEMM 2, alpha, bias                -> float32 y per slot, per (expert, panels)
@@ -53,6 +55,9 @@ class Chunk {
   void make_intermediates(int64_t task) const;
   void combine(int64_t task) const;
   void make_input(int64_t row) const;
+  void share_input(int64_t token) const;
+  int64_t first_slot(int64_t token) const;
+  void finish_operand(const RowCall& call, const Operands& operands) const;
   RowCall row_call(const ActQuant& quant, const Operands& operands, int64_t row, int64_t size) const;
   void quantize(RowCall call, int64_t expert, const float* values) const;
   int64_t task_rows(int64_t rows, int64_t size) const;
@@ -63,9 +68,20 @@ class Chunk {
   void second_gemm_panels(const PanelTask& task) const;
   std::vector<PanelTask> split(int64_t panels) const;
   DotCall dot_call(const Weight& weight, int64_t expert, int64_t panel, float* out) const;
+  TileCall tile_call(const DotCall* panels, int num_panels, const Operands& operands, int64_t slot, int64_t end) const;
+  GluCall glu_call(int64_t expert) const;
+  void glu_rows(GluCall call, int64_t slot, int count, int64_t panel) const;
+  void scale_rows(ScaleCall call, int64_t slot, int count, int64_t panel) const;
+  void first_gemm_tiles(const PanelTask& task) const;
+  void second_gemm_tiles(const PanelTask& task) const;
 
-  int64_t input_row(int64_t slot) const { return per_slot_ ? slot : routing_.tokens[static_cast<size_t>(slot)]; }
+  bool tiled() const { return dot_.tile != nullptr; }
+  // Where a slot's operand lies; the row from which it is made.
+  int64_t input_row(int64_t slot) const {
+    return per_slot_ || tiled() ? slot : routing_.tokens[static_cast<size_t>(slot)];
+  }
   int64_t input_rows() const { return per_slot_ ? slots_ : count_; }
+  int64_t input_operands() const { return per_slot_ || tiled() ? slots_ : count_; }
 
   const ExpertsArgs& args_;
   const IsaTable& isa_;
@@ -77,6 +93,7 @@ class Chunk {
   const int64_t slots_;
   const int64_t inter_;   // padded to whole panels
   const int64_t hidden_;  // padded to whole panels
+  const int64_t halves_;  // of w13: gate and up, or one
   const bool per_slot_;   // input operands belong to slots, not to tokens
   std::vector<PanelTask> first_tasks_;
   std::vector<PanelTask> second_tasks_;

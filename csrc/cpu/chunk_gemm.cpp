@@ -61,46 +61,69 @@ DotCall Chunk::dot_call(const Weight& weight, int64_t expert, int64_t panel, flo
   return call;
 }
 
+GluCall Chunk::glu_call(int64_t expert) const {
+  GluCall call{};
+  call.gate_alpha = alpha(args_.w13, expert, 0);
+  call.up_alpha = alpha(args_.w13, expert, halves_ - 1);
+  call.activation = args_.activation;
+  call.alpha = args_.alpha;
+  call.beta = args_.beta;
+  call.limit = args_.limit;
+  return call;
+}
+
+// `call` has the accumulators of slots [slot, slot + count), at most kMaxTile.
+void Chunk::glu_rows(GluCall call, int64_t slot, int count, int64_t panel) const {
+  call.count = count;
+  for (int i = 0; i < count; ++i) {
+    call.row_scales[i] = input_.row_scale + input_row(slot + i);
+    call.rows[i] = h_ + (slot + i) * inter_ + panel * kPanelRows;
+  }
+  isa_.glu(call);
+}
+
+void Chunk::scale_rows(ScaleCall call, int64_t slot, int count, int64_t panel) const {
+  call.count = count;
+  for (int i = 0; i < count; ++i) {
+    call.row_scales[i] = intermediate_.row_scale + slot + i;
+    call.rows[i] = y_ + (slot + i) * hidden_ + panel * kPanelRows;
+  }
+  isa_.scale(call);
+}
+
 void Chunk::first_gemm_panels(const PanelTask& task) const {
+  if (tiled()) return first_gemm_tiles(task);
   const Weight& w13 = args_.w13;
   const int64_t expert = task.segment->expert;
-  const int64_t halves = is_gated(args_.activation) ? 2 : 1;
   alignas(64) float acc[2][kMaxTile * kPanelRows];
   PanelBias gate_bias;
   PanelBias up_bias;
-  GluCall glu{};
-  glu.gate = halves == 2 ? acc[0] : nullptr;
+  GluCall glu = glu_call(expert);
+  glu.gate = halves_ == 2 ? acc[0] : nullptr;
   glu.up = acc[1];
-  glu.gate_alpha = alpha(w13, expert, 0);
-  glu.up_alpha = alpha(w13, expert, halves - 1);
-  glu.activation = args_.activation;
-  glu.alpha = args_.alpha;
-  glu.beta = args_.beta;
-  glu.limit = args_.limit;
   for (int64_t panel = task.begin; panel < task.end; ++panel) {
-    const int64_t last = halves * panel + halves - 1;  // gate and up panels alternate
-    DotCall gate = dot_call(w13, expert, halves * panel, acc[0]);
+    const int64_t last = halves_ * panel + halves_ - 1;  // gate and up panels alternate
+    DotCall gate = dot_call(w13, expert, halves_ * panel, acc[0]);
     DotCall up = dot_call(w13, expert, last, acc[1]);
-    glu.gate_bias = gate_bias.load(w13, expert, halves, 0, panel);
-    glu.up_bias = up_bias.load(w13, expert, halves, halves - 1, panel);
+    glu.gate_bias = gate_bias.load(w13, expert, halves_, 0, panel);
+    glu.up_bias = up_bias.load(w13, expert, halves_, halves_ - 1, panel);
     for (int64_t slot = task.segment->begin; slot < task.segment->end; slot += isa_.tile) {
       const int count = static_cast<int>(std::min<int64_t>(isa_.tile, task.segment->end - slot));
-      gate.count = up.count = glu.count = count;
+      gate.count = up.count = count;
       for (int i = 0; i < count; ++i) {
         const int64_t row = input_row(slot + i);
         gate.rows[i] = up.rows[i] = input_.row(row);
         gate.row_scales[i] = up.row_scales[i] = input_.groups_of(row);
-        glu.row_scales[i] = input_.row_scale + row;
-        glu.rows[i] = h_ + (slot + i) * inter_ + panel * kPanelRows;
       }
-      if (halves == 2) dot_.fn(gate);
+      if (halves_ == 2) dot_.fn(gate);
       dot_.fn(up);
-      isa_.glu(glu);
+      glu_rows(glu, slot, count, panel);
     }
   }
 }
 
 void Chunk::second_gemm_panels(const PanelTask& task) const {
+  if (tiled()) return second_gemm_tiles(task);
   const int64_t expert = task.segment->expert;
   alignas(64) float acc[kMaxTile * kPanelRows];
   PanelBias bias;
@@ -111,15 +134,75 @@ void Chunk::second_gemm_panels(const PanelTask& task) const {
     DotCall call = dot_call(args_.w2, expert, panel, acc);
     scale.bias = bias.load(args_.w2, expert, 1, 0, panel);
     for (int64_t slot = task.segment->begin; slot < task.segment->end; slot += isa_.tile) {
-      call.count = scale.count = static_cast<int>(std::min<int64_t>(isa_.tile, task.segment->end - slot));
+      call.count = static_cast<int>(std::min<int64_t>(isa_.tile, task.segment->end - slot));
       for (int i = 0; i < call.count; ++i) {
         call.rows[i] = intermediate_.row(slot + i);
         call.row_scales[i] = intermediate_.groups_of(slot + i);
-        scale.row_scales[i] = intermediate_.row_scale + slot + i;
-        scale.rows[i] = y_ + (slot + i) * hidden_ + panel * kPanelRows;
       }
       dot_.fn(call);
-      isa_.scale(scale);
+      scale_rows(scale, slot, call.count, panel);
+    }
+  }
+}
+
+TileCall Chunk::tile_call(const DotCall* panels, int num_panels, const Operands& operands, int64_t slot,
+                          int64_t end) const {
+  TileCall call{};
+  call.panels = panels;
+  call.num_panels = num_panels;
+  call.rows = static_cast<const uint8_t*>(operands.row(slot));
+  call.row_bytes = operands.row_bytes;
+  call.count = static_cast<int>(std::min<int64_t>(kTileCallRows, end - slot));
+  call.group_scales = operands.groups_of(slot);
+  call.groups = operands.groups;
+  return call;
+}
+
+void Chunk::first_gemm_tiles(const PanelTask& task) const {
+  const Weight& w13 = args_.w13;
+  const int64_t expert = task.segment->expert;
+  const int halves = static_cast<int>(halves_);
+  alignas(64) float acc[2][kTileCallRows * kPanelRows];
+  PanelBias gate_bias;
+  PanelBias up_bias;
+  GluCall glu = glu_call(expert);
+  for (int64_t panel = task.begin; panel < task.end; ++panel) {
+    DotCall panels[2];
+    for (int half = 0; half < halves; ++half) panels[half] = dot_call(w13, expert, halves * panel + half, acc[half]);
+    glu.gate_bias = gate_bias.load(w13, expert, halves, 0, panel);
+    glu.up_bias = up_bias.load(w13, expert, halves, halves - 1, panel);
+    for (int64_t slot = task.segment->begin; slot < task.segment->end; slot += kTileCallRows) {
+      const TileCall call = tile_call(panels, halves, input_, slot, task.segment->end);
+      dot_.tile(call);
+      for (int row = 0; row < call.count; row += kMaxTile) {
+        glu.gate = halves == 2 ? acc[0] + row * kPanelRows : nullptr;
+        glu.up = acc[halves - 1] + row * kPanelRows;
+        glu_rows(glu, slot + row, std::min(kMaxTile, call.count - row), panel);
+      }
+    }
+  }
+}
+
+void Chunk::second_gemm_tiles(const PanelTask& task) const {
+  const int64_t expert = task.segment->expert;
+  alignas(64) float acc[2][kTileCallRows * kPanelRows];
+  PanelBias bias[2];
+  ScaleCall scale{};
+  scale.alpha = alpha(args_.w2, expert, 0);
+  for (int64_t first = task.begin; first < task.end; first += 2) {
+    const int count = static_cast<int>(std::min<int64_t>(2, task.end - first));
+    DotCall panels[2];
+    for (int i = 0; i < count; ++i) panels[i] = dot_call(args_.w2, expert, first + i, acc[i]);
+    for (int64_t slot = task.segment->begin; slot < task.segment->end; slot += kTileCallRows) {
+      const TileCall call = tile_call(panels, count, intermediate_, slot, task.segment->end);
+      dot_.tile(call);
+      for (int i = 0; i < count; ++i) {
+        scale.bias = bias[i].load(args_.w2, expert, 1, 0, first + i);
+        for (int row = 0; row < call.count; row += kMaxTile) {
+          scale.acc = acc[i] + row * kPanelRows;
+          scale_rows(scale, slot + row, std::min(kMaxTile, call.count - row), first + i);
+        }
+      }
     }
   }
 }

@@ -1,5 +1,6 @@
 // Passes over rows: operands from input and intermediate, and the weighted sum at the end.
 #include <algorithm>
+#include <cstring>
 
 #include "chunk.h"
 
@@ -35,19 +36,51 @@ void Chunk::quantize(RowCall call, int64_t expert, const float* values) const {
   isa_.quantize_row(call);
 }
 
+// Zeros behind the row, up to its end in memory; and what the kernel wants of its rows besides.
+void Chunk::finish_operand(const RowCall& call, const Operands& operands) const {
+  if (!tiled()) return;
+  const int64_t used = call.padded_size * 2;
+  std::memset(static_cast<uint8_t*>(call.operand) + used, 0, static_cast<size_t>(operands.row_bytes - used));
+  if (dot_.normalize != nullptr) dot_.normalize(call);
+}
+
+// The first slot of a token has its operand: copies for the others.
+void Chunk::share_input(int64_t token) const {
+  const int32_t* slots = routing_.positions.data() + token * args_.top_k;
+  const int64_t made = first_slot(token);
+  for (int64_t j = 0; j < args_.top_k; ++j) {
+    if (slots[j] < 0 || slots[j] == made) continue;
+    std::memcpy(input_.data + slots[j] * input_.row_bytes, input_.row(made), static_cast<size_t>(input_.row_bytes));
+    input_.row_scale[slots[j]] = input_.row_scale[made];
+    if (input_.group_scales == nullptr) continue;
+    std::copy_n(input_.groups_of(made), input_.groups, input_.group_scales + slots[j] * input_.groups);
+  }
+}
+
+int64_t Chunk::first_slot(int64_t token) const {
+  const int32_t* slots = routing_.positions.data() + token * args_.top_k;
+  const int32_t* found = std::find_if(slots, slots + args_.top_k, [](int32_t slot) { return slot >= 0; });
+  return found == slots + args_.top_k ? -1 : *found;
+}
+
 void Chunk::make_input(int64_t row) const {
   const int64_t token = first_ + (per_slot_ ? routing_.tokens[static_cast<size_t>(row)] : row);
   const int64_t size = args_.hidden_size;
-  const RowCall call = row_call(args_.a1, input_, row, size);
+  const bool shared = tiled() && !per_slot_;
+  const int64_t operand = shared ? first_slot(row) : row;
+  if (operand < 0) return;
+  const RowCall call = row_call(args_.a1, input_, operand, size);
   const uint8_t* source = args_.hidden + token * args_.hidden_row_bytes;
   if (args_.hidden_scale != nullptr) {
     isa_.load_packed_row(call, source, args_.hidden_scale + token * args_.hidden_scale_row_bytes);
-    return;
+  } else {
+    const float* weight = args_.weight_on_input ? args_.topk_weights + token : nullptr;
+    float* values = values_ + row * hidden_;
+    isa_.load_row(source, args_.hidden_dtype, size, weight, values);
+    quantize(call, per_slot_ ? expert_of(row) : 0, values);
   }
-  const float* weight = args_.weight_on_input ? args_.topk_weights + token : nullptr;
-  float* values = values_ + row * hidden_;
-  isa_.load_row(source, args_.hidden_dtype, size, weight, values);
-  quantize(call, per_slot_ ? expert_of(row) : 0, values);
+  finish_operand(call, input_);
+  if (shared) share_input(row);
 }
 
 void Chunk::make_inputs(int64_t task) const {
@@ -59,7 +92,9 @@ void Chunk::make_inputs(int64_t task) const {
 void Chunk::make_intermediates(int64_t task) const {
   const int64_t step = task_rows(slots_, inter_);
   for (int64_t slot = task * step; slot < std::min(slots_, (task + 1) * step); ++slot) {
-    quantize(row_call(args_.a2, intermediate_, slot, inter_), expert_of(slot), h_ + slot * inter_);
+    const RowCall call = row_call(args_.a2, intermediate_, slot, inter_);
+    quantize(call, expert_of(slot), h_ + slot * inter_);
+    finish_operand(call, intermediate_);
   }
 }
 

@@ -14,4 +14,7 @@ const IsaTable& isa_table();
 // Replaces it; for tests that compare instruction sets in one process.
 void use_isa(const std::string& name);
 
+// Why this machine cannot run an instruction set; empty where it can.
+std::string isa_refusal(const std::string& name);
+
 }  // namespace moeq::cpu

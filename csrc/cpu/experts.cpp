@@ -18,6 +18,7 @@ Chunk::Chunk(const ExpertsArgs& args, const IsaTable& isa, const Dot& dot, const
       slots_(static_cast<int64_t>(routing_.tokens.size())),
       inter_(args.w2.units * kUnit),
       hidden_(padded16(args.hidden_size)),
+      halves_(is_gated(args.activation) ? 2 : 1),
       per_slot_(args.a1.gscale != nullptr && args.a1.gscale_count > 1 && args.hidden_scale == nullptr) {}
 
 void Chunk::run(Workspace& workspace) {
@@ -52,6 +53,8 @@ void Chunk::run(Workspace& workspace) {
 Operands Chunk::take_operands(Workspace& workspace, int64_t rows, int64_t size, int64_t groups) const {
   Operands operands;
   operands.row_bytes = size * (dot_.bf16_operand ? 2 : 4);
+  // Room for zeros, and an odd number of cache lines, so that the rows of a tile do not all fall into one cache set.
+  if (tiled()) operands.row_bytes = (divide_up(operands.row_bytes + 32, 64) | 1) * 64;
   operands.groups = groups;
   operands.data = workspace.take<uint8_t>(rows * operands.row_bytes);
   operands.row_scale = workspace.take<float>(rows);
@@ -67,7 +70,7 @@ void Chunk::allocate(Workspace& workspace) {
   for (bool measure : {true, false}) {
     workspace.start(measure);
     values_ = workspace.take<float>(input_rows() * hidden_);
-    input_ = take_operands(workspace, input_rows(), hidden_, groups1);
+    input_ = take_operands(workspace, input_operands(), hidden_, groups1);
     h_ = workspace.take<float>(slots_ * inter_);
     intermediate_ = take_operands(workspace, slots_, inter_, groups2);
     y_ = workspace.take<float>(slots_ * hidden_);

@@ -21,9 +21,28 @@ struct DotCall {
 };
 using DotFn = void (*)(const DotCall&);
 
+constexpr int kTileCallRows = 128;  // rows that one tile call takes at most
+
+// The same by matrix tiles: one or two panels of an expert, decoded once for all of its rows.
+struct TileCall {
+  const DotCall* panels;  // of each: codes, scale, zero_point, units, group_units and out [count, 16]
+  int num_panels;         // 1 or 2
+  const uint8_t* rows;    // bf16 operands, `row_bytes` apart, with zeros for at least 16 elements behind K
+  int64_t row_bytes;
+  int count;                  // rows, 1..kTileCallRows
+  const float* group_scales;  // [count, groups], fp8 blocks only
+  int64_t groups;
+};
+using TileFn = void (*)(const TileCall&);
+
+struct RowCall;
+
+// How one layer multiplies: rows by `fn`, or blocks of rows by `tile` where that is not null.
 struct Dot {
   DotFn fn = nullptr;
   bool bf16_operand = false;
+  TileFn tile = nullptr;
+  void (*normalize)(const RowCall&) = nullptr;  // what each operand row goes through, where not null
 };
 
 // What decides which dot product runs.
@@ -109,5 +128,7 @@ const IsaTable& portable_table();
 const IsaTable& avx2_table();
 const IsaTable& avx512_table();
 const IsaTable& avx512bf16_table();
+const IsaTable& amx_table();
+const IsaTable& amx_emulated_table();
 
 }  // namespace moeq::cpu

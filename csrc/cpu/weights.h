@@ -6,6 +6,9 @@
 #include "decode_plain.h"
 #include "dot.h"
 #include "scales.h"
+#ifdef MOEQ_TILES
+#include "tile_gemm.h"
+#endif
 
 namespace moeq::cpu::MOEQ_ISA {
 
@@ -42,20 +45,33 @@ using Bf16Weights = Weights<PlainBf16, NoScale, 2>;
 using F16Weights = Weights<PlainF16, NoScale, 2>;
 using F32Weights = Weights<PlainF32, NoScale, 2>;
 
+// Tiles have no float32 operands: the instruction set that such a table is made from serves those.
+template <class W>
+Dot in_float32() {
+#ifdef MOEQ_TILES
+  return {};
+#else
+  return {dot<W, OperandF32>, false};
+#endif
+}
+
 // Operands are bf16 where the instruction set multiplies bf16 and nothing is lost by it: quantized
 // activations always fit, unquantized ones if they were bf16.
 template <class W>
 Dot choose(const DotKey& key) {
-#ifdef MOEQ_BF16
-  if (key.act_format != ActFormat::kNone || key.act_dtype == DType::kBFloat16) return {dot<W, OperandBf16>, true};
+  const bool fits = key.act_format != ActFormat::kNone || key.act_dtype == DType::kBFloat16;
+#if defined(MOEQ_TILES)
+  if (fits) return tile_dot<W>();
+#elif defined(MOEQ_BF16)
+  if (fits) return {dot<W, OperandBf16>, true};
 #endif
-  (void)key;
-  return {dot<W, OperandF32>, false};
+  (void)fits;
+  return in_float32<W>();
 }
 
 template <DType kType>
 Dot choose_int8(const DotKey& key) {
-  if (key.zero_points) return {dot<Int8ZeroWeights<kType>, OperandF32>, false};
+  if (key.zero_points) return in_float32<Int8ZeroWeights<kType>>();
   if (key.one_group && key.act_format == ActFormat::kInt8) return choose<Int8ExactWeights<kType>>(key);
   return choose<Int8Weights<kType>>(key);
 }
@@ -69,8 +85,8 @@ Dot choose_integers(const DotKey& key) {
 
 inline Dot find_plain(const DotKey& key) {
   if (key.weight_dtype == DType::kBFloat16) return choose<Bf16Weights>(key);
-  if (key.weight_dtype == DType::kFloat16) return {dot<F16Weights, OperandF32>, false};
-  return {dot<F32Weights, OperandF32>, false};
+  if (key.weight_dtype == DType::kFloat16) return in_float32<F16Weights>();
+  return in_float32<F32Weights>();
 }
 
 inline Dot find_dot(const DotKey& key) {

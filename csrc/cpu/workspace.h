@@ -12,7 +12,7 @@ namespace moeq::cpu {
 class Workspace {
  public:
   static constexpr size_t kAlignment = 64;
-  static constexpr size_t kKeptBytes = size_t{32} << 20;
+  static constexpr size_t kKeptBytes = size_t{64} << 20;  // 256 tokens of a layer with 8 experts of 2048 x 768
 
   Workspace() = default;
   Workspace(const Workspace&) = delete;

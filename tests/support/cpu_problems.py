@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_moe_ops.backends.cpu_panels import layout
 from torch_moe_ops.core.call import KERNEL_FIELDS
 
-ISAS = ("avx512bf16", "avx512", "avx2", "portable")
+ISAS = ("amx", "amx_emulated", "avx512bf16", "avx512", "avx2", "portable")
 
 
 def supported(isa: str) -> bool:

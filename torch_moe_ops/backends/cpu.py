@@ -1,4 +1,4 @@
-"""Backend `cpu`: our C++ kernels (AVX-512, AVX2 or portable, chosen when the extension loads)."""
+"""Backend `cpu`: our C++ kernels (AMX, AVX-512, AVX2 or portable, chosen when the extension loads)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops.backends.cpu_panels import pack as cpu_pack
+from torch_moe_ops.backends.cpu_panels.isa import cpu_isa
 from torch_moe_ops.backends.registry import Backend, available, formats, one_of, register, written_for
 from torch_moe_ops.core import extension
 from torch_moe_ops.core.call import ExpertsCall, for_kernels_with
@@ -91,7 +92,7 @@ def _both(call: ExpertsCall) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _notes(problem: Problem) -> str:
-    return f"{torch.ops.moeq_C.cpu_isa()} kernels" if extension.has_cpu_extension() else ""
+    return f"kernels: {cpu_isa()}" if extension.has_cpu_extension() else ""
 
 
 register(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from torch_moe_ops.backends import BACKENDS
+from torch_moe_ops.backends.cpu_panels.isa import cpu_isa
 from torch_moe_ops.backends.registry import Backend
 from torch_moe_ops.core import extension
 from torch_moe_ops.core.problem import Problem
@@ -96,7 +97,7 @@ def _version_of(package: str) -> str | None:
 
 
 def _compiled() -> Iterator[str]:
-    isa = f", instruction set {torch.ops.moeq_C.cpu_isa()}" if extension.has_cpu_extension() else ""
+    isa = f", instruction set {cpu_isa()}" if extension.has_cpu_extension() else ""
     yield f"CPU kernels: {extension.cpu_extension_reason() or f'loaded{isa}'}"
     yield f"CUDA kernels: {extension.cuda_extension_reason() or 'loaded'}"
 

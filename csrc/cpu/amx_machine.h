@@ -1,0 +1,11 @@
+// Whether this process may use the tile registers of AMX.
+#pragma once
+
+#include <string>
+
+namespace moeq::cpu {
+
+// Why it may not; empty where it may. Asks the operating system for the registers the first time.
+const std::string& amx_refusal();
+
+}  // namespace moeq::cpu

@@ -1,0 +1,145 @@
+// Weights as tile operands: one unit becomes eight rows of 64 bytes, row p with the pair (2 p, 2 p + 1) of K of
+// all sixteen rows of the panel, in bf16. Where code times block scale is exact in bf16, the scale is in it.
+#pragma once
+
+#include "decode_codes4.h"
+#include "decode_codes8.h"
+#include "decode_plain.h"
+#include "dot.h"
+#include "scales.h"
+
+namespace moeq::cpu::MOEQ_ISA {
+
+constexpr int64_t kTileUnitBytes = kTileBytes / 2;
+
+// Pairs of floats that are bf16 numbers; what does not fit is cut off.
+MOEQ_INLINE void store_pairs(uint8_t* out, F32 even, F32 odd) {
+  uint32_t low[16];
+  uint32_t high[16];
+  float values[16];
+  store(values, even);
+  std::memcpy(low, values, sizeof(low));
+  store(values, odd);
+  std::memcpy(high, values, sizeof(high));
+  for (int i = 0; i < 16; ++i) low[i] = low[i] >> 16 | (high[i] & 0xffff0000u);
+  std::memcpy(out, low, sizeof(low));
+}
+
+#ifdef MOEQ_BF16
+MOEQ_INLINE void store_words(uint8_t* out, __m512i words) { _mm512_store_si512(out, words); }
+#endif
+
+// Codes alone: their scales meet the sums of a group.
+template <class Codes>
+struct CodeTiles {
+  static MOEQ_INLINE void decode(const DotCall& call, int64_t unit, int64_t group, uint8_t* out) {
+    const Codes codes(call, unit, group);
+    unroll<8>([&](auto pair) __attribute__((always_inline)) {
+      constexpr int p = decltype(pair)::value;
+#ifdef MOEQ_BF16
+      store_words(out + 64 * p, codes.template pair<p>().v);
+#else
+      store_pairs(out + 64 * p, codes.template even<p>(), codes.template odd<p>());
+#endif
+    });
+  }
+};
+
+// Codes times powers of two. Below 2^-126 they count as zero, like every operand of a tile.
+template <class Codes>
+struct MxTiles {
+
+  static void decode_any(const DotCall& call, int64_t unit, int64_t group, uint8_t* out) {
+    const Codes codes(call, unit, group);
+    const F32 scales = e8m0_scales(call.scale + group * kPanelRows);
+    unroll<8>([&](auto pair) __attribute__((always_inline)) {
+      constexpr int p = decltype(pair)::value;
+      store_pairs(out + 64 * p, mul(codes.template even<p>(), scales), mul(codes.template odd<p>(), scales));
+    });
+  }
+
+#ifdef MOEQ_BF16
+  static constexpr bool kHasNan = Codes::kUnitBytes == Codes8<E4m3Bytes>::kUnitBytes;
+
+  // Scales with which every code that is not zero stays a normal number: 2^-117 to 2^119.
+  static MOEQ_INLINE bool are_moderate(__m128i scales) {
+    const __m128i above = _mm_sub_epi8(scales, _mm_set1_epi8(10));
+    return _mm_cmpgt_epu8_mask(above, _mm_set1_epi8((char)236)) == 0;
+  }
+
+  static MOEQ_INLINE void decode(const DotCall& call, int64_t unit, int64_t group, uint8_t* out) {
+    const __m128i scales = load_bytes(call.scale + group * kPanelRows);
+    if (__builtin_expect(!are_moderate(scales), 0)) return decode_any(call, unit, group, out);
+    const Codes codes(call, unit, group);
+    const __m512i wide = _mm512_cvtepu8_epi32(scales);
+    const __m512i both = _mm512_or_si512(wide, _mm512_slli_epi32(wide, 16));
+    const __m512i exponents = _mm512_slli_epi16(_mm512_sub_epi16(both, _mm512_set1_epi16(127)), 7);
+    unroll<8>([&](auto pair) __attribute__((always_inline)) {
+      constexpr int p = decltype(pair)::value;
+      const __m512i words = codes.template pair<p>().v;
+      const __mmask32 not_zero = _mm512_test_epi16_mask(words, _mm512_set1_epi16(0x7fff));
+      __m512i scaled = _mm512_maskz_add_epi16(not_zero, words, exponents);
+      if constexpr (kHasNan) {
+        const __m512i magnitude = _mm512_and_si512(words, _mm512_set1_epi16(0x7fff));
+        const __mmask32 is_nan = _mm512_cmpgt_epi16_mask(magnitude, _mm512_set1_epi16(0x7f80));
+        scaled = _mm512_mask_mov_epi16(scaled, is_nan, words);
+      }
+      store_words(out + 64 * p, scaled);
+    });
+  }
+#else
+  static MOEQ_INLINE void decode(const DotCall& call, int64_t unit, int64_t group, uint8_t* out) {
+    decode_any(call, unit, group, out);
+  }
+#endif
+};
+
+// e2m1 codes times e4m3 scales times 2^-112: a half float moved three bits to the right is such a bf16, so that
+// products of halves (exact: six bits, 2^-10 to 2880) need no other conversion. normalize_row owes the 2^112.
+struct Nvfp4Tiles {
+#ifdef MOEQ_BF16
+  // Code times 256 as a half float, twice over, because the look-up reads five bits.
+  alignas(64) static constexpr uint16_t kHalves[32] = {
+      0x0000, 0x5800, 0x5c00, 0x5e00, 0x6000, 0x6200, 0x6400, 0x6600, 0x8000, 0xd800, 0xdc00,
+      0xde00, 0xe000, 0xe200, 0xe400, 0xe600, 0x0000, 0x5800, 0x5c00, 0x5e00, 0x6000, 0x6200,
+      0x6400, 0x6600, 0x8000, 0xd800, 0xdc00, 0xde00, 0xe000, 0xe200, 0xe400, 0xe600};
+
+  // Scale over 256 of each row, twice: an e4m3 byte moved up by 7 is a half with that value.
+  static MOEQ_INLINE __m512h row_scales(const uint8_t* scale) {
+    const __m512i wide = _mm512_cvtepi8_epi32(load_bytes(scale));
+    const __m512i both = _mm512_or_si512(_mm512_slli_epi32(wide, 16), _mm512_and_si512(wide, _mm512_set1_epi32(0xffff)));
+    return (__m512h)_mm512_and_si512(_mm512_slli_epi16(both, 7), _mm512_set1_epi16((short)0xbf80));
+  }
+
+  static MOEQ_INLINE void decode(const DotCall& call, int64_t unit, int64_t group, uint8_t* out) {
+    const uint8_t* codes = call.codes + unit * Codes4<E2m1>::kUnitBytes;
+    const __m512h scales = row_scales(call.scale + group * kPanelRows);
+    const __m512i table = _mm512_load_si512(kHalves);
+    unroll<8>([&](auto pair) __attribute__((always_inline)) {
+      constexpr int p = decltype(pair)::value;
+      const __m512h values = (__m512h)look_up_pairs<4 * (p % 4)>(load_words(codes + p / 4 * 64), table).v;
+      const __m512i product = (__m512i)_mm512_mul_ph(values, scales);
+      store_words(out + 64 * p, _mm512_and_si512(_mm512_srai_epi16(product, 3), _mm512_set1_epi16((short)0x8fff)));
+    });
+  }
+#else
+  static MOEQ_INLINE void decode(const DotCall& call, int64_t unit, int64_t group, uint8_t* out) {
+    const Codes4<E2m1> codes(call, unit, group);
+    const float rest = 0x1p-104f;  // e4m3_scales divides by 256
+    const F32 scales = mul(e4m3_scales(call.scale + group * kPanelRows), broadcast(&rest));
+    unroll<8>([&](auto pair) __attribute__((always_inline)) {
+      constexpr int p = decltype(pair)::value;
+      store_pairs(out + 64 * p, mul(codes.even<p>(), scales), mul(codes.odd<p>(), scales));
+    });
+  }
+#endif
+};
+
+// bf16 weights lie in memory as a tile takes them.
+struct PlainTiles {
+  static MOEQ_INLINE void decode(const DotCall& call, int64_t unit, int64_t, uint8_t* out) {
+    std::memcpy(out, call.codes + unit * PlainBf16::kUnitBytes, PlainBf16::kUnitBytes);
+  }
+};
+
+}  // namespace moeq::cpu::MOEQ_ISA
