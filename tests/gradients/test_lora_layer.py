@@ -236,7 +236,7 @@ def test_stacked_adapters_are_each_their_own() -> None:
 def test_what_cannot_be_stacked() -> None:
     one = factors_of(make_raw(LARGE), 1, 2, torch.float32)
     for adapters in ([], [moe.Lora.stack([one, one]), one]):
-        with pytest.raises(ValueError, match="Lora.stack: adapters must be single ones, at least one, got"):
+        with pytest.raises(ValueError, match=r"Lora\.stack: adapters must be single ones, at least one, got"):
             moe.Lora.stack(adapters)
     moved = one.to("meta", torch.bfloat16)
     assert {(getattr(moved, name).device.type, getattr(moved, name).dtype) for name in FACTORS} == {
