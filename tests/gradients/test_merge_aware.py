@@ -83,6 +83,48 @@ def test_gradients_are_straight_through(scheme: str) -> None:
         assert relative_l2(getattr(lora, name).grad, getattr(own, name).grad) <= 1e-5, name
 
 
+class _WritesToData(torch.optim.SGD):
+    """As optimizers whose kernels get addresses: autograd's versions of the parameters do not change."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.add_(p.grad, alpha=-group["lr"])
+
+
+def test_steps_past_the_versions_are_seen() -> None:
+    raw = make_raw(CASE)
+    x, ids, topk = make_batch(CASE)
+    w, lora = moe.prepare(raw, act_format="none"), _learning(factors_of(raw, 1, 4, torch.float32))
+    merge_aware = moe.MergeAware(w)
+    merge_aware.update(lora)
+    optimizer = _WritesToData([getattr(lora, n) for n in FACTORS], lr=1.0)
+    before = lora.b2._version
+    moe.fused_moe_routed(x, ids, topk, w, lora=lora, lora_merged=True).square().sum().backward()
+    optimizer.step()
+    assert lora.b2._version == before
+    assert merge_aware.update(lora)
+    assert moe.restore(w).equal(_merged(raw, lora))
+    assert not merge_aware.update(lora)
+
+
+def test_weights_in_other_tensors_are_followed() -> None:
+    """Also where those were copied while they held the adapter: it is not merged a second time."""
+    raw = make_raw(CASE)
+    w, lora = moe.prepare(raw, act_format="none"), factors_of(raw, 1, 4, torch.float32)
+    merge_aware = moe.MergeAware(w)
+    merge_aware.update(lora)
+    other = moe.prepare(moe.restore(w), act_format="none")
+    merge_aware.follow(other)
+    assert merge_aware.update()
+    assert moe.restore(other).equal(raw)
+    assert merge_aware.update(lora)
+    assert moe.restore(other).equal(_merged(raw, lora))
+    merge_aware.follow(other)
+    assert not merge_aware.update(lora)
+
+
 def test_several_adapters_are_not_merged() -> None:
     raw = make_raw(CASE)
     x, ids, topk = make_batch(CASE)

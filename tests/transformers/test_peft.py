@@ -260,6 +260,27 @@ def test_merge_aware_merges_once_for_each_step(name: str) -> None:
     assert weights[0]._version > before[0]
 
 
+def test_merge_aware_follows_weights_that_move() -> None:
+    """`model.to(device)` prepares other tensors, before training or after it."""
+    torch.manual_seed(0)
+    base = packed()
+    plain = logits(base)
+    model = peft.get_peft_model(prepare_for_peft(base, merge_aware=True), config())
+    holders = [found.module.moeq_weights for found in find_experts(base)]
+
+    def move() -> None:
+        for holder in holders:
+            holder.prepared = moe.prepare(moe.restore(holder.prepared), act_format="none")
+
+    move()
+    first = logits(model)
+    assert not torch.equal(first, plain)
+    move()
+    assert torch.equal(logits(model), first)
+    move()
+    assert torch.equal(logits(model.merge_and_unload()), first)
+
+
 def test_merge_aware_takes_one_adapter() -> None:
     model = peft.get_peft_model(prepare_for_peft(packed(), merge_aware=True), config())
     model.add_adapter("other", config())

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torch_moe_ops.prepared.lora import Lora
 from torch_moe_ops.prepared.prepared_weights import PreparedWeights
@@ -31,15 +32,24 @@ class MergeAware:
     """
 
     def __init__(self, w: PreparedWeights) -> None:
+        _count_steps()
         self.w, self.base = w, restore(w)
-        self._seen: list[tuple[Tensor, int, float]] | None = []
+        self._seen: list[_Version] | None = []
+
+    def follow(self, w: PreparedWeights) -> None:
+        """Keep `w` from now on: the same layer in other tensors, as `model.to(device)` makes them, merged or not."""
+        if w is self.w:
+            return
+        base = self.base.to(w.device) if self.base.device.type != "meta" else restore(w)
+        self.w, self.base, self._seen = w, base, None
 
     @torch.no_grad()
     def update(self, *adapters: Lora, sources: Sequence[Tensor] = ()) -> bool:
         """Merge these adapters into the base, each in its turn; without any, take the base back.
 
-        Nothing happens, and the result is False, where no factor was written to since the last call. sources: what the
-        factors are made of anew for each call, which then tells.
+        Nothing happens, and the result is False, where no factor was written to since the last call, and no optimizer
+        made a step. sources: what the factors are made of anew for each call, which then tells. What writes to `.data`
+        of a factor outside an optimizer is not seen.
 
         Raises: ValueError for a stack of several adapters, and of `merge_lora`.
         """
@@ -56,14 +66,29 @@ class MergeAware:
         return True
 
 
-def _versions(adapter: Lora, sources: Sequence[Tensor]) -> list[tuple[Tensor, int, float]]:
+_Version = tuple[Tensor, int, int, float]
+_steps: list[int] = []  # how many steps the optimizers of this process have made, once somebody asks
+
+
+def _count_steps() -> None:
+    """Optimizers with kernels of their own write past the versions of tensors, so that every step counts."""
+    if not _steps:
+        _steps.append(0)
+        register_optimizer_step_post_hook(_count_step)
+
+
+def _count_step(*_: object) -> None:
+    _steps[0] += 1
+
+
+def _versions(adapter: Lora, sources: Sequence[Tensor]) -> list[_Version]:
     """The factors, which stay alive so that no other tensor gets their addresses, and how often each was written to."""
     scaling = _scaling(adapter)
     factors = sources or (adapter.a13, adapter.b13, adapter.a2, adapter.b2)
-    return [(t.detach(), t._version, scaling) for t in factors if t is not None]
+    return [(t.detach(), t._version, _steps[0], scaling) for t in factors if t is not None]
 
 
-def _same(now: list[tuple[Tensor, int, float]], seen: list[tuple[Tensor, int, float]]) -> bool:
+def _same(now: list[_Version], seen: list[_Version]) -> bool:
     return len(now) == len(seen) and all(
         a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and rest == before
         for (a, *rest), (b, *before) in zip(now, seen, strict=True)

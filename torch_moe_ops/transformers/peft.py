@@ -80,9 +80,18 @@ def prepare_for_peft(model: Any, *, merge_aware: bool = False) -> Any:
 
 
 def _as_it_was(module: Any) -> None:
-    merged: MergeAware | None = module.__dict__.pop(_MERGED, None)
+    merged = _merge_aware_of(module)
     if merged is not None:
+        del module.__dict__[_MERGED]
         merged.update()
+
+
+def _merge_aware_of(module: Any) -> MergeAware | None:
+    """What keeps the weights of a module merged, of those that it has now: moving a model gives it others."""
+    merged: MergeAware | None = module.__dict__.get(_MERGED)
+    if merged is not None:
+        merged.follow(_weights_of(module))
+    return merged
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
@@ -119,7 +128,7 @@ class _Shown:
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         active: dict[str, Factors] = self.__dict__.get(_ACTIVE) or {}
-        merged: MergeAware | None = self.__dict__.get(_MERGED)
+        merged = _merge_aware_of(self)
         if merged is not None:
             adapters = [_lora_of(self, {name: factors}) for name, factors in active.items()]
             merged.update(*adapters, sources=[t for factors in active.values() for t in factors.sources])
