@@ -3,11 +3,12 @@
 
     python benchmarks/bench_backward.py --out results.json
 
-Four ways, which differ in nothing else. `packed`: fused_moe_routed. `grouped_linear`: two projections composed by hand.
-`bf16`: experts kept in bfloat16 and multiplied by torch._grouped_mm, as transformers does. `dequantize`: packed experts
-made bfloat16 in both passes, 16 at a time by a compiled function, then torch._grouped_mm. Gradients go to hidden states
-and routing weights. Times are medians on the host's clock, the device waited for; memory is the peak of a step with the
-way's own weights.
+Ways, which differ in nothing else. `packed`: fused_moe_routed. `lora`: the same with adapters of rank 16, whose factors
+get gradients too. `grouped_linear`: two projections composed by hand. `bf16`: experts kept in bfloat16 and multiplied
+by torch._grouped_mm, as transformers does. `dequantize`: packed experts made bfloat16 in both passes, 16 at a time by a
+compiled function, then torch._grouped_mm. `nf4`, where bitsandbytes is installed: its 4-bit weights, dequantized by it
+in both passes. Gradients go to hidden states and routing weights. Times are medians on the host's clock, the device
+waited for; memory is the peak of a step with the way's own weights.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -126,7 +129,37 @@ def ways(raw: moe.RawWeights, experts: int) -> dict[str, Callable[[], Callable[.
     def dequantize() -> Callable[..., Tensor]:
         return composed(lambda name, rows, ends: Frozen.apply(rows, ends, lambda: dequantized(name)), experts)
 
-    return {"bf16": bf16, "dequantize": dequantize, "packed": packed, "grouped_linear": by_hand}
+    def lora() -> Callable[..., Tensor]:
+        return Adapted(moe.prepare(raw, act_format="none"), raw)
+
+    def nf4() -> Callable[..., Tensor]:
+        from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+        made = {name: dequantized(name) for name in ("w13", "w2")}
+        shapes = {name: weight.shape for name, weight in made.items()}
+        kept = {name: quantize_4bit(made.pop(name).flatten(0, 1), quant_type="nf4") for name in shapes}
+        of = {name: partial(dequantize_4bit, *found) for name, found in kept.items()}
+        return composed(
+            lambda name, rows, ends: Frozen.apply(rows, ends, lambda: of[name]().view(shapes[name])), experts
+        )
+
+    found = {"bf16": bf16, "dequantize": dequantize, "packed": packed, "lora": lora, "grouped_linear": by_hand}
+    return found | ({"nf4": nf4} if find_spec("bitsandbytes") else {})
+
+
+class Adapted:
+    """A packed layer with adapters, which add nothing yet."""
+
+    def __init__(self, w: moe.PreparedWeights, raw: moe.RawWeights, rank: int = 16) -> None:
+        def factor(*size: int, scale: float = 0.0) -> Tensor:
+            return (torch.randn(raw.num_experts, *size, device=raw.device) * scale).bfloat16().requires_grad_()
+
+        h, i, rows = raw.hidden_size, raw.intermediate_size, raw.w13.shape[1]
+        self.w, self.learns = w, (factor(rank, h, scale=h**-0.5), factor(rows, rank))
+        self.learns += (factor(rank, i, scale=i**-0.5), factor(h, rank))
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return moe.fused_moe_routed(x, ids, weights, self.w, lora=moe.Lora(*self.learns))
 
 
 def timed(step: Callable[[], Any], device: str, seconds: float) -> float:
@@ -165,7 +198,7 @@ def measured(
     x, ids, weights, grad = given
 
     def step() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(layer(x, ids, weights), (x, weights), grad)
+        return torch.autograd.grad(layer(x, ids, weights), (x, weights, *getattr(layer, "learns", ())), grad)
 
     found = {}
     with torch.no_grad():
@@ -173,7 +206,7 @@ def measured(
     found["step_ms"] = round(timed(step, device, seconds) * 1e3, 3)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    gradients = [g.detach() for g in step()]
+    gradients = [g.detach() for g in step()[:2]]
     if device == "cuda":
         found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     return found, gradients

@@ -50,7 +50,7 @@ class Recorder:
         """(kernel name, compiled kernel) of every launch, for compute capability `capability` (90 for 9.0)."""
         for kernel, args, constants in self.launches:
             names = kernel.arg_names
-            signature = {name: _type(value) for name, value in zip(names, args, strict=False)}
+            signature = {name: signature_type(value) for name, value in zip(names, args, strict=False)}
             options = {name: constants[name] for name in _OPTIONS if name in constants}
             values = {name: v for name, v in constants.items() if name not in _OPTIONS}
             values |= {"USE_PTX": use_ptx, "PDL": pdl}
@@ -74,7 +74,8 @@ class Recorder:
         ]
 
 
-def _type(value: Any) -> str:
+def signature_type(value: Any) -> str:
+    """What the compiler calls the type of an argument."""
     if isinstance(value, torch.Tensor):
         return _POINTERS[value.dtype]
     return "i32" if isinstance(value, int) else "fp32"

@@ -18,7 +18,7 @@ def test_ways_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert bench.main(options) == 0
     rows = json.loads(out.read_text())["rows"]
     assert [(row["way"], row["tokens"]) for row in rows] == [
-        (way, m) for way in ("bf16", "dequantize", "packed", "grouped_linear") for m in (33, 1)
+        (way, m) for way in ("bf16", "dequantize", "packed", "lora", "grouped_linear") for m in (33, 1)
     ]
     assert all(error < 2e-2 for row in rows for error in row["error"])
     assert all(row["step_ms"] > 0 and row["forward_ms"] > 0 for row in rows)

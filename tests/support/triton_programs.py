@@ -11,6 +11,15 @@ from paths import PROGRAMS
 
 # Those of a layer.
 KERNELS = {"prologue_kernel", "gemm1_kernel", "requantize_kernel", "gemm2_kernel", "combine_kernel"}
+# Those of a backward pass.
+BACKWARD_KERNELS = {
+    "grouped_kernel",
+    "activation_kernel",
+    "bias_kernel",
+    "gather_sum_kernel",
+    "dequantize_kernel",
+    "dequantize_tiles_kernel",
+}
 
 
 def words_of(program: str, cache: Path, *arguments: object) -> list[list[str]]:

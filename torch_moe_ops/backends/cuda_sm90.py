@@ -70,6 +70,18 @@ def run_kernel(call: ExpertsCall, out: Tensor, kernel: int, router: Router = NO_
     torch.ops.moeq_C.experts_sm90(out, *for_kernels(call), *router, *own)
 
 
+def dequantize(stored: Any, scheme: str, halves: int, out: Tensor) -> float | None:
+    """Numbers of a projection in tiles (gradients/weights.py), by one Triton kernel; None where there is no Triton."""
+    # Not at import: that would register it first, and the order is that of preference.
+    from torch_moe_ops.backends import triton
+
+    if not triton.runs_on(out.device):
+        return None
+    from torch_moe_ops.backends.triton_engine.dequantize_tiles import dequantize_tiles
+
+    return dequantize_tiles(stored.weight, stored.scale, stored.scale_2, scheme, halves == 2, out)
+
+
 def _hidden_size_reason(problem: Problem) -> str | None:
     if problem.hidden_size % TILE == 0:
         return None
@@ -125,6 +137,7 @@ def _register(name: str, schemes: dict[str, tuple[str, ...]], accuracy: str) -> 
             run_monolithic=run_monolithic,
             hidden_dtypes=(torch.bfloat16,),
             notes=_notes if accuracy == STRICT else _notes_of_rounded,
+            dequantize=dequantize,
             accuracy=accuracy,
         )
     )

@@ -48,6 +48,9 @@ class Backend:
     delegate: the backend whose kernels run what this one's do not, "" where there is none; `notes` says what that is.
     decode: as restore, but -> {"w13", "w2": numbers [E, rows, K] without alphas}, which gradients are made with.
         None: what `restore` gives is decoded.
+    dequantize: (a projection of some experts as the layout has it, scheme, halves of its rows, out [E, rows, K]) ->
+        what `out`, filled, has to be multiplied by, as gradients/weights.py says; None where it does not fill it, or
+        here: never.
     run_backward: (call, sizes, gradient of the output, which gradients are wanted) -> them, as gradients/experts.py has
         it; None where it does not run, or here: experts are decoded in chunks.
     one_input_scale: tokens are quantized once, so `prepare` takes the largest a13_input_scale for all experts.
@@ -70,6 +73,7 @@ class Backend:
     bias_layout: BiasLayout | None = None
     delegate: str = ""
     decode: Callable[[Mapping[str, Tensor], Sizes], dict[str, Tensor]] | None = None
+    dequantize: Callable[[Any, str, int, Tensor], float | None] | None = None
     run_backward: Callable[[ExpertsCall, Sizes, Tensor, Any], Any] | None = None
     one_input_scale: bool = False
     accuracy: str = STRICT

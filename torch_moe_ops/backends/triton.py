@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,6 +81,21 @@ def run(call: ExpertsCall, out: Tensor) -> None:
         run_experts(call, out)
 
 
+def runs_on(device: torch.device) -> bool:
+    """Whether the kernels run on tensors of this device."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    return package_reason() is None and device_reason(device.type, capability) is None
+
+
+def dequantize(stored: Any, scheme: str, halves: int, out: Tensor) -> float | None:
+    """Numbers of a projection in the linear layout (gradients/weights.py), by one kernel; None where it has none."""
+    if not runs_on(out.device):
+        return None
+    from torch_moe_ops.backends.triton_engine import dequantize as engine
+
+    return engine.dequantize(stored, scheme, halves, out) if engine.serves(scheme, out.dtype) else None
+
+
 def notes(problem: Problem) -> str:
     """Whether tile sizes come from the rules or were tuned on this device."""
     if problem.device != "cuda":
@@ -107,5 +123,6 @@ register(
         run=run,
         hidden_dtypes=HIDDEN_DTYPES,
         notes=notes,
+        dequantize=dequantize,
     )
 )

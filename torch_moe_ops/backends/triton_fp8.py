@@ -37,6 +37,7 @@ register(
         run=triton.run,
         hidden_dtypes=triton.HIDDEN_DTYPES,
         notes=lambda problem: "sums of fp8 products keep about 14 bits",
+        dequantize=triton.dequantize,
         accuracy=STANDARD,
     )
 )

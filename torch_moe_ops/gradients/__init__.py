@@ -1,1 +1,1 @@
-"""Derivatives of the ops, in plain torch: routing, activations, experts, and linears of packed experts."""
+"""Derivatives of the ops: routing, activations, experts, and linears of packed experts."""

@@ -23,8 +23,9 @@ from torch_moe_ops.core.layout import Sizes
 from torch_moe_ops.gradients.activations import activation_gradients
 from torch_moe_ops.gradients.layer_pass import LayerPass, kept_rows
 from torch_moe_ops.gradients.lora import NO_LORA, Lora
+from torch_moe_ops.gradients.on_gpu import make_pass, run_pass
 from torch_moe_ops.gradients.pairs import Piece
-from torch_moe_ops.gradients.products import grouped_product
+from torch_moe_ops.gradients.products import device_of, grouped_product, triton_serves
 
 
 class Wanted(NamedTuple):
@@ -39,7 +40,8 @@ class Wanted(NamedTuple):
 class Gradients(NamedTuple):
     """Gradients of the arguments of these names, like them in shape; None where not wanted.
 
-    hidden_states: float32 or wider. topk_weights and biases: float32 (float64 where hidden_states are).
+    hidden_states: float32 or wider, or rounded to their dtype. topk_weights and biases: float32 (float64 where
+    hidden_states are).
     """
 
     hidden_states: Tensor | None
@@ -71,8 +73,24 @@ class Backward(LayerPass):
     ) -> None:
         super().__init__(call, backend, sizes, lora)
         self.grad, self.wanted = grad, wanted
-        places, rows = self.pairs.order.shape[0], self.local_pairs
         self.of_inputs = wanted.hidden_states or (self.on_input and wanted.topk_weights)
+
+    def run(self) -> Gradients:
+        call, wanted = self.call, self.wanted
+        plain = call.act_format == "none" and self.lora == NO_LORA
+        if not (plain and triton_serves(call.hidden_states)):
+            return self._in_pieces()
+        hidden_dtype = self.wide if self.on_input else call.hidden_states.dtype
+        weights = wanted.topk_weights and not self.on_input
+        with device_of(self.grad):
+            p = make_pass(call, self.sizes, self.grad, self.x, self.biases)
+            of_x = hidden_dtype if self.of_inputs else None
+            found = run_pass(p, self.backend, of_x, weights, wanted.w13_bias, wanted.w2_bias)
+            return self._gradients(*found)
+
+    def _in_pieces(self) -> Gradients:
+        grad, sizes, wanted = self.grad, self.sizes, self.wanted
+        places, rows = self.pairs.order.shape[0], self.local_pairs
         self.dx = grad.new_empty((rows if self.of_inputs else 0, sizes.hidden_size), dtype=self.dtype)
         self.dw = grad.new_zeros(places, dtype=self.wide)
         self.db13, self.db2 = (
@@ -82,11 +100,11 @@ class Backward(LayerPass):
                 (sizes.hidden_size, wanted.w2_bias),
             )
         )
-
-    def run(self) -> Gradients:
         for piece, first, w13, w2 in self.weighted_pieces():
             self._add(piece, first, w13, w2)
-        return self._gradients()
+        dx = self.combined(self.dx) if self.of_inputs else None
+        dw = torch.empty_like(self.dw).index_copy_(0, self.pairs.order, self.dw)
+        return self._gradients(dx, dw, self.db13, self.db2)
 
     def _add(self, piece: Piece, first: int, w13: Tensor, w2: Tensor) -> None:
         order = self.pairs.order[piece.places]
@@ -137,17 +155,17 @@ class Backward(LayerPass):
             dx = grouped_product(dz, w13, piece, transposed=False)
             self.put(self.dx, piece, (dx.to(self.wide) + found).to(self.dtype) if isinstance(found, Tensor) else dx)
 
-    def _gradients(self) -> Gradients:
+    def _gradients(
+        self, dx: Tensor | None, of_slots: Tensor | None, db13: Tensor | None, db2: Tensor | None
+    ) -> Gradients:
+        """From those of what GEMM1 multiplied, of the weights of slots, and of biases in checkpoint order."""
         wanted, call = self.wanted, self.call
-        dx = self.combined(self.dx) if self.of_inputs else None
-        dw = None
-        if wanted.topk_weights and not self.on_input:
-            dw = torch.empty_like(self.dw).index_copy_(0, self.pairs.order, self.dw).view(call.topk_ids.shape)
+        dw = of_slots.view(call.topk_ids.shape) if wanted.topk_weights and of_slots is not None else None
         if self.on_input and dx is not None:
             dw = (call.hidden_states.to(self.wide) * dx).sum(1, keepdim=True) if wanted.topk_weights else None
             dx = dx * call.topk_weights.to(self.wide)
         dx = dx if wanted.hidden_states else None
-        return Gradients(dx, dw, self._arranged("w13_bias", self.db13), self._arranged("w2_bias", self.db2))
+        return Gradients(dx, dw, self._arranged("w13_bias", db13), self._arranged("w2_bias", db2))
 
     def _arranged(self, name: str, bias: Tensor | None) -> Tensor | None:
         if bias is None or self.backend.bias_layout is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch_moe_ops.core.call import ExpertsCall
 from torch_moe_ops.core.layout import Sizes
 from torch_moe_ops.core.schemes import SCHEMES
 from torch_moe_ops.gradients.lora import Lora
-from torch_moe_ops.gradients.pairs import PIECE_ELEMENTS, Piece, pieces, sort_pairs
+from torch_moe_ops.gradients.pairs import PIECE_ELEMENTS, Pairs, Piece, pieces, sort_pairs
 from torch_moe_ops.gradients.products import grouped_product, product_dtype
 from torch_moe_ops.gradients.weights import decode_experts, experts_at_once
 from torch_moe_ops.oracle.operands import packed_operand, quantized_operand
@@ -38,7 +39,11 @@ class LayerPass:
         self.constants = (call.swiglu_alpha, call.swiglu_beta, call.swiglu_limit)
         self.x = self._weighed_input() if self.on_input else call.hidden_states
         self.biases = self._biases()
-        self.pairs = sort_pairs(call.topk_ids, call.local_expert_offset, sizes.num_experts)
+
+    @cached_property
+    def pairs(self) -> Pairs:
+        """The pairs, sorted by expert. Waits for the device, but for a stream that is captured."""
+        return sort_pairs(self.call.topk_ids, self.call.local_expert_offset, self.sizes.num_experts)
 
     @property
     def local_pairs(self) -> int:

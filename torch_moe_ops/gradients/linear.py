@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from torch_moe_ops.backends.registry import Backend
 from torch_moe_ops.core.layout import Sizes
+from torch_moe_ops.gradients.on_gpu import at_once_on_gpu
 from torch_moe_ops.gradients.pairs import PIECE_ELEMENTS, Pairs, pieces
-from torch_moe_ops.gradients.products import grouped_product, product_dtype
-from torch_moe_ops.gradients.weights import MOST_EXPERTS, Stored, at_once, decode_projection
+from torch_moe_ops.gradients.products import device_of, grouped_product, product_dtype, triton_serves
+from torch_moe_ops.gradients.weights import MOST_EXPERTS, Stored, at_once, decode_projection, projection_shape
 
 
 def linear_rows(
@@ -35,6 +38,16 @@ def linear_rows(
     Returns: [rows, N] ([rows, K] where transposed) in the dtype of x; factors and sums as gradients have them.
     """
     n, k = projection_shape(name, sizes)
+    if triton_serves(x):
+        step = at_once_on_gpu(name, sizes, x.shape[0], sizes.num_experts)
+        step = sizes.num_experts if stored.weight.dtype == torch.bfloat16 else step
+
+        def decoded(experts: slice) -> Tensor:
+            return decode_projection(name, stored, scheme, weight_policy, backend, sizes, experts, torch.bfloat16)
+
+        rows_and_ends = x.to(torch.bfloat16), ends.to(torch.int32)
+        with device_of(x):
+            return _rows_on_gpu(*rows_and_ends, k if transposed else n, step, decoded, transposed).to(x.dtype)
     dtype, rows = product_dtype(x), torch.arange(x.shape[0], device=x.device)
     out = x.new_zeros((x.shape[0], k if transposed else n))
     pairs = Pairs(rows, torch.searchsorted(ends, rows, right=True), ends, host_ends)
@@ -52,8 +65,15 @@ def linear_rows(
     return out
 
 
-def projection_shape(name: str, sizes: Sizes) -> tuple[int, int]:
-    """Rows and K of an expert's projection."""
-    if name == "w2":
-        return sizes.hidden_size, sizes.intermediate_size
-    return (2 if sizes.is_gated else 1) * sizes.intermediate_size, sizes.hidden_size
+def _rows_on_gpu(
+    rows: Tensor, ends: Tensor, width: int, step: int, decoded: Callable[[slice], Tensor], transposed: bool
+) -> Tensor:
+    """The same [rows, width] without waiting for the device, from the weights of `step` experts at a time."""
+    from torch_moe_ops.backends.triton_engine.grouped import grouped_product
+
+    out = rows.new_zeros((rows.shape[0], width))
+    for first in range(0, ends.shape[0], step):
+        weights = None  # before the next ones are made
+        weights = decoded(slice(first, min(first + step, ends.shape[0])))
+        grouped_product(rows, None, weights, ends, first, not transposed, out)
+    return out

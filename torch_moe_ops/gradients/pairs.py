@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torch_moe_ops.backends.triton_engine.backward_pass import Slots
+
 PIECE_ELEMENTS = 1 << 26  # of the widest result of a piece
 
 
@@ -41,11 +43,24 @@ class Piece(NamedTuple):
     valid: Tensor | None
 
 
+def sort_slots(topk_ids: Tensor, local_expert_offset: int, num_experts: int) -> Slots:
+    """Slots of topk_ids. Does not wait for the device."""
+    expert, order = torch.sort(_local(topk_ids, local_expert_offset, num_experts).int(), stable=True)
+    order = order.int()
+    limits = torch.arange(1, num_experts + 1, device=expert.device, dtype=torch.int32)
+    ends = torch.searchsorted(expert, limits, out_int32=True)
+    return Slots(order, order // topk_ids.shape[1], expert, ends)
+
+
+def _local(topk_ids: Tensor, local_expert_offset: int, num_experts: int) -> Tensor:
+    """int64 [slots], num_experts for foreign ids."""
+    local = topk_ids.reshape(-1).long() - local_expert_offset
+    return torch.where((local < 0) | (local >= num_experts), num_experts, local)
+
+
 def sort_pairs(topk_ids: Tensor, local_expert_offset: int, num_experts: int) -> Pairs:
     """Pairs of topk_ids. Waits for the device, but for a stream that is captured."""
-    local = topk_ids.reshape(-1).long() - local_expert_offset
-    local = torch.where((local < 0) | (local >= num_experts), num_experts, local)
-    expert, order = torch.sort(local, stable=True)
+    expert, order = torch.sort(_local(topk_ids, local_expert_offset, num_experts), stable=True)
     ends = torch.searchsorted(expert, torch.arange(1, num_experts + 1, device=expert.device))
     waits = not (topk_ids.is_cuda and torch.cuda.is_current_stream_capturing())
     return Pairs(order, expert, ends, ends.tolist() if waits else None)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -31,6 +34,12 @@ def grouped_product(rows: Tensor, weights: Tensor, piece: Piece, transposed: boo
     if _torch_serves(rows, matrices):
         return torch._grouped_mm(rows, matrices, offs=piece.ends)
     out = rows.new_empty((rows.shape[0], matrices.shape[2]))
+    if triton_serves(rows):
+        from torch_moe_ops.backends.triton_engine.grouped import grouped_product as multiply
+
+        with device_of(rows):
+            multiply(rows, None, weights, piece.ends, 0, transposed, out)
+        return out
     if piece.host_ends is None:
         return _without_waiting(rows, matrices, piece, out)
     start = 0
@@ -39,6 +48,18 @@ def grouped_product(rows: Tensor, weights: Tensor, piece: Piece, transposed: boo
             torch.mm(rows[start:end], matrix, out=out[start:end])
         start = end
     return out
+
+
+def device_of(tensor: Tensor) -> AbstractContextManager[Any]:
+    """In which Triton's kernels are launched on a tensor's device, whichever is the current one."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def triton_serves(rows: Tensor) -> bool:
+    """Whether Triton multiplies such rows: those of products in bfloat16, where it runs."""
+    from torch_moe_ops.backends import triton  # not at import: that would register it before others
+
+    return product_dtype(rows) == torch.bfloat16 and triton.runs_on(rows.device)
 
 
 def _torch_serves(rows: Tensor, matrices: Tensor) -> bool:

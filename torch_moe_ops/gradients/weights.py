@@ -12,9 +12,11 @@ from torch_moe_ops.backends.registry import Backend
 from torch_moe_ops.core.call import ExpertsCall
 from torch_moe_ops.core.layout import Sizes
 from torch_moe_ops.core.schemes import SCHEMES
+from torch_moe_ops.gradients.products import device_of
 from torch_moe_ops.oracle.operands import Operand, Weight, decode_weight
 
 MOST_EXPERTS = 1023  # that torch._grouped_mm takes
+LEAST_ON_GPU = 8  # experts that are decoded at once: fewer would leave most of a GPU idle
 CHUNK_ELEMENTS = 1 << 26  # weights that are decoded at once: 128 MiB in bfloat16
 
 
@@ -24,7 +26,8 @@ def experts_at_once(call: ExpertsCall, backend: Backend, sizes: Sizes, dtype: to
         return min(sizes.num_experts, MOST_EXPERTS)
     halves = 2 if sizes.is_gated else 1
     of_expert = (halves + 1) * sizes.hidden_size * sizes.intermediate_size
-    return at_once(sizes.num_experts, of_expert)
+    least = min(sizes.num_experts, LEAST_ON_GPU) if call.w13.is_cuda else 1
+    return max(least, at_once(sizes.num_experts, of_expert))
 
 
 def at_once(experts: int, of_expert: int) -> int:
@@ -41,12 +44,8 @@ def decode_experts(
         call: a checked call; sizes: of its layer, the intermediate size as the layout pads it.
         experts: n consecutive local ones.
     """
-    found = []
-    for name, alphas, gscale in (("w13", call.g1_alphas, call.a1_gscale), ("w2", call.g2_alphas, call.a2_gscale)):
-        weight, scale, zero_point = (getattr(call, f"{name}{part}") for part in _PARTS)
-        stored = Stored(weight, scale, zero_point, _real_alphas(call, alphas, gscale))
-        found.append(decode_projection(name, stored, call.scheme, call.weight_policy, backend, sizes, experts, dtype))
-    return found[0], found[1]
+    own = (call.scheme, call.weight_policy, backend, sizes, experts, dtype)
+    return decode_projection("w13", stored_of(call, "w13"), *own), decode_projection("w2", stored_of(call, "w2"), *own)
 
 
 class Stored(NamedTuple):
@@ -56,6 +55,13 @@ class Stored(NamedTuple):
     scale: Tensor | None
     zero_point: Tensor | None
     scale_2: Tensor | None
+
+
+def stored_of(call: ExpertsCall, name: str) -> Stored:
+    """The projection "w13" or "w2" of a checked call."""
+    alphas, gscale = (call.g1_alphas, call.a1_gscale) if name == "w13" else (call.g2_alphas, call.a2_gscale)
+    weight, scale, zero_point = (getattr(call, f"{name}{part}") for part in _PARTS)
+    return Stored(weight, scale, zero_point, _real_alphas(call, alphas, gscale))
 
 
 def decode_projection(
@@ -71,6 +77,12 @@ def decode_projection(
     """The projection `name`, "w13" or "w2", of n consecutive experts: [n, rows, K] in `dtype`, real values."""
     of_experts = Stored._make(None if t is None else t[experts] for t in stored)
     count = of_experts.weight.shape[0]
+    if backend.dequantize is not None and weight_policy == "exact":
+        fast = stored.weight.new_empty((count, *projection_shape(name, sizes)), dtype=dtype)
+        factor = dequantized(name, stored, scheme, weight_policy, backend, sizes, experts, fast, exact=False)
+        if factor is not None:
+            return fast if factor == 1 else fast.mul_(factor)
+        del fast
     halves = 2 if sizes.is_gated and name == "w13" else 1
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     sizes = dataclasses.replace(sizes, num_experts=count)
@@ -85,6 +97,38 @@ def decode_projection(
         tall = Weight(raw[name].flatten(0, 1), scale, zero_point, count * halves, plain)
         operand = decode_weight(scheme, tall, weight_policy)
     return _real(operand, of_experts.scale_2, count, dtype)
+
+
+def dequantized(
+    name: str,
+    stored: Stored,
+    scheme: str,
+    weight_policy: str,
+    backend: Backend,
+    sizes: Sizes,
+    experts: slice,
+    out: Tensor,
+    exact: bool,
+) -> float | None:
+    """As decode_projection, into `out`, by one kernel of the backend: what multiplies `out`. None: not filled.
+
+    exact: so does stored.scale_2. Products of 4-bit, 6-bit and 8-bit floats with scales of e4m3 and e8m0 are exact in
+        bfloat16 then; other numbers are rounded once.
+    """
+    if backend.dequantize is None or weight_policy != "exact":
+        return None
+    of_experts = Stored._make(None if t is None else t[experts] for t in stored)
+    if exact:
+        of_experts = of_experts._replace(scale_2=None)
+    with device_of(out):
+        return backend.dequantize(of_experts, scheme, 2 if sizes.is_gated and name == "w13" else 1, out)
+
+
+def projection_shape(name: str, sizes: Sizes) -> tuple[int, int]:
+    """Rows and K of an expert's projection."""
+    if name == "w2":
+        return sizes.hidden_size, sizes.intermediate_size
+    return (2 if sizes.is_gated else 1) * sizes.intermediate_size, sizes.hidden_size
 
 
 _PARTS = ("", "_scale", "_zero_point")

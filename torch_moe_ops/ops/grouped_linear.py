@@ -17,8 +17,8 @@ from torch_moe_ops.core.layout import Sizes
 from torch_moe_ops.core.problem import Problem
 from torch_moe_ops.core.schemas import arguments
 from torch_moe_ops.core.schemes import FLOATS, SCHEMES, ZERO_POINT_DTYPES, Scheme
-from torch_moe_ops.gradients.linear import linear_rows, projection_shape
-from torch_moe_ops.gradients.weights import Stored
+from torch_moe_ops.gradients.linear import linear_rows
+from torch_moe_ops.gradients.weights import Stored, projection_shape
 from torch_moe_ops.ops.autograd import Args, Rule
 from torch_moe_ops.ops.bind import attach, like_a_kernel
 from torch_moe_ops.ops.plan import check_dtype, check_tensor, or_bytes

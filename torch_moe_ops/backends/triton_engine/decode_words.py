@@ -56,9 +56,23 @@ def _four_ordered(c0, c1, c2, c3, ROWS: tl.constexpr, WORDS: tl.constexpr):
 
 
 @triton.jit
+def _eight_natural(c0, c1, c2, c3, c4, c5, c6, c7, ROWS: tl.constexpr, WORDS: tl.constexpr):
+    """Code i of each word -> [ROWS, 8 * WORDS], K in its own order."""
+    even = tl.join(tl.join(c0, c4), tl.join(c2, c6))
+    odd = tl.join(tl.join(c1, c5), tl.join(c3, c7))
+    return tl.join(even, odd).reshape(ROWS, 8 * WORDS)
+
+
+@triton.jit
+def four_natural(c0, c1, c2, c3, ROWS: tl.constexpr, WORDS: tl.constexpr):
+    """Code i of each word -> [ROWS, 4 * WORDS], K in its own order."""
+    return tl.join(tl.join(c0, c2), tl.join(c1, c3)).reshape(ROWS, 4 * WORDS)
+
+
+@triton.jit
 def _decode_nibbles(
     word, scale, zero, FORMAT: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
-    USE_PTX: tl.constexpr,
+    USE_PTX: tl.constexpr, NATURAL: tl.constexpr,
 ):  # fmt: skip
     code: tl.constexpr = FORMAT.code
     if USE_PTX and tl.float32 != DTYPE:
@@ -81,13 +95,16 @@ def _decode_nibbles(
         c5 = narrow(_value(word, z, s, 5, FORMAT), DTYPE, USE_PTX)
         c6 = narrow(_value(word, z, s, 6, FORMAT), DTYPE, USE_PTX)
         c7 = narrow(_value(word, z, s, 7, FORMAT), DTYPE, USE_PTX)
-    return _eight_ordered(c0, c1, c2, c3, c4, c5, c6, c7, ROWS, WORDS)
+    if NATURAL:
+        return _eight_natural(c0, c1, c2, c3, c4, c5, c6, c7, ROWS, WORDS)
+    else:
+        return _eight_ordered(c0, c1, c2, c3, c4, c5, c6, c7, ROWS, WORDS)
 
 
 @triton.jit
 def _decode_bytes(
     word, scale, zero, FORMAT: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
-    USE_PTX: tl.constexpr,
+    USE_PTX: tl.constexpr, NATURAL: tl.constexpr,
 ):  # fmt: skip
     code: tl.constexpr = FORMAT.code
     if USE_PTX and tl.float32 != DTYPE:
@@ -105,24 +122,27 @@ def _decode_bytes(
         c1 = narrow(_value(word, z, s, 1, FORMAT), DTYPE, USE_PTX)
         c2 = narrow(_value(word, z, s, 2, FORMAT), DTYPE, USE_PTX)
         c3 = narrow(_value(word, z, s, 3, FORMAT), DTYPE, USE_PTX)
-    return _four_ordered(c0, c1, c2, c3, ROWS, WORDS)
+    if NATURAL:
+        return four_natural(c0, c1, c2, c3, ROWS, WORDS)
+    else:
+        return _four_ordered(c0, c1, c2, c3, ROWS, WORDS)
 
 
 @triton.jit
 def decode_words(
     word, scale, zero, FORMAT: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
-    USE_PTX: tl.constexpr,
+    USE_PTX: tl.constexpr, NATURAL: tl.constexpr = False,
 ):  # fmt: skip
     """word: int32 [ROWS, WORDS]; scale: as stored, [ROWS, groups], or None where it is no part of the weight; zero:
     uint8 or int8 [ROWS, groups], of int4 always.
 
     DTYPE: bfloat16, float16, or float32 for scales that float16 has no range for.
-    Returns DTYPE [ROWS, FORMAT.per_word * WORDS] / FORMAT.unit, K in the order of `permute`.
+    Returns DTYPE [ROWS, FORMAT.per_word * WORDS] / FORMAT.unit, K in the order of `permute`; NATURAL: in its own.
     """
     if FORMAT.per_word == 8:
-        return _decode_nibbles(word, scale, zero, FORMAT, DTYPE, ROWS, WORDS, USE_PTX)
+        return _decode_nibbles(word, scale, zero, FORMAT, DTYPE, ROWS, WORDS, USE_PTX, NATURAL)
     else:
-        return _decode_bytes(word, scale, zero, FORMAT, DTYPE, ROWS, WORDS, USE_PTX)
+        return _decode_bytes(word, scale, zero, FORMAT, DTYPE, ROWS, WORDS, USE_PTX, NATURAL)
 
 
 @triton.jit

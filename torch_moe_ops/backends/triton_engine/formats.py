@@ -104,24 +104,28 @@ def _check_known(what: str, value: str, known: tuple[str, ...]) -> None:
 
 def weight_format(call: ExpertsCall, which: int, native: bool) -> WeightFormat:
     """Of w13 (which = 1) or w2 (2). native: the device's tensor cores multiply int8."""
-    _check_known("scheme", call.scheme, SCHEMES)
-    form = _FIXED.get(call.scheme)
-    if form is None:
-        scale, zero = (call.w13_scale, call.w13_zero_point) if which == 1 else (call.w2_scale, call.w2_zero_point)
-        form = _grouped(call, which, scale, zero)
+    if which == 1:
+        form = stored_format(call.scheme, call.w13, call.w13_scale, call.w13_zero_point)
+    else:
+        form = stored_format(call.scheme, call.w2, call.w2_scale, call.w2_zero_point)
     wide = form.scale == "e8m0" and call.act_format == "none" and call.hidden_states.dtype == torch.float16
     as_they_are = native and call.act_format == "int8" and form == WeightFormat("int8")
     as_they_are |= call.backend == FP8_PRODUCTS and call.act_format == "fp8" and form.code == "e4m3"
     return replace(form, native=as_they_are, wide=wide)
 
 
-def _grouped(call: ExpertsCall, which: int, scale: Tensor | None, zero: Tensor | None) -> WeightFormat:
+def stored_format(scheme: str, weight: Tensor, scale: Tensor | None, zero: Tensor | None) -> WeightFormat:
+    """Of a projection in the linear layout, whatever it is multiplied with."""
+    _check_known("scheme", scheme, SCHEMES)
+    form = _FIXED.get(scheme)
+    if form is not None:
+        return form
     assert scale is not None  # the op's checks have seen to it
-    code = _GROUPED[call.scheme]
+    code = _GROUPED[scheme]
     groups = scale.shape[2]
     if groups == 1:  # all of K: a factor of the row
         return WeightFormat(code, zero="" if zero is None else "row")
-    group = (call.w13 if which == 1 else call.w2).shape[2] * schemes.SCHEMES[call.scheme].pack // groups
+    group = weight.shape[2] * schemes.SCHEMES[scheme].pack // groups
     points = "" if zero is None else "group"
     # In one term a weight would be off by 1.6e-3, which the rounding of the intermediate doubles.
     return (

@@ -1,0 +1,243 @@
+"""The Triton engine's kernels of a backward pass, on the GPU or in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from problems import Case, make_batch, make_raw
+from tolerances import relative_l2
+from triton_cases import DEVICE
+
+from torch_moe_ops.backends import BACKENDS
+from torch_moe_ops.backends.triton_engine import backward_launch, grouped
+from torch_moe_ops.core.activations import ACTIVATIONS, apply_activation
+from torch_moe_ops.core.call import FIELDS, ExpertsCall
+from torch_moe_ops.core.layout import Sizes
+from torch_moe_ops.core.problem import Problem
+from torch_moe_ops.core.schemes import SCHEMES
+from torch_moe_ops.gradients import experts, layer_pass, linear, on_gpu, products
+from torch_moe_ops.gradients.activations import activation_gradients
+from torch_moe_ops.gradients.experts import Wanted
+from torch_moe_ops.gradients.pairs import Piece
+from torch_moe_ops.gradients.weights import decode_projection, dequantized, stored_of
+
+pytestmark = pytest.mark.skipif(
+    DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU or TRITON_INTERPRET=1"
+)
+BOUND = 6e-3
+LAYER = Case(experts=3, hidden=64, inter=96, tokens=9, top_k=2)
+CONSTANTS = {"swigluoai": (1.702, 1.0, 1.5), "swiglustep": (1.0, 0.0, 0.75), "situ": (1.3, 0.8, float("inf"))}
+
+
+def make_call(case: Case, backend: str, **fields: Any) -> tuple[ExpertsCall, Sizes]:
+    """A checked call of a layer as a backend lays it out, which need not run here, on DEVICE."""
+    raw = make_raw(case)
+    x, ids, weights = make_batch(case)
+    given = dict.fromkeys(FIELDS) | BACKENDS[backend].prepare(raw)
+    alpha, beta, limit = CONSTANTS.get(case.activation, ACTIVATIONS[case.activation].constants)
+    given |= {"scheme": case.scheme, "act_format": "none", "weight_policy": "exact", "activation": case.activation}
+    given |= {"router_weight_on_input": False, "local_expert_offset": 0, "num_experts": 0, "out_dtype": case.dtype}
+    given |= {"swiglu_alpha": alpha, "swiglu_beta": beta, "swiglu_limit": limit}
+    given |= {"hidden_states": x, "topk_ids": ids, "topk_weights": weights}
+    if raw.w13_scale_2 is not None:
+        alphas = raw.w13_scale_2.squeeze(1) if raw.w13_scale_2.shape[1] == 1 else raw.w13_scale_2
+        given |= {"g1_alphas": alphas, "g2_alphas": raw.w2_scale_2}
+    given |= fields
+    given = {name: t.to(DEVICE) if isinstance(t, torch.Tensor) else t for name, t in given.items()}
+    inter = BACKENDS[backend].layout.intermediate_size(SCHEMES[case.scheme], tuple(given["w2"].shape))
+    return ExpertsCall(**given), Sizes(case.experts, case.hidden, inter, raw.is_gated, given["w13"].dtype)
+
+
+def check(case: Case, backend: str, wanted: Wanted, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
+    """Against the same pass by plain torch in float32; twice, bit for bit."""
+    call, sizes = make_call(case, backend, **fields)
+    grad = torch.randn(call.hidden_states.shape, generator=torch.Generator().manual_seed(3)).to(DEVICE, case.dtype)
+    plain = replace(BACKENDS[backend], dequantize=None)
+    monkeypatch.setattr(experts, "triton_serves", lambda rows: False)
+    monkeypatch.setattr(layer_pass, "product_dtype", lambda rows: torch.float32)
+    expected = experts.experts_gradients(call, plain, sizes, grad, wanted)
+    monkeypatch.setattr(experts, "triton_serves", lambda rows: True)
+    found, again = (experts.experts_gradients(call, BACKENDS[backend], sizes, grad, wanted) for _ in range(2))
+    for name, got, want, same in zip(Wanted._fields, found, expected, again, strict=True):
+        assert (got is None) == (want is None) == (not getattr(wanted, name))
+        if got is not None:
+            assert got.shape == want.shape
+            assert torch.isfinite(got).all()
+            print(f"{case.scheme:>11} {case.activation:>13} {name:>13} {relative_l2(got, want):.2e}")
+            assert relative_l2(got, want) <= BOUND
+            assert torch.equal(got, same)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations(activation: str) -> None:
+    """The kernel between the products, in float32, against the formulas in torch."""
+    case = replace(LAYER, scheme="none", activation=activation, bias=True, foreign=True)
+    raw = make_raw(case, DEVICE)
+    call, sizes = make_call(case, "triton", w13_bias=raw.w13_bias, w2_bias=raw.w2_bias)
+    g = torch.Generator().manual_seed(4)
+    columns, slots = raw.w13.shape[1], call.topk_ids.numel()
+    z, u = (torch.randn(slots, n, generator=g).to(DEVICE) for n in (columns, case.inter))
+    factors = (
+        (torch.rand(3, 2 if raw.is_gated else 1, generator=g) + 0.5).to(DEVICE),
+        torch.ones(3, 1, device=DEVICE) / 2,
+    )
+    grad = torch.randn(call.hidden_states.shape, generator=g).to(DEVICE, torch.bfloat16)
+    p = on_gpu.make_pass(call, sizes, grad, call.hidden_states, (raw.w13_bias, raw.w2_bias))
+    found, dw = z.clone(), torch.zeros(slots, device=DEVICE)
+    backward_launch.differentiate(p, found, u, dw, factors, 0, 2)
+    backward_launch.differentiate(p, found, u, dw, factors, 2, 3)
+
+    constants = (call.swiglu_alpha, call.swiglu_beta, call.swiglu_limit)
+    local = int(p.slots.ends[-1])
+    assert 0 < local < slots
+    expert, order = p.slots.expert[:local].long(), p.slots.order[:local].long()
+    assert raw.w13_bias is not None
+    assert raw.w2_bias is not None
+    wide = factors[0].repeat_interleave(columns // factors[0].shape[1], 1)[expert]
+    real = z[:local] * wide + raw.w13_bias[expert]
+    gate, up = real.chunk(2, 1) if raw.is_gated else (None, real)
+    weight = call.topk_weights.flatten()[order][:, None]
+    halves = activation_gradients(activation, gate, up, u[:local] / 2 * weight, *constants)
+    expected = torch.cat([t for t in halves if t is not None], 1) * wide
+    torch.testing.assert_close(found[:local], expected, rtol=2e-5, atol=2e-6)
+    assert torch.equal(found[local:], z[local:])
+    h = apply_activation(activation, gate, up, *constants).bfloat16().float()
+    of_bias = (grad.float()[order // case.top_k] * raw.w2_bias[expert]).sum(1)
+    want = torch.zeros(slots, device=DEVICE).index_copy(0, order, (h * u[:local] / 2).sum(1) + of_bias)
+    torch.testing.assert_close(dw, want, rtol=1e-3, atol=1e-2)  # h may round to its neighbour
+
+
+def _layouts() -> list[Any]:
+    found = []
+    for name in ("triton", "cuda_sm90", "cuda_sm90_int4"):
+        problems = {s: Problem(s, "none", hidden_size=128, intermediate_size=96) for s in SCHEMES if s != "none"}
+        fits = {s: all(r.unmet(p) is None for r in BACKENDS[name].requires if r.of_format) for s, p in problems.items()}
+        plain = ["relu2_no_mul"] if name != "triton" else []
+        found += [(name, scheme, act) for scheme, it_fits in fits.items() if it_fits for act in ("silu", *plain)]
+    return found
+
+
+@pytest.mark.parametrize(("backend", "scheme", "activation"), _layouts())
+def test_decoded_weights(backend: str, scheme: str, activation: str) -> None:
+    """Every layout: exact up to a factor where it says so, and else rounded once."""
+    case = replace(LAYER, scheme=scheme, activation=activation, per_half=scheme == "nvfp4")
+    call, sizes = make_call(case, backend)
+    plain, some = replace(BACKENDS[backend], dequantize=None), slice(1, 3)
+    for name in ("w13", "w2"):
+        stored = stored_of(call, name)
+        expected = decode_projection(name, stored, scheme, "exact", plain, sizes, some, torch.float32)
+        own = (name, stored, scheme, "exact", BACKENDS[backend], sizes, some)
+        out = torch.full(expected.shape, float("nan"), dtype=torch.bfloat16, device=DEVICE)
+        factor = dequantized(*own, out, exact=True)
+        assert factor is not None
+        real = out.float() * factor
+        if stored.scale_2 is not None:
+            scale_2 = stored.scale_2[some].reshape(2, -1, 1, 1)
+            real = (real.unflatten(1, (scale_2.shape[1], -1)) * scale_2).flatten(1, 2)
+        exact = scheme.startswith(("nvfp4", "mxfp"))
+        torch.testing.assert_close(real, expected, rtol=3e-7 if exact else 2.0**-8, atol=0)
+        rounded = decode_projection(*own, torch.bfloat16)
+        torch.testing.assert_close(rounded.float(), expected, rtol=2.0**-8, atol=0)
+        if backend == "triton" and scheme not in ("nvfp4", "int4"):
+            continue
+        single = decode_projection(*own, torch.float32)
+        torch.testing.assert_close(single, expected, rtol=3e-7, atol=0)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("gathers", [False, True])
+def test_products(transposed: bool, gathers: bool) -> None:
+    """Sizes that are no tiles, experts without rows, and rows that belong to nobody or to other experts."""
+    g = torch.Generator().manual_seed(0)
+    k, n, counts, first = 72, 136, (3, 0, 70, 0, 129, 5), 1
+    ends = torch.tensor(counts).cumsum(0).int()
+    rows = int(ends[-1]) + 4
+    x = torch.randn(rows, k, generator=g).bfloat16().to(DEVICE)
+    weights = torch.randn(4, n, k, generator=g).bfloat16().to(DEVICE)
+    index = torch.randperm(rows, generator=g).int().to(DEVICE) if gathers else None
+    out = torch.full((rows, n), 7.0, dtype=torch.bfloat16, device=DEVICE)
+    given = weights if transposed else weights.transpose(1, 2).contiguous()
+    grouped.grouped_product(x, index, given, ends.to(DEVICE), first, transposed, out)
+    source = x if index is None else x[index.long()]
+    expected = torch.full((rows, n), 7.0, device=DEVICE)
+    for e in range(4):
+        own = slice(int(ends[first + e - 1]), int(ends[first + e]))
+        expected[own] = source[own].float() @ weights[e].float().T
+    torch.testing.assert_close(out.float(), expected, rtol=2.0**-8, atol=1e-5)
+
+
+CASES = (
+    (replace(LAYER, foreign=True), "cuda_sm90", Wanted(True, True, False, False)),
+    (replace(LAYER, per_half=True, bias=True, dtype=torch.float16), "triton", Wanted(True, True, True, True)),
+    (replace(LAYER, scheme="none", activation="relu2_no_mul"), "triton", Wanted(True, False, False, True)),
+    (replace(LAYER, scheme="mxfp4", inter=64, bias=True), "cuda_sm90", Wanted(False, False, True, False)),
+    (replace(LAYER, scheme="int4", inter=64, bias=True), "cuda_sm90_int4", Wanted(False, True, True, False)),
+)
+
+
+@pytest.mark.parametrize(("case", "backend", "wanted"), CASES, ids=str)
+def test_whole_pass(case: Case, backend: str, wanted: Wanted, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = make_raw(case)
+    monkeypatch.setattr(on_gpu, "at_once_on_gpu", lambda *sizes: 2)
+    check(case, backend, wanted, monkeypatch, w13_bias=raw.w13_bias, w2_bias=raw.w2_bias)
+
+
+def test_weight_on_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = replace(LAYER, top_k=1, scheme="none")
+    check(case, "triton", Wanted(True, True, False, False), monkeypatch, router_weight_on_input=True)
+
+
+def test_no_experts_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = replace(LAYER, tokens=4, scheme="none")
+    ids = torch.full((4, 2), 99, dtype=torch.int32)
+    call, sizes = make_call(case, "triton", topk_ids=ids)
+    monkeypatch.setattr(experts, "triton_serves", lambda rows: True)
+    grad = torch.ones_like(call.hidden_states)
+    found = experts.experts_gradients(call, BACKENDS["triton"], sizes, grad, Wanted(True, True, False, False))
+    assert all(t is not None and not t.any() for t in found[:2])
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_grouped_linear(transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of nobody are zero."""
+    call, sizes = make_call(replace(LAYER, experts=4), "triton")
+    stored = stored_of(call, "w13")
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(21, stored.weight.shape[1] if transposed else LAYER.hidden, generator=g).to(DEVICE, torch.bfloat16)
+    ends = torch.tensor([5, 5, 12, 19], device=DEVICE)
+    found = []
+    for on_it in (False, True):
+        monkeypatch.setattr(linear, "triton_serves", lambda rows, on_it=on_it: on_it)
+        monkeypatch.setattr(linear, "product_dtype", lambda rows: torch.float32)
+        monkeypatch.setattr(linear, "at_once_on_gpu", lambda *sizes: 3)
+        backend = BACKENDS["triton"] if on_it else replace(BACKENDS["triton"], dequantize=None)
+        own = ("w13", stored, "nvfp4", "exact", backend, sizes, transposed)
+        found.append(linear.linear_rows(x, ends, ends.tolist(), *own))
+    assert found[1].dtype == x.dtype
+    assert relative_l2(found[1], found[0]) <= BOUND
+    assert not found[1][19:].any()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_product_of_a_piece(transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch has no kernel for a piece of rows, and where nothing may wait for the device."""
+    g = torch.Generator().manual_seed(0)
+    rows, weights = torch.randn(20, 48, generator=g), torch.randn(3, 40, 48, generator=g)
+    weights = weights if transposed else weights.transpose(1, 2).contiguous()
+    ends = torch.tensor([4, 4, 17], dtype=torch.int32)
+    expert = torch.searchsorted(ends, torch.arange(20), right=True)
+    piece = Piece(torch.arange(20), expert, ends, None, torch.arange(20) < 17)
+    given = rows.to(DEVICE, torch.bfloat16), weights.to(DEVICE, torch.bfloat16)
+    monkeypatch.setattr(products, "triton_serves", lambda rows: True)
+    monkeypatch.setattr(products, "_torch_serves", lambda rows, matrices: False)
+    found = products.grouped_product(*given, piece._replace(ends=ends.to(DEVICE)), transposed)
+    monkeypatch.setattr(products, "triton_serves", lambda rows: False)
+    expected = products.grouped_product(given[0].float().cpu(), given[1].float().cpu(), piece, transposed)
+    assert relative_l2(found[:17].cpu(), expected[:17]) <= 2.0**-8

@@ -1,0 +1,116 @@
+"""Ahead-of-time compilation of the kernels of a backward pass: `python tests/programs/triton_backward_aot.py CAPABILITY`.
+
+Prints a line for each kernel: its name, backend and scheme, bytes of shared memory, and its products.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
+
+import torch
+import triton
+from problems import Case, make_batch, make_raw
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+from triton_aot import signature_type
+
+from torch_moe_ops.backends import BACKENDS
+from torch_moe_ops.backends.triton_engine import backward_launch, dequantize, dequantize_tiles, grouped
+from torch_moe_ops.core.call import FIELDS, ExpertsCall
+from torch_moe_ops.core.layout import Sizes
+from torch_moe_ops.core.schemes import SCHEMES
+from torch_moe_ops.gradients import on_gpu
+
+_KERNELS = (
+    (grouped, "grouped_kernel"),
+    (backward_launch, "activation_kernel"),
+    (backward_launch, "bias_kernel"),
+    (backward_launch, "gather_sum_kernel"),
+    (dequantize, "dequantize_kernel"),
+    (dequantize_tiles, "dequantize_tiles_kernel"),
+)
+_OPTIONS = ("num_warps", "num_stages")
+CASES = (
+    (Case(hidden=256, inter=128, bias=True, experts=2), "triton"),
+    (Case(hidden=256, inter=96, experts=2), "cuda_sm90"),
+    (Case(hidden=256, inter=128, experts=2, scheme="int4", activation="swigluoai"), "cuda_sm90_int4"),
+    (Case(hidden=256, inter=128, experts=2, scheme="fp8_block", activation="relu2_no_mul"), "triton"),
+    (Case(hidden=72, inter=40, experts=2, scheme="int8", dtype=torch.float16), "triton"),
+)
+
+
+class _Recorded:
+    """Stands in for a kernel: keeps what would be launched."""
+
+    def __init__(self, kernel: Any, found: list[tuple[Any, tuple[Any, ...], dict[str, Any]]]) -> None:
+        self.kernel, self.found = kernel, found
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return lambda *args, **constants: self.found.append((self.kernel, args, constants))
+
+
+def launches(case: Case, backend: str, capability: int) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """What a pass would launch on a GPU. Nothing runs."""
+    raw = make_raw(case)
+    x, ids, weights = make_batch(case)
+    given = dict.fromkeys(FIELDS) | BACKENDS[backend].prepare(raw)
+    given |= {"scheme": case.scheme, "act_format": "none", "weight_policy": "exact", "activation": case.activation}
+    given |= {"router_weight_on_input": False, "local_expert_offset": 0, "num_experts": 0}
+    given |= {"swiglu_alpha": 1.0, "swiglu_beta": 0.0, "swiglu_limit": 7.0}
+    given |= {"hidden_states": x, "topk_ids": ids, "topk_weights": weights}
+    if raw.w13_scale_2 is not None:
+        given |= {"g1_alphas": raw.w13_scale_2, "g2_alphas": raw.w2_scale_2}
+    call = ExpertsCall(**given)
+    inter = BACKENDS[backend].layout.intermediate_size(SCHEMES[case.scheme], tuple(call.w2.shape))
+    sizes = Sizes(case.experts, case.hidden, inter, raw.is_gated, call.w13.dtype)
+    found: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+    with ExitStack() as stack:
+        for module, name in _KERNELS:
+            stack.enter_context(mock.patch.object(module, name, _Recorded(getattr(module, name), found)))
+            target = mock.patch.object(module, "target_of", lambda device: {"USE_PTX": True}, create=True)
+            stack.enter_context(target)
+        stack.enter_context(mock.patch.object(grouped, "_capability", lambda out: divmod(capability, 10)))
+        stack.enter_context(mock.patch("torch_moe_ops.backends.triton.runs_on", lambda device: True))
+        biases = (raw.w13_bias, raw.w2_bias)
+        p = on_gpu.make_pass(call, sizes, torch.ones_like(x), x, biases)
+        on_gpu.run_pass(p, BACKENDS[backend], case.dtype, True, case.bias, case.bias)
+    return found
+
+
+def compiled(launched: Any, capability: int) -> Iterator[tuple[str, CompiledKernel]]:
+    """(name, kernel) for each launch that differs from those before."""
+    seen = set()
+    for kernel, args, constants in launched:
+        names = kernel.arg_names
+        signature = {name: signature_type(value) for name, value in zip(names, args, strict=False)}
+        values = {name: v for name, v in constants.items() if name not in _OPTIONS}
+        options = {name: constants[name] for name in _OPTIONS if name in constants}
+        key = (kernel.fn.__name__, str(signature), str(values))
+        if key in seen:
+            continue
+        seen.add(key)
+        signature |= dict.fromkeys(values, "constexpr")
+        aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
+        source = ASTSource(kernel, signature, values, aligned)
+        yield kernel.fn.__name__, triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def main(capability: int) -> None:
+    for case, backend in CASES:
+        for name, kernel in compiled(launches(case, backend, capability), capability):
+            assert kernel.asm["cubin"]
+            ptx = kernel.asm["ptx"]
+            products = [p for p in ("wgmma.mma_async", "tcgen05.mma", "mma.sync") if p in ptx]
+            print(name, backend, case.scheme, kernel.metadata.shared, *products)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

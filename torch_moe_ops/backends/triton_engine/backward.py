@@ -1,0 +1,176 @@
+"""What a backward pass does between its products, in one pass over each tensor (gradients/on_gpu.py)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from torch_moe_ops.backends.triton_engine.activation_gradients import gradient_plain, gradients_gated
+from torch_moe_ops.backends.triton_engine.activations import activate_gated, activate_plain
+from torch_moe_ops.backends.triton_engine.elements import narrow
+
+
+@triton.jit
+def _range(ends_ptr, first, last):
+    """Rows of experts first .. last - 1: the first one, and the one behind the last."""
+    begin = tl.load(ends_ptr + first - 1, mask=first > 0, other=0)
+    return begin.to(tl.int64), tl.load(ends_ptr + last - 1).to(tl.int64)
+
+
+@triton.jit
+def _bias_part(grad_ptr, bias_ptr, token, expert, H: tl.constexpr, BLOCK: tl.constexpr):
+    """<grad[token], bias[expert]>."""
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for begin in range(0, H, BLOCK):
+        n = begin + tl.arange(0, BLOCK)
+        grad = tl.load(grad_ptr + token * H + n, mask=n < H, other=0.0).to(tl.float32)
+        acc += grad * tl.load(bias_ptr + expert * H + n, mask=n < H, other=0.0)
+    return tl.sum(acc)
+
+
+@triton.jit
+def activation_kernel(
+    z_ptr,
+    u_ptr,
+    dw_ptr,
+    order_ptr,
+    expert_ptr,
+    ends_ptr,
+    weights_ptr,
+    factor13_ptr,
+    factor2_ptr,
+    bias13_ptr,
+    bias2_ptr,
+    grad_ptr,
+    first,
+    last,
+    top_k,
+    alpha,
+    beta,
+    limit,
+    INTER: tl.constexpr,
+    H: tl.constexpr,
+    FACTORS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    HAS_BIAS13: tl.constexpr,
+    HAS_BIAS2: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    WANTS_WEIGHTS: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    USE_PTX: tl.constexpr,
+):
+    """z [rows, gate and up] becomes its gradient, and dw[slot] that of its routing weight, for rows of some experts.
+
+    z: what GEMM1 sums, over factor13 [E, FACTORS] and without bias13 float32 [E, columns]; the gradient is multiplied
+    by factor13 again, as the next product has the same weights. u: [rows, INTER], the gradient of the intermediate
+    where the routing weight is 1, over factor2 [E]. ROUNDED: what the forward pass rounds the
+    intermediate to. bias2: float32 [E, H]; grad: [tokens, H]. Any number of programs, a row at a time.
+    """
+    columns: tl.constexpr = 2 * INTER if IS_GATED else INTER
+    begin, end = _range(ends_ptr, first, last)
+    for row in range(begin + tl.program_id(0), end, tl.num_programs(0)):
+        slot = tl.load(order_ptr + row)
+        expert = tl.load(expert_ptr + row).to(tl.int64)
+        weight = tl.load(weights_ptr + slot).to(tl.float32) if WEIGHTED else 1.0
+        factor2 = tl.load(factor2_ptr + expert)
+        gate_factor = tl.load(factor13_ptr + expert * FACTORS)
+        up_factor = tl.load(factor13_ptr + expert * FACTORS + FACTORS - 1)
+        z = z_ptr + row * columns
+        dw = tl.zeros((BLOCK,), tl.float32)
+        for at in range(0, INTER, BLOCK):
+            i = at + tl.arange(0, BLOCK)
+            inside = i < INTER
+            u = tl.load(u_ptr + row * INTER + i, mask=inside, other=0.0).to(tl.float32) * factor2
+            gate = tl.load(z + i, mask=inside, other=0.0).to(tl.float32) * gate_factor
+            if HAS_BIAS13:
+                gate += tl.load(bias13_ptr + expert * columns + i, mask=inside, other=0.0)
+            if IS_GATED:
+                up = tl.load(z + INTER + i, mask=inside, other=0.0).to(tl.float32) * up_factor
+                if HAS_BIAS13:
+                    up += tl.load(bias13_ptr + expert * columns + INTER + i, mask=inside, other=0.0)
+                h = activate_gated(gate, up, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
+                of_gate, of_up = gradients_gated(gate, up, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
+                d_up = of_up * (u * weight) * up_factor
+                tl.store(z + INTER + i, narrow(d_up, z_ptr.dtype.element_ty, USE_PTX), mask=inside)
+            else:
+                h = activate_plain(gate, ACTIVATION)
+                of_gate = gradient_plain(gate, ACTIVATION)
+            d_gate = of_gate * (u * weight) * gate_factor
+            tl.store(z + i, narrow(d_gate, z_ptr.dtype.element_ty, USE_PTX), mask=inside)
+            if WANTS_WEIGHTS:
+                h = narrow(h, ROUNDED, USE_PTX).to(tl.float32)
+                dw += tl.where(inside, h * u, 0.0)
+        if WANTS_WEIGHTS:
+            total = tl.sum(dw)
+            if HAS_BIAS2:
+                total += _bias_part(grad_ptr, bias2_ptr, (slot // top_k).to(tl.int64), expert, H, BLOCK)
+            tl.store(dw_ptr + slot, total)
+
+
+@triton.jit
+def bias_kernel(
+    rows_ptr,
+    order_ptr,
+    ends_ptr,
+    weights_ptr,
+    out_ptr,
+    top_k,
+    N: tl.constexpr,
+    OF_TOKENS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """out [E, N] float32: the sum of each expert's rows, ascending. Grid: (E, cdiv(N, BLOCK_N)).
+
+    rows: [P, N], or OF_TOKENS [tokens, N], times the routing weight of the slot where WEIGHTED.
+    """
+    expert = tl.program_id(0)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    begin, end = _range(ends_ptr, expert, expert + 1)
+    acc = tl.zeros((BLOCK_N,), tl.float32)
+    for at in range(begin, end, BLOCK_M):
+        row = at + tl.arange(0, BLOCK_M)
+        source = row
+        weight = tl.full((BLOCK_M,), 1.0, tl.float32)
+        if OF_TOKENS:
+            slot = tl.load(order_ptr + row, mask=row < end, other=0)
+            source = (slot // top_k).to(tl.int64)
+            if WEIGHTED:
+                weight = tl.load(weights_ptr + slot, mask=row < end, other=0.0).to(tl.float32)
+        mask = (row < end)[:, None] & (n < N)[None, :]
+        values = tl.load(rows_ptr + source[:, None] * N + n[None, :], mask=mask, other=0.0).to(tl.float32)
+        acc += tl.sum(tl.where(mask, values * weight[:, None], 0.0), axis=0)
+    tl.store(out_ptr + expert.to(tl.int64) * N + n, acc, mask=n < N)
+
+
+@triton.jit
+def gather_sum_kernel(
+    rows_ptr,
+    place_ptr,
+    ends_ptr,
+    out_ptr,
+    num_experts,
+    TOP_K: tl.constexpr,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    USE_PTX: tl.constexpr,
+):
+    """out[t] = the sum of rows[place[t, j]], j ascending, in float32. Grid: (tokens, cdiv(H, BLOCK)).
+
+    Places from ends[num_experts - 1] on belong to experts that are not here.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    local = tl.load(ends_ptr + num_experts - 1)
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for j in tl.static_range(TOP_K):
+        place = tl.load(place_ptr + token * TOP_K + j)
+        row = tl.load(
+            rows_ptr + place.to(tl.int64) * H + n, mask=(n < H) & (tl.zeros_like(n) + place < local), other=0.0
+        )
+        acc += row.to(tl.float32)
+    tl.store(out_ptr + token * H + n, narrow(acc, out_ptr.dtype.element_ty, USE_PTX), mask=n < H)

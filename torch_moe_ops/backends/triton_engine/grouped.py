@@ -1,0 +1,173 @@
+"""A product of rows, sorted by expert, with the matrices of some of the experts; nothing waits for the device."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_moe_ops.backends.triton_engine.elements import narrow
+from torch_moe_ops.backends.triton_engine.plan import target_of
+from torch_moe_ops.backends.triton_engine.products import dot
+
+
+class _Tile(NamedTuple):
+    rows: int
+    columns: int
+    k: int
+    num_warps: int
+    num_stages: int
+    programs: int  # of a multiprocessor
+
+
+_LARGE, _SMALL = _Tile(128, 256, 64, 8, 4, 1), _Tile(128, 128, 32, 4, 3, 2)
+_SMALLEST = 128  # rows or columns of a product that are worth a tile of _LARGE
+_LARGE_SHARED = ((9, 0), (10, 0), (10, 3))  # devices whose shared memory holds what _LARGE copies ahead, 192 KiB
+
+
+@triton.jit
+def _tile_of(tile, begin, upto, tiles, sizes, COLUMN_TILES: tl.constexpr):
+    """(expert, first row, rows behind it, column tile) of a tile, those of an expert's rows next to each other."""
+    number = tile // COLUMN_TILES
+    e = tl.arange(0, upto.shape[0])
+    expert = tl.sum((upto <= number).to(tl.int32))
+    own = e == expert
+    inside = number - tl.sum(tl.where(own, upto - tiles, 0))
+    start = tl.sum(tl.where(own, begin, 0))
+    rows = tl.sum(tl.where(own, sizes, 0))
+    return expert, start, rows, inside, tile % COLUMN_TILES
+
+
+@triton.jit
+def _multiply_tile(
+    rows_ptr, index_ptr, w_ptr, out_ptr, start, size, first_row, column_tile, K: tl.constexpr, N: tl.constexpr,
+    TRANSPOSED: tl.constexpr, GATHER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, USE_PTX: tl.constexpr,
+):  # fmt: skip
+    """One tile of grouped_kernel: BLOCK_M rows of an expert's `size` that begin at `start`, from `first_row` on."""
+    row = first_row + tl.arange(0, BLOCK_M)
+    live = row < size
+    place = (start + tl.minimum(row, size - 1)).to(tl.int64)
+    source = tl.load(index_ptr + place).to(tl.int64) if GATHER else place
+    n = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    x = rows_ptr + source[:, None] * K + k[None, :]
+    # Not beyond N: what is contiguous along N has to be seen to be so, or it is not copied ahead.
+    w = w_ptr + (tl.minimum(n, N - 1)[:, None] * K + k[None, :] if TRANSPOSED else k[:, None] * N + n[None, :])
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for at in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        inside = at + k < K
+        a = tl.load(x) if K % BLOCK_K == 0 else tl.load(x, mask=inside[None, :], other=0.0)
+        if TRANSPOSED:
+            b = tl.load(w) if K % BLOCK_K == 0 else tl.load(w, mask=inside[None, :], other=0.0)
+        elif K % BLOCK_K == 0 and N % BLOCK_N == 0:
+            b = tl.load(w)
+        else:
+            b = tl.load(w, mask=inside[:, None] & (n < N)[None, :], other=0.0)
+        acc = dot(a, b if TRANSPOSED else b.trans(), acc, USE_PTX)
+        x += BLOCK_K
+        w += BLOCK_K if TRANSPOSED else BLOCK_K * N
+    out = out_ptr + place[:, None] * N + n[None, :]
+    tl.store(out, narrow(acc, out_ptr.dtype.element_ty, USE_PTX), mask=live[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def grouped_kernel(
+    rows_ptr,
+    index_ptr,
+    w_ptr,
+    ends_ptr,
+    out_ptr,
+    first,
+    count,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    GATHER: tl.constexpr,
+    BINS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TAIL_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    USE_PTX: tl.constexpr,
+):
+    """out[r] = rows[index[r]] @ w[e - first], w [count, K, N], or .T of [count, N, K] where TRANSPOSED.
+
+    Of the rows r of experts e = first .. first + count - 1: from ends[e - 1] to ends[e]. Others are left as they are.
+    Any number of programs. GATHER: index int32, else rows[r] is taken. TAIL_M: rows of a tile that is nearly empty.
+    """
+    column_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    e = tl.arange(0, BINS)
+    end = tl.load(ends_ptr + first + e, mask=e < count, other=0)
+    begin = tl.load(ends_ptr + first + e - 1, mask=(e < count) & (first + e > 0), other=0)
+    sizes = end - begin
+    tiles = (sizes + (BLOCK_M - 1)) // BLOCK_M
+    upto = tl.cumsum(tiles, 0)
+    total = tl.sum(tiles) * column_tiles
+    for tile in range(tl.program_id(0), total, tl.num_programs(0)):
+        expert, start, size, inside, column_tile = _tile_of(tile, begin, upto, tiles, sizes, column_tiles)
+        w = w_ptr + expert.to(tl.int64) * (K * N)
+        if size - inside * BLOCK_M <= TAIL_M:
+            _multiply_tile(
+                rows_ptr, index_ptr, w, out_ptr, start, size, inside * BLOCK_M, column_tile, K, N, TRANSPOSED, GATHER,
+                TAIL_M, BLOCK_N, BLOCK_K, STAGES, USE_PTX,
+            )  # fmt: skip
+        else:
+            _multiply_tile(
+                rows_ptr, index_ptr, w, out_ptr, start, size, inside * BLOCK_M, column_tile, K, N, TRANSPOSED, GATHER,
+                BLOCK_M, BLOCK_N, BLOCK_K, STAGES, USE_PTX,
+            )  # fmt: skip
+
+
+def grouped_product(
+    rows: Tensor, index: Tensor | None, weights: Tensor, ends: Tensor, first: int, transposed: bool, out: Tensor
+) -> None:
+    """Rows of some experts in `out` [P, N], those that are not theirs untouched.
+
+    Args:
+        rows: bfloat16 [R, K], contiguous; index: int32 [P], which row stands at a place; None: R = P.
+        weights: bfloat16 [count, K, N], [count, N, K] where transposed; of experts `first` and following.
+        ends: int32 [experts], the row behind each expert's last one.
+    """
+    count, k, n = weights.shape[0], rows.shape[1], out.shape[1]
+    tile, programs = _tile(out, k), 2
+    if out.is_cuda:
+        programs = torch.cuda.get_device_properties(out.device).multi_processor_count * tile.programs
+    grouped_kernel[(programs,)](
+        rows,
+        out if index is None else index,
+        weights,
+        ends,
+        out,
+        first,
+        count,
+        K=k,
+        N=n,
+        TRANSPOSED=transposed,
+        GATHER=index is not None,
+        BINS=max(32, triton.next_power_of_2(count)),
+        BLOCK_M=tile.rows,
+        TAIL_M=64,
+        BLOCK_N=tile.columns,
+        BLOCK_K=tile.k,
+        STAGES=tile.num_stages,
+        USE_PTX=target_of(out.device)["USE_PTX"],
+        num_warps=tile.num_warps,
+    )
+
+
+def _tile(out: Tensor, k: int) -> _Tile:
+    capability = _capability(out)
+    if capability is None:
+        return _Tile(64, 128, 64, 4, 1, 1)
+    small = capability not in _LARGE_SHARED or out.shape[1] < _SMALLEST or k < _SMALLEST
+    return _SMALL if small else _LARGE
+
+
+def _capability(out: Tensor) -> tuple[int, int] | None:
+    """None in Triton's interpreter."""
+    return torch.cuda.get_device_capability(out.device) if out.is_cuda else None
