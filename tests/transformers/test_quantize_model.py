@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +97,23 @@ def test_copies_of_adapted_models_run_and_are_not_written(name: str, tmp_path: P
         model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="must hold two weights of all experts, got 0"):
         moeq_transformers.quantize_model(model)
+
+
+@pytest.mark.parametrize("name", ["llama4_text", "dbrx", "jetmoe"])
+def test_adapted_models_run_where_they_are_unpickled(name: str, tmp_path: Path) -> None:
+    """In a process that has adapted no such class before."""
+    model = random_model(name)
+    moeq_transformers.quantize_model(model, "nvfp4")
+    torch.save({"model": model, "ids": IDS, "want": logits(model)}, tmp_path / "model.pt")
+    program = (
+        "import sys, torch\n"
+        "saved = torch.load(sys.argv[1], weights_only=False)\n"
+        "with torch.no_grad():\n"
+        "    got = saved['model'](input_ids=saved['ids'], use_cache=False).logits\n"
+        "torch.testing.assert_close(got, saved['want'], rtol=1e-4, atol=1e-4)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, tmp_path / "model.pt"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_jetmoe_is_quantized_while_it_is_loaded(tmp_path: Path) -> None:

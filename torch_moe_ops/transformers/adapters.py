@@ -7,6 +7,7 @@ a forward that runs packed experts where a module holds some, and is what it was
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,26 +26,32 @@ class Adapter:
     """How a class of experts is run packed.
 
     Args:
+        module: transformers' module that the classes are in.
         experts: name of the class whose modules hold the weights of all experts.
-        forward: of a module whose experts are packed: of that class, or of the block around it.
+        runs: name of the class that gets `forward`: that of the experts, or of the block around them.
+        forward: of such a module whose experts are packed.
         weights: gate and up rows [num_experts, 2 * intermediate, hidden], and [num_experts, hidden, intermediate].
         own: names of parameters or modules that packed experts take the place of.
         activation: name of the module that computes the activation.
         is_transposed: as use_experts_implementation says it of modules that have the interface.
-        of_block: whether `forward` is that of the block around.
         prepare_options: options of `prepare` that the module asks for, beside those that a caller gives.
         written: whether `save_pretrained` can write it: whether other tools have names for such quantized experts.
     """
 
+    module: str
     experts: str
+    runs: str
     forward: Callable[..., Any]
     weights: Callable[[Any], tuple[Tensor, Tensor]]
     own: tuple[str, ...]
     activation: str
     is_transposed: bool = False
-    of_block: bool = False
     prepare_options: dict[str, Any] = field(default_factory=dict)
     written: bool = True
+
+    def __reduce__(self) -> tuple[Callable[[str], Adapter], tuple[str]]:
+        """A model that is unpickled where none was adapted before runs too."""
+        return _adapter_named, (self.experts,)
 
 
 def _llama4_weights(experts: Any) -> tuple[Tensor, Tensor]:
@@ -68,17 +75,20 @@ _ADAPTERS = {
     adapter.experts: adapter
     for adapter in (
         Adapter(
+            module="transformers.models.llama4.modeling_llama4",
             experts="Llama4TextExperts",
+            runs="Llama4TextMoe",
             forward=llama4,
             weights=_llama4_weights,
             own=("gate_up_proj", "down_proj"),
             activation="act_fn",
             is_transposed=True,
-            of_block=True,
             prepare_options={"router_weight_on_input": True},
         ),
         Adapter(
+            module="transformers.models.dbrx.modeling_dbrx",
             experts="DbrxExperts",
+            runs="DbrxExperts",
             forward=dbrx,
             weights=_dbrx_weights,
             own=("mlp",),
@@ -86,7 +96,9 @@ _ADAPTERS = {
             written=False,
         ),
         Adapter(
+            module="transformers.models.jetmoe.modeling_jetmoe",
             experts="JetMoeMoE",
+            runs="JetMoeMoE",
             forward=jetmoe,
             weights=_jetmoe_weights,
             own=("input_linear", "output_linear"),
@@ -106,7 +118,7 @@ def adapt(block: nn.Module, experts: Any) -> bool:
     Raises: ValueError for a routing that the op does not have.
     """
     adapter = _ADAPTERS.get(type(experts).__name__)
-    if adapter is None or not type(experts).__module__.startswith("transformers.models."):
+    if adapter is None or type(experts).__module__ != adapter.module:
         return False
     if adapter.prepare_options.get("router_weight_on_input") and block.top_k != 1:
         raise ValueError(
@@ -116,19 +128,25 @@ def adapt(block: nn.Module, experts: Any) -> bool:
         # Not by __setattr__, which would make the activation a second child.
         activation = functools.reduce(getattr, adapter.activation.split("."), experts)
         said = _INTERFACE | {"is_transposed": adapter.is_transposed, "act_fn": activation}
-        experts.__dict__.update(said | {_ADAPTER: adapter.experts})
-    _replace_forward(type(block if adapter.of_block else experts), adapter)
+        experts.__dict__.update(said | {_ADAPTER: adapter})
+    _replace_forward(adapter)
     return True
 
 
-def _replace_forward(kind: Any, adapter: Adapter) -> None:
+def _adapter_named(experts: str) -> Adapter:
+    _replace_forward(_ADAPTERS[experts])
+    return _ADAPTERS[experts]
+
+
+def _replace_forward(adapter: Adapter) -> None:
+    kind: Any = getattr(importlib.import_module(adapter.module), adapter.runs)
     theirs = kind.forward
     if hasattr(theirs, "moeq_original"):
         return
 
     @functools.wraps(theirs)
     def forward(self: Any, *given: Any, **named: Any) -> Any:
-        holder = getattr(self.experts if adapter.of_block else self, HOLDER, None)
+        holder = getattr(self if adapter.runs == adapter.experts else self.experts, HOLDER, None)
         return theirs(self, *given, **named) if holder is None else adapter.forward(self, holder, *given, **named)
 
     forward.moeq_original = theirs  # type: ignore[attr-defined]
@@ -137,8 +155,7 @@ def _replace_forward(kind: Any, adapter: Adapter) -> None:
 
 def adapter_of(experts: nn.Module) -> Adapter | None:
     """Of a module that runs without transformers' experts interface; None of others."""
-    name = experts.__dict__.get(_ADAPTER)
-    return None if name is None else _ADAPTERS[name]
+    return experts.__dict__.get(_ADAPTER)
 
 
 def is_adapted(experts: nn.Module) -> bool:

@@ -115,7 +115,7 @@ def known_dtype(model: Any) -> dict[str, Any]:
 
     One in float32 is not told: it may be cast later, and on a GPU only the slowest backend takes it as it is.
     """
-    return {"dtype": torch.float16} if model.dtype == torch.float16 else {}
+    return {"dtype": torch.float16} if getattr(model, "dtype", None) == torch.float16 else {}
 
 
 def set_implementation(model: Any, modules: list[ExpertsModule]) -> None:
