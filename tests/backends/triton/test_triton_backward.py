@@ -106,12 +106,12 @@ def test_activations(activation: str) -> None:
     weight = call.topk_weights.flatten()[order][:, None]
     halves = activation_gradients(activation, gate, up, u[:local] / 2 * weight, *constants)
     expected = torch.cat([t for t in halves if t is not None], 1) * wide
-    torch.testing.assert_close(found[:local], expected, rtol=2e-5, atol=2e-6)
+    torch.testing.assert_close(found[:local], expected, rtol=1e-4, atol=2e-5)
     assert torch.equal(found[local:], z[local:])
     h = apply_activation(activation, gate, up, *constants).bfloat16().float()
     of_bias = (grad.float()[order // case.top_k] * raw.w2_bias[expert]).sum(1)
     want = torch.zeros(slots, device=DEVICE).index_copy(0, order, (h * u[:local] / 2).sum(1) + of_bias)
-    torch.testing.assert_close(dw, want, rtol=1e-3, atol=1e-2)  # h may round to its neighbour
+    torch.testing.assert_close(dw, want, rtol=1e-3, atol=3e-2)  # h may round to its neighbour
 
 
 def _layouts() -> list[Any]:
