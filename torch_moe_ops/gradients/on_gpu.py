@@ -39,7 +39,9 @@ def make_pass(
     """x: what GEMM1 multiplied, biases in checkpoint order."""
     slots = sort_slots(call.topk_ids, call.local_expert_offset, sizes.num_experts)
     x, grad = (t.to(torch.bfloat16).contiguous() for t in (x, grad))
-    return Pass(call, sizes, x, grad, biases, not call.router_weight_on_input, slots)
+    # Without the rows that a layout adds, a bias is a view of it.
+    w13_bias, w2_bias = (None if t is None else t.contiguous() for t in biases)
+    return Pass(call, sizes, x, grad, (w13_bias, w2_bias), not call.router_weight_on_input, slots)
 
 
 def run_pass(
