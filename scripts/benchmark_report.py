@@ -4,7 +4,7 @@
 
 --write replaces both, --check fails where they are not what the result files say, --plots draws an SVG a model
 (needs matplotlib). A cell takes all its layers from one run, the last that timed that model, number of tokens and
-weight format, so that what is compared was interleaved.
+weight format, one with other libraries if there is any: what is compared was interleaved.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import itertools
 import json
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,8 +79,11 @@ def weight_format(layer: str) -> str:
 
 
 def read(*paths: Path) -> dict[Key, Cell]:
-    """The last run of every cell, files in this order. A run begins with a line of its environment."""
-    cells: dict[Key, Cell] = {}
+    """The last run of every cell, files in this order; of those with other libraries, where there are any.
+
+    A run begins with a line of its environment.
+    """
+    runs: dict[Key, dict[int, Cell]] = defaultdict(dict)
     run = 0
     for line in (line for path in paths for line in path.read_text("utf-8").splitlines()):
         record = json.loads(line)
@@ -89,10 +93,12 @@ def read(*paths: Path) -> dict[Key, Cell]:
         if record["layer"].startswith("auto/"):  # what it took is there by its own name, and may be another one now
             continue
         key = (record["shape"], weight_format(record["layer"]), record["M"])
-        if key not in cells or cells[key].run != run:
-            cells[key] = Cell(run, {})
-        cells[key].layers[record["layer"]] = record
-    return cells
+        runs[key].setdefault(run, Cell(run, {})).layers[record["layer"]] = record
+    return {key: max(of_key.values(), key=_preference) for key, of_key in runs.items()}
+
+
+def _preference(cell: Cell) -> tuple[bool, int]:
+    return not all(is_ours(layer) for layer in cell.layers), cell.run
 
 
 def is_ours(layer: str) -> bool:
@@ -171,7 +177,7 @@ def default_backend(record: dict[str, Any]) -> str | None:
 def readme_table(cells: dict[Key, Cell]) -> str:
     """The backend that `prepare` takes and the fastest of the others, with the ratio."""
     four_bits = {key: cell for key, cell in cells.items() if key[1] in README_FORMATS}
-    ms = sorted({m for _, _, m in four_bits})
+    ms = sorted({m for _, fmt, m in four_bits if fmt == README_FORMATS[0]})
     lines = _header("us a layer: ours / best other (their time over ours)", ms)
     timed: dict[str, list[str]] = {}  # the other libraries of a row -> rows
     for fmt, (shape, model) in itertools.product(README_FORMATS, MODELS.items()):

@@ -144,7 +144,7 @@ def _other_dtypes(op: str, name: str, given: dict[str, Tensor]) -> tuple[torch.d
         return (torch.uint8,)
     if op.startswith("ep_"):
         return _EXCHANGED.get((op, name), ())
-    if name in ("x", "router_logits", "lora_a13", "lora_b13", "lora_a2", "lora_b2") or (
+    if name in ("x", "router_logits", "shared_expert_weights", "lora_a13", "lora_b13", "lora_a2", "lora_b2") or (
         name == "hidden_states" and family and not packed
     ):
         return FLOATS
