@@ -10,9 +10,8 @@
 namespace moeq::cpu {
 
 const IsaTable& amx_table() {
-  static const IsaTable table = MOEQ_ISA::make_tile_table("amx", avx512bf16_table(), [](const DotKey& key) {
-    return MOEQ_ISA::find_tile_dot(key, avx512bf16_table());
-  });
+  static const IsaTable table = MOEQ_ISA::make_tile_table(
+      "amx", avx512bf16_table(), [](const DotKey& key) { return MOEQ_ISA::find_tile_dot(key, avx512bf16_table()); });
   return table;
 }
 

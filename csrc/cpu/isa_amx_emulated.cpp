@@ -8,9 +8,8 @@
 namespace moeq::cpu {
 
 const IsaTable& amx_emulated_table() {
-  static const IsaTable table = MOEQ_ISA::make_tile_table("amx_emulated", avx2_table(), [](const DotKey& key) {
-    return MOEQ_ISA::find_tile_dot(key, avx2_table());
-  });
+  static const IsaTable table = MOEQ_ISA::make_tile_table(
+      "amx_emulated", avx2_table(), [](const DotKey& key) { return MOEQ_ISA::find_tile_dot(key, avx2_table()); });
   return table;
 }
 

@@ -48,7 +48,6 @@ struct CodeTiles {
 // Codes times powers of two. Below 2^-126 they count as zero, like every operand of a tile.
 template <class Codes>
 struct MxTiles {
-
   static void decode_any(const DotCall& call, int64_t unit, int64_t group, uint8_t* out) {
     const Codes codes(call, unit, group);
     const F32 scales = e8m0_scales(call.scale + group * kPanelRows);
@@ -99,15 +98,16 @@ struct MxTiles {
 struct Nvfp4Tiles {
 #ifdef MOEQ_BF16
   // Code times 256 as a half float, twice over, because the look-up reads five bits.
-  alignas(64) static constexpr uint16_t kHalves[32] = {
-      0x0000, 0x5800, 0x5c00, 0x5e00, 0x6000, 0x6200, 0x6400, 0x6600, 0x8000, 0xd800, 0xdc00,
-      0xde00, 0xe000, 0xe200, 0xe400, 0xe600, 0x0000, 0x5800, 0x5c00, 0x5e00, 0x6000, 0x6200,
-      0x6400, 0x6600, 0x8000, 0xd800, 0xdc00, 0xde00, 0xe000, 0xe200, 0xe400, 0xe600};
+  alignas(64) static constexpr uint16_t kHalves[32] = {0x0000, 0x5800, 0x5c00, 0x5e00, 0x6000, 0x6200, 0x6400, 0x6600,
+                                                       0x8000, 0xd800, 0xdc00, 0xde00, 0xe000, 0xe200, 0xe400, 0xe600,
+                                                       0x0000, 0x5800, 0x5c00, 0x5e00, 0x6000, 0x6200, 0x6400, 0x6600,
+                                                       0x8000, 0xd800, 0xdc00, 0xde00, 0xe000, 0xe200, 0xe400, 0xe600};
 
   // Scale over 256 of each row, twice: an e4m3 byte moved up by 7 is a half with that value.
   static MOEQ_INLINE __m512h row_scales(const uint8_t* scale) {
     const __m512i wide = _mm512_cvtepi8_epi32(load_bytes(scale));
-    const __m512i both = _mm512_or_si512(_mm512_slli_epi32(wide, 16), _mm512_and_si512(wide, _mm512_set1_epi32(0xffff)));
+    const __m512i both =
+        _mm512_or_si512(_mm512_slli_epi32(wide, 16), _mm512_and_si512(wide, _mm512_set1_epi32(0xffff)));
     return (__m512h)_mm512_and_si512(_mm512_slli_epi16(both, 7), _mm512_set1_epi16((short)0xbf80));
   }
 

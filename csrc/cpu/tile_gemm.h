@@ -45,9 +45,8 @@ struct Sums {
     });
   }
   static MOEQ_INLINE void zero() {
-    each([](auto panel, auto block) __attribute__((always_inline)) {
-      zero_tile<2 * decltype(block)::value + decltype(panel)::value>();
-    });
+    each([](auto panel, auto block)
+             __attribute__((always_inline)) { zero_tile<2 * decltype(block)::value + decltype(panel)::value>(); });
   }
   static MOEQ_INLINE void load(float* const (&sums)[Panels]) {
     each([&](auto panel, auto block) __attribute__((always_inline)) {

@@ -109,7 +109,8 @@ int answer(const Layer& layer, Found found) {
     p.format = static_cast<moeq::sm90::Format>(layer.format);
   } else {
     codes = static_cast<few::Codes>(1 + layer.format - moeq::sm90::kFormats);
-    fp8.rounding[0] = fp8.rounding[1] = layer.dynamic != 0 ? moeq::sm90::ActScale::kToken : moeq::sm90::ActScale::kTensor;
+    fp8.rounding[0] = fp8.rounding[1] =
+        layer.dynamic != 0 ? moeq::sm90::ActScale::kToken : moeq::sm90::ActScale::kTensor;
     p.a1 = p.a2 = moeq::sm90::ActScale::kNone;
     p.inter = (p.inter + 127) / 128 * 128;
   }

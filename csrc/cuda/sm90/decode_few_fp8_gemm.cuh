@@ -29,7 +29,7 @@ __device__ __forceinline__ uint2 even_and_odd(uint32_t first, uint32_t second) {
 
 template <bool kGroups>
 struct Multiplier<Fp8Format<kGroups>> {
-  uint32_t at;          // of this lane's row of the first half of a tile
+  uint32_t at;  // of this lane's row of the first half of a tile
   const float* scales;  // kGroups: of gate and up rows, or all, which are `other` apart
   int other;
   float weights[2][2];  // scales: of the two blocks of rows, and of their two rows; kGroups: weights[0], of a tile

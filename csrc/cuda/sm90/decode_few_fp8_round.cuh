@@ -55,7 +55,8 @@ __device__ __noinline__ inline uint2 round_four(float4 v, Rounding rounding) {
   return values_of_codes(codes);
 }
 
-// A warp's group `group` of a row: four values of each lane, and the scale, if this group has one or is the row's first.
+// A warp's group `group` of a row: four values of each lane, and the scale, if this group has one or is the row's
+// first.
 template <bool kGroups>
 __device__ __forceinline__ void store_group(uint8_t* row, int scales_at, int group, const float4& v,
                                             const Rounding& rounding) {

@@ -101,8 +101,8 @@ struct Multiplier {
   }
 };
 
-// A warp's sums of a unit, the `number`-th of this block, for the helpers. The two rows that a thread has of 16 are eight
-// apart; of e4m3 weights they are neighbours, but for gate and up.
+// A warp's sums of a unit, the `number`-th of this block, for the helpers. The two rows that a thread has of 16 are
+// eight apart; of e4m3 weights they are neighbours, but for gate and up.
 template <class Format, Kind kKind>
 __device__ __forceinline__ void leave_sums(const Args& args, Fixed& fixed, uint8_t* base, int gemm,
                                            const float* factors, int count, int number, int groups, Sums& sums) {

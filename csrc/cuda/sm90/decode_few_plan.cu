@@ -49,7 +49,7 @@ int longest_part(Codes codes, const Args& args) {
 
 float accumulator_scale(Codes codes, Format format) {
   return codes != Codes::kFourBits  ? 1.0f
-         : format == Format::kNvfp4   ? Nvfp4Format::kAccumulatorScale
+         : format == Format::kNvfp4 ? Nvfp4Format::kAccumulatorScale
          : format == Format::kMxfp4 ? Mxfp4Format::kAccumulatorScale
                                     : kInt4AccumulatorScale;
 }
@@ -155,8 +155,8 @@ void deal_units(Codes codes, Args& args, int grid, bool shares) {
 // units that blocks share are cut: whole sums can be activated and rounded where they are.
 bool choose_parts(Plan& plan) {
   Args& args = plan.args;
-  const bool whole_rows = args.p.a2 == ActScale::kToken ||
-                          (plan.codes == Codes::kFp8Rows && args.fp8.rounding[1] == ActScale::kToken);
+  const bool whole_rows =
+      args.p.a2 == ActScale::kToken || (plan.codes == Codes::kFp8Rows && args.fp8.rounding[1] == ActScale::kToken);
   const int grid = plan.grid;
   const int64_t hidden_pairs = int64_t{args.slots} * args.row_tiles[0] * (kTileRows / 2);
   const int64_t output_pairs = int64_t{args.slots} * args.row_tiles[1] * (kTileRows / 2);

@@ -31,8 +31,8 @@ __device__ __forceinline__ float quotient(float x, float by, float inverse) {
   return __fmaf_rn(__fmaf_rn(-near, by, x), inverse, near);
 }
 
-// encode(scaled), where scaled(x) is x divided by `by` or, if it is not `divide`, multiplied. What is not finite becomes
-// NaN; a dynamic scale is NaN or infinite then, and the quotient is NaN by itself.
+// encode(scaled), where scaled(x) is x divided by `by` or, if it is not `divide`, multiplied. What is not finite
+// becomes NaN; a dynamic scale is NaN or infinite then, and the quotient is NaN by itself.
 template <class Encode>
 __device__ __forceinline__ auto with_scaling(float by, bool divide, Encode encode) {
   if (!divide) return encode([=](float x) { return nan_unless_finite(__fmul_rn(x, by), x); });
