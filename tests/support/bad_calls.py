@@ -292,7 +292,7 @@ def _exchanged() -> list[tuple[str, str, Any, str]]:
         ("ep_dispatch", "hidden_states", lambda t: t[1:], "hidden_states must have 5 rows like topk_ids"),
         ("ep_dispatch", "topk_ids", lambda t: t.long(), "topk_ids must have one of the dtypes ['torch.int32']"),
         ("ep_dispatch", "topk_weights", lambda t: t[:, 1:], "topk_weights must have shape (5, 2) like topk_ids"),
-        ("ep_dispatch", "transport", "p2p", "transport must be one of ['nccl'], got 'p2p'"),
+        ("ep_dispatch", "transport", "mpi", "transport must be one of"),
         ("ep_dispatch", "max_tokens", 4, "topk_ids must have at most max_tokens = 4 rows"),
         ("ep_dispatch", "capacity", -1, "capacity must be at least 0, got -1"),
         ("ep_dispatch", "capacity", 3, "slots must have an element for each of 1 ranks"),
