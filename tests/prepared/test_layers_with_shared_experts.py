@@ -206,3 +206,22 @@ def test_the_monolithic_op_refuses_such_weights(num_experts: int) -> None:
     head = (x, None, logits, None, *w.op_weights(), w.backend, "renormalize", 2, w.act_format)
     with pytest.raises(RuntimeError, match="num_experts must be"):
         torch.ops.moeq.nvfp4_moe(*head, num_experts=num_experts)
+
+
+@pytest.mark.parametrize("shape", [(5,), (1, 2), (1, 1), (), (5, 3)], ids=str)
+def test_gates_that_would_be_broadcast_are_refused(shape: tuple[int, ...]) -> None:
+    w, ids, weights = _layer(), torch.zeros(5, TOP_K, dtype=torch.int32), torch.ones(5, TOP_K)
+    with pytest.raises(ValueError, match=r"shared_expert_weights must have shape \[5, 1\] or \[5, 2\], got"):
+        moe.append_shared_experts(ids, weights, w, torch.rand(shape))
+    with pytest.raises(ValueError, match="must be None where w has no shared experts"):
+        moe.append_shared_experts(ids, weights, moe.prepare(_raws()[0]), torch.rand(5, 1))
+
+
+@pytest.mark.parametrize("columns", [ROUTED - 1, ROUTED + 2])
+def test_beside_adapters_logits_are_of_the_experts(columns: int) -> None:
+    w, (x, _, _) = moe.prepare(_raws()[0], backend="reference"), _inputs(3)
+    lora = moe.Lora(a2=torch.zeros(ROUTED, 2, 32), b2=torch.zeros(ROUTED, 64, 2))
+    with pytest.raises(
+        RuntimeError, match=f"router_logits must have {ROUTED} columns, one for each routed expert, got"
+    ):
+        moe.fused_moe(x, torch.zeros(3, columns), w, routing=moe.Routing("renormalize", 2), lora=lora)

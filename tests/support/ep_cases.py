@@ -175,6 +175,13 @@ def shared_experts(world: World) -> None:
         wrong = torch.zeros(1, columns, device=device)
         said = expect(RuntimeError, lambda wrong=wrong: eps[0].fused(batch[0][:1], wrong, routing=routing))
         assert "router_logits must have 8 columns" in said
+    plain = layer(world, BASE)
+    for columns in (7, 9):
+        wrong = torch.zeros(1, columns, device=device)
+        said = expect(RuntimeError, lambda wrong=wrong: plain.fused(batch[0][:1], wrong, routing=routing))
+        assert "router_logits must have 8 columns" in said
+    said = expect(ValueError, lambda: moe.ExpertPlacement.contiguous(10, world.size).share(raw, world.rank))
+    assert "must end with the shared experts [8, 9]" in said
     slots = [tuple(range(10)) if rank == 0 else (0, 9, 8) for rank in range(world.size)]
     said = expect(ValueError, lambda: moe.ExpertParallel.from_raw(world.group, raw, MAX_TOKENS, placement=slots))
     assert "must end with the shared experts [8, 9]" in said

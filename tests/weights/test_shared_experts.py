@@ -14,6 +14,7 @@ from torch import Tensor
 import torch_moe_ops as moe
 from torch_moe_ops.core.same_bits import same_bits
 from torch_moe_ops.core.schemes import SCHEMES
+from torch_moe_ops.weights.quantize_experts import quantized
 
 PARTS = 3
 
@@ -77,6 +78,7 @@ def test_input_scales_become_one_an_expert_only_where_they_differ() -> None:
     assert _scales(case, two, three).tolist() == [2.0] * 4 + [3.0] * 2
     assert _scales(case, torch.arange(1.0, 5.0), three).tolist() == [1.0, 2.0, 3.0, 4.0, 3.0, 3.0]
     assert _scales(case, two, torch.tensor([3.0])).tolist() == [2.0] * 4 + [3.0] * 2
+    assert torch.equal(_scales(case, two, torch.tensor([2.0])), two)
 
 
 def test_one_global_scale_beside_one_for_each_half() -> None:
@@ -163,3 +165,8 @@ def test_shares_of_tensor_parallel_ranks_add_up_to_the_whole() -> None:
     spread = moe.config.FusedMoEParallelConfig.make(2, 1, 1, 1, enable_expert_parallel=True, tp_rank=1)
     with pytest.raises(ValueError, match="ep_size must be 1 where there are shared experts"):
         moe.prepare(joined, parallel=spread)
+
+
+def test_quantizing_keeps_their_number() -> None:
+    raw = moe.with_shared_experts(make_raw(_case("none")), _shared(_case("none"), 1))
+    assert quantized(raw, "nvfp4").num_shared_experts == 1

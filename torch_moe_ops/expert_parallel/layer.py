@@ -245,7 +245,7 @@ class ExpertParallel:
             return self.fused(rows, logits, routing=routing, **options).unflatten(0, shape)
         shared = self.w.num_shared_experts
         routed = self.placement.num_experts - shared
-        if shared and router_logits.shape[-1] != routed:
+        if router_logits.shape[-1] != routed:
             got = tuple(router_logits.shape)
             raise RuntimeError(f"ExpertParallel: router_logits must have {routed} columns (routed experts), got {got}")
         ids, weights = route(

@@ -125,9 +125,13 @@ class ExpertPlacement:
         return {name: torch.tensor(value, dtype=torch.int32) for name, value in values.items()}
 
     def share(self, raw: RawWeights, rank: int) -> RawWeights:
-        """The experts of a rank, in the order of its slots, of `raw`, which holds all of them in the router's order."""
+        """The experts of a rank, in the order of its slots, of `raw`, which holds all of them in the router's order.
+
+        Raises ValueError for another number of experts, or slots that do not end with raw's shared experts.
+        """
         if raw.num_experts != self.num_experts:
             raise ValueError(f"ExpertPlacement: raw must hold {self.num_experts} experts, got {raw.num_experts}")
+        self.check_shared(raw.num_shared_experts)
         index = torch.tensor(self.slots[rank], device=raw.device)
         mine = {name: _taken(t, index) for name, t in raw.tensors().items() if t.ndim}
         return dataclasses.replace(raw, **mine)  # type: ignore[arg-type]

@@ -19,7 +19,6 @@ def prepared_share(
     """What the rank runs of `raw`, which holds all experts whole; experts are numbered by slots."""
     if placement.world_size != ranks.size:
         raise ValueError(f"ExpertParallel: placement must have {ranks.size} ranks, got {placement.world_size}")
-    placement.check_shared(raw.num_shared_experts)
     share = placement.share(raw, ranks.rank)
     if ranks.tp_size > 1:
         share, _, _ = shard(share, FusedMoEParallelConfig.make(ranks.tp_size, 1, 1, 1, tp_rank=ranks.tp_rank))

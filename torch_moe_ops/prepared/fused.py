@@ -11,7 +11,7 @@ from torch_moe_ops.core.schemas import FAMILIES
 from torch_moe_ops.core.schemes import SCHEMES
 from torch_moe_ops.prepared.lora import Lora, run_with_lora
 from torch_moe_ops.prepared.prepared_weights import PreparedWeights
-from torch_moe_ops.prepared.shared_experts import check_columns
+from torch_moe_ops.prepared.shared_experts import check_columns, check_router_columns
 from torch_moe_ops.routing.options import Routing
 from torch_moe_ops.weights.raw_weights import RawWeights
 
@@ -78,6 +78,7 @@ def fused_moe(
         out = fused_moe(rows, _rows(router_logits), w, routing=routing, hidden_states_scale=scale, **own)
         return out.unflatten(0, shape)
     if lora is not None or lora_ids is not None:
+        check_router_columns(router_logits, w.num_experts)
         ids, weights = route(router_logits, routing)
         options: dict[str, Any] = {"hidden_states_scale": hidden_states_scale, "out_dtype": out_dtype}
         options["lora_merged"] = lora_merged

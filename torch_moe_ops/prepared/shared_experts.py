@@ -20,11 +20,19 @@ def append_shared_experts(
         shared_expert_weights: as in `route`.
 
     Returns: both with w.num_shared_experts more columns, in their own dtypes. Plain operations of torch.
+    Raises: TypeError: w is not prepared weights; ValueError: shared_expert_weights of another shape, or without need.
     """
     if not isinstance(w, PreparedWeights):
         raise TypeError(f"append_shared_experts: w must be PreparedWeights, got {type(w).__name__}")
+    given, rows = shared_expert_weights, topk_ids.shape[0]
     if not w.num_shared_experts:
+        if given is not None:
+            raise ValueError("append_shared_experts: shared_expert_weights must be None where w has no shared experts")
         return topk_ids, topk_weights
+    if given is not None and tuple(given.shape) not in ((rows, 1), (rows, w.num_shared_experts)):
+        shapes = f"[{rows}, 1] or [{rows}, {w.num_shared_experts}]"
+        text = f"shared_expert_weights must have shape {shapes}, got {tuple(given.shape)}"
+        raise ValueError(f"append_shared_experts: {text}")
     return append_shared(topk_ids, topk_weights, _routed_experts(w), w.num_shared_experts, shared_expert_weights)
 
 
@@ -33,11 +41,16 @@ def check_columns(router_logits: Any, w: PreparedWeights) -> None:
 
     Raises RuntimeError where they are not, ValueError where `w` is one rank's share.
     """
-    routed = _routed_experts(w)
+    check_router_columns(router_logits, _routed_experts(w), w.num_shared_experts)
+
+
+def check_router_columns(router_logits: Any, routed: int, shared: int = 0) -> None:
+    """RuntimeError where logits have another number of columns than there are routed experts."""
     if isinstance(router_logits, Tensor) and router_logits.shape[-1] != routed:
+        besides = f" (w has {shared} shared ones besides)" if shared else ""
         raise RuntimeError(
-            f"fused_moe: router_logits must have {routed} columns, one for each routed expert (w has "
-            f"{w.num_shared_experts} shared ones besides), got {tuple(router_logits.shape)}"
+            f"fused_moe: router_logits must have {routed} columns, one for each routed expert{besides}, "
+            f"got {tuple(router_logits.shape)}"
         )
 
 

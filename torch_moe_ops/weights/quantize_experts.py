@@ -49,7 +49,8 @@ def quantized(raw: RawWeights, scheme: str) -> RawWeights:
     """Unquantized experts in another scheme; activation, biases and source stay. ValueError for quantized ones."""
     if raw.scheme != "none":
         raise ValueError(f"{raw.source}: experts must be unquantized to quantize them, got scheme {raw.scheme!r}")
-    kept = ("activation", "swiglu_alpha", "swiglu_beta", "swiglu_limit", "w13_bias", "w2_bias", "source")
+    said = ("activation", "swiglu_alpha", "swiglu_beta", "swiglu_limit")
+    kept = (*said, "w13_bias", "w2_bias", "source", "num_shared_experts")
     return quantize_experts(raw.w13, raw.w2, scheme, **{name: getattr(raw, name) for name in kept})
 
 

@@ -21,7 +21,9 @@ def with_shared_experts(raw: RawWeights, shared: RawWeights) -> RawWeights:
 
     A shared expert whose intermediate size is n times that of the routed ones becomes n experts: their results add up
     to its own, but for the order of summation, and for schemes whose activations get one dynamic scale a row, which
-    is then one for each part. `route(..., num_shared_experts=)` and `fused_moe` choose them for every token.
+    is then one for each part. Of several that are divided, the first parts of all come first, then the second parts of
+    all: gates [num_tokens, s] become gates.repeat(1, n). `route(..., num_shared_experts=)` and `fused_moe` choose them
+    for every token.
 
     Args:
         raw: routed experts, all of a layer. Neither it nor `shared` is modified.
@@ -93,7 +95,7 @@ def _joined(name: str, raw: RawWeights, parts: list[RawWeights]) -> Tensor:
     mine: Tensor = getattr(raw, name)
     theirs: list[Tensor] = [getattr(part, name) for part in parts]
     if name in _INPUT_SCALES:
-        if not any(t.ndim for t in (mine, *theirs)) and all(same_bits(mine, t) for t in theirs):
+        if not mine.ndim and all(same_bits(mine, one) for t in theirs for one in t.reshape(-1)):
             return mine.clone()
         every = zip((raw, *parts), (mine, *theirs), strict=True)
         return torch.cat([t.expand(experts.num_experts) for experts, t in every])
