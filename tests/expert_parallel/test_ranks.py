@@ -13,17 +13,17 @@ from ranks import run_ranks
 pytestmark = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo")
 
 
-def _fixture(size: int, names: list[str]) -> pytest.FixtureRequest:
+def _fixture(name: str, size: int, names: list[str]) -> pytest.FixtureRequest:
     def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[str]]]:
         yield run_ranks(size, names, tmp_path_factory.mktemp(f"ranks{size}"))
 
-    return pytest.fixture(scope="module", name=f"of_{size}_{len(names)}")(outcomes)
+    return pytest.fixture(scope="module", name=name)(outcomes)
 
 
 QUICK_NAMES, SLOW_NAMES = [*(f.__name__ for f in QUICK), *ERRORS], [f.__name__ for f in SLOW]
-of_two_quick = _fixture(2, QUICK_NAMES)
-of_two_slow = _fixture(2, SLOW_NAMES)
-of_four = _fixture(4, [*CASES, *ERRORS])
+of_two_quick = _fixture("of_two_quick", 2, QUICK_NAMES)
+of_two_slow = _fixture("of_two_slow", 2, SLOW_NAMES)
+of_four = _fixture("of_four", 4, [*CASES, *ERRORS])
 
 
 def _check(outcomes: dict[str, list[str]], name: str) -> None:
@@ -33,16 +33,16 @@ def _check(outcomes: dict[str, list[str]], name: str) -> None:
 
 @pytest.mark.parametrize("name", QUICK_NAMES)
 def test_two_ranks(name: str, request: pytest.FixtureRequest) -> None:
-    _check(request.getfixturevalue(f"of_2_{len(QUICK_NAMES)}"), name)
+    _check(request.getfixturevalue("of_two_quick"), name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW_NAMES)
 def test_two_ranks_slow(name: str, request: pytest.FixtureRequest) -> None:
-    _check(request.getfixturevalue(f"of_2_{len(SLOW_NAMES)}"), name)
+    _check(request.getfixturevalue("of_two_slow"), name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*CASES, *ERRORS])
 def test_four_ranks(name: str, request: pytest.FixtureRequest) -> None:
-    _check(request.getfixturevalue(f"of_4_{len(CASES)}"), name)
+    _check(request.getfixturevalue("of_four"), name)
