@@ -80,6 +80,15 @@ def test_every_layout_gives_its_experts_back(backend: str, case: Case, activatio
     assert not found[1][:, :, case.inter :].any()
 
 
+def test_plain_weights_are_no_work_for_a_kernel() -> None:
+    """Nor is room made for what it would write."""
+    call, sizes = _call(replace(LAYER, scheme="none"), "triton")
+    asked = replace(BACKENDS["triton"], dequantize=lambda *of: pytest.fail("it was asked"))
+    w13, w2 = weights.decode_experts(call, asked, sizes, slice(1, 4), call.w13.dtype)
+    assert w13.data_ptr() == call.w13[1].data_ptr()
+    assert w2.data_ptr() == call.w2[1].data_ptr()
+
+
 def _gradients(call: ExpertsCall, sizes: Sizes, backend: str, grad: Tensor) -> Gradients:
     return experts_gradients(call, BACKENDS[backend], sizes, grad, ALL)
 
@@ -138,7 +147,7 @@ def test_products_by_torch(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None
         return out
 
     monkeypatch.setattr(torch, "_grouped_mm", grouped_mm)
-    monkeypatch.setattr(products, "_torch_serves", lambda rows, matrices: True)
+    monkeypatch.setattr(products, "torch_serves", lambda *of: True)
     monkeypatch.setattr(layer_pass, "product_dtype", lambda call: torch.bfloat16)
     if not waits:
         monkeypatch.setattr(layer_pass, "sort_pairs", lambda *a: pairs.sort_pairs(*a)._replace(host_ends=None))
@@ -148,8 +157,8 @@ def test_products_by_torch(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_where_torch_serves() -> None:
     rows = SimpleNamespace(dtype=torch.float32, is_cuda=True)
-    assert not products._torch_serves(rows, torch.empty(2, 64, 64))
-    assert not products._torch_serves(torch.empty(2, 64, dtype=torch.bfloat16), torch.empty(2, 64, 64))
+    assert not products.torch_serves(rows, torch.empty(2, 64, 64), 64, 64)
+    assert not products.torch_serves(torch.empty(2, 64, dtype=torch.bfloat16), torch.empty(2, 64, 64), 64, 64)
 
 
 def test_a_backend_may_bring_its_own() -> None:

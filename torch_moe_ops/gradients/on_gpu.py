@@ -19,7 +19,14 @@ from torch_moe_ops.core.call import ExpertsCall
 from torch_moe_ops.core.layout import Sizes
 from torch_moe_ops.core.schemes import ceil_div
 from torch_moe_ops.gradients.pairs import sort_slots
-from torch_moe_ops.gradients.weights import CHUNK_ELEMENTS, decode_projection, dequantized, projection_shape, stored_of
+from torch_moe_ops.gradients.weights import (
+    CHUNK_ELEMENTS,
+    Projection,
+    decode_projection,
+    dequantized,
+    projection_of,
+    projection_shape,
+)
 
 _TILES = 160  # of 128 x 256 results that a product should have in the mean: enough for every multiprocessor
 
@@ -79,19 +86,18 @@ def _chunks(p: Pass, backend: Backend, name: str, exact: bool) -> Iterator[tuple
 
     One workspace for all. exact: alphas multiply them too; else they are part of the rounded weights.
     """
-    sizes, stored, call = p.sizes, stored_of(p.call, name), p.call
-    own = (name, stored, call.scheme, call.weight_policy, backend, sizes)
-    count = sizes.num_experts
-    pairs, all_experts = p.slots.order.shape[0], call.all_experts()
-    step = count if stored.weight.dtype == torch.bfloat16 else at_once_on_gpu(name, sizes, pairs, all_experts)
-    space = p.grad.new_empty((step if call.scheme != "none" else 0, *projection_shape(name, sizes)))
+    projection, count = projection_of(p.call, name, backend, p.sizes), p.sizes.num_experts
+    stored = projection.stored
+    pairs, all_experts = p.slots.order.shape[0], p.call.all_experts()
+    step = count if stored.weight.dtype == torch.bfloat16 else at_once_on_gpu(projection, pairs, all_experts)
+    space = p.grad.new_empty((step if projection.may_have_kernel else 0, *projection.shape))
     factor = torch.ones((count, 1), device=p.grad.device)
     for first in range(0, count, step):
         experts = slice(first, min(first + step, count))
         weights = space[: experts.stop - first]
-        found = dequantized(*own, experts, weights, exact) if weights.numel() else None
+        found = dequantized(projection, experts, weights, exact)
         if found is None:
-            weights = decode_projection(*own, experts, torch.bfloat16)
+            weights = decode_projection(projection, experts, torch.bfloat16)
         elif first == 0:
             factor = factor * found
             if exact and stored.scale_2 is not None:
@@ -99,12 +105,12 @@ def _chunks(p: Pass, backend: Backend, name: str, exact: bool) -> Iterator[tuple
         yield first, weights, factor
 
 
-def at_once_on_gpu(name: str, sizes: Sizes, rows: int, all_experts: int) -> int:
+def at_once_on_gpu(projection: Projection, rows: int, all_experts: int) -> int:
     """How many experts' weights are decoded at once: what CHUNK_ELEMENTS hold, and enough to keep a GPU busy.
 
     rows: of all experts together, those of other ranks (all_experts) included.
     """
-    n, k = projection_shape(name, sizes)
+    n, k = projection.shape
     row_tiles = ceil_div(ceil_div(rows, all_experts), 128)
     busy = ceil_div(_TILES, row_tiles * ceil_div(min(n, k), 256))
-    return min(sizes.num_experts, max(1, CHUNK_ELEMENTS // (n * k), busy))
+    return min(projection.sizes.num_experts, max(1, CHUNK_ELEMENTS // (n * k), busy))

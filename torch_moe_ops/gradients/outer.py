@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops.gradients.pairs import Piece
-from torch_moe_ops.gradients.products import _ALIGNMENT, _TORCH_SERVES
+from torch_moe_ops.gradients.products import torch_serves
 
 
 def grouped_outer(left: Tensor, right: Tensor, piece: Piece) -> Tensor:
@@ -18,7 +18,7 @@ def grouped_outer(left: Tensor, right: Tensor, piece: Piece) -> Tensor:
 
     Returns: of their dtype, summed in float32 or wider.
     """
-    if _torch_serves(left, right):
+    if torch_serves(left, right, left.shape[1], right.shape[1]):
         found = torch._grouped_mm(left.T, right, offs=piece.ends)
         counts = torch.diff(piece.ends, prepend=piece.ends.new_zeros(1))
         return torch.where((counts > 0)[:, None, None], found, 0.0)  # it leaves what has no rows undefined
@@ -31,13 +31,6 @@ def grouped_outer(left: Tensor, right: Tensor, piece: Piece) -> Tensor:
             torch.mm(left[start:end].T, right[start:end], out=result)
         start = end
     return out
-
-
-def _torch_serves(left: Tensor, right: Tensor) -> bool:
-    if left.dtype is not torch.bfloat16 or not left.is_cuda:
-        return False
-    numbers = (2 * left.shape[1], 2 * right.shape[1], left.data_ptr(), right.data_ptr())
-    return torch.cuda.get_device_capability(left.device) in _TORCH_SERVES and not any(n % _ALIGNMENT for n in numbers)
 
 
 def _without_waiting(left: Tensor, right: Tensor, piece: Piece) -> Tensor:

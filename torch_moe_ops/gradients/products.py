@@ -31,7 +31,7 @@ def grouped_product(rows: Tensor, weights: Tensor, piece: Piece, transposed: boo
     Returns: [rows, N] of their dtype, summed in float32 or wider; what is in rows that are not valid is undefined.
     """
     matrices = weights.transpose(1, 2) if transposed else weights
-    if _torch_serves(rows, matrices):
+    if torch_serves(rows, matrices, *matrices.shape[1:]):
         return torch._grouped_mm(rows, matrices, offs=piece.ends)
     out = rows.new_empty((rows.shape[0], matrices.shape[2]))
     if triton_serves(rows):
@@ -55,18 +55,19 @@ def device_of(tensor: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
+def torch_serves(left: Tensor, right: Tensor, *widths: int) -> bool:
+    """Whether torch._grouped_mm multiplies these two here, whose rows have so many numbers."""
+    if left.dtype is not torch.bfloat16 or not left.is_cuda:
+        return False
+    places = (left.data_ptr(), right.data_ptr(), *(2 * width for width in widths))
+    return torch.cuda.get_device_capability(left.device) in _TORCH_SERVES and not any(n % _ALIGNMENT for n in places)
+
+
 def triton_serves(rows: Tensor) -> bool:
     """Whether Triton multiplies such rows: those of products in bfloat16, where it runs."""
     from torch_moe_ops.backends import triton  # not at import: that would register it before others
 
     return product_dtype(rows) == torch.bfloat16 and triton.runs_on(rows.device)
-
-
-def _torch_serves(rows: Tensor, matrices: Tensor) -> bool:
-    if rows.dtype is not torch.bfloat16 or not rows.is_cuda:
-        return False
-    numbers = (2 * matrices.shape[1], 2 * matrices.shape[2], matrices.data_ptr(), rows.data_ptr())
-    return torch.cuda.get_device_capability(rows.device) in _TORCH_SERVES and not any(n % _ALIGNMENT for n in numbers)
 
 
 def _without_waiting(rows: Tensor, matrices: Tensor, piece: Piece, out: Tensor) -> Tensor:

@@ -44,8 +44,8 @@ def decode_experts(
         call: a checked call; sizes: of its layer, the intermediate size as the layout pads it.
         experts: n consecutive local ones.
     """
-    own = (call.scheme, call.weight_policy, backend, sizes, experts, dtype)
-    return decode_projection("w13", stored_of(call, "w13"), *own), decode_projection("w2", stored_of(call, "w2"), *own)
+    w13, w2 = (decode_projection(projection_of(call, name, backend, sizes), experts, dtype) for name in ("w13", "w2"))
+    return w13, w2
 
 
 class Stored(NamedTuple):
@@ -56,37 +56,59 @@ class Stored(NamedTuple):
     zero_point: Tensor | None
     scale_2: Tensor | None
 
+    def of(self, experts: slice) -> Stored:
+        """Of some experts."""
+        return Stored._make(None if t is None else t[experts] for t in self)
 
-def stored_of(call: ExpertsCall, name: str) -> Stored:
+
+class Projection(NamedTuple):
+    """A layer's "w13" or "w2" (`name`) and what it takes to read it; sizes as decode_experts has them."""
+
+    name: str
+    stored: Stored
+    scheme: str
+    weight_policy: str
+    backend: Backend
+    sizes: Sizes
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and K of an expert's matrix."""
+        return projection_shape(self.name, self.sizes)
+
+    @property
+    def halves(self) -> int:
+        """How many blocks its rows are: [gate; up] are two."""
+        return 2 if self.sizes.is_gated and self.name == "w13" else 1
+
+    @property
+    def may_have_kernel(self) -> bool:
+        """Whether the backend's `dequantize` is worth asking. Weights that are no codes are taken as they lie."""
+        return self.backend.dequantize is not None and self.weight_policy == "exact" and self.scheme != "none"
+
+
+def projection_of(call: ExpertsCall, name: str, backend: Backend, sizes: Sizes) -> Projection:
     """The projection "w13" or "w2" of a checked call."""
     alphas, gscale = (call.g1_alphas, call.a1_gscale) if name == "w13" else (call.g2_alphas, call.a2_gscale)
     weight, scale, zero_point = (getattr(call, f"{name}{part}") for part in _PARTS)
-    return Stored(weight, scale, zero_point, _real_alphas(call, alphas, gscale))
+    stored = Stored(weight, scale, zero_point, _real_alphas(call, alphas, gscale))
+    return Projection(name, stored, call.scheme, call.weight_policy, backend, sizes)
 
 
-def decode_projection(
-    name: str,
-    stored: Stored,
-    scheme: str,
-    weight_policy: str,
-    backend: Backend,
-    sizes: Sizes,
-    experts: slice,
-    dtype: torch.dtype,
-) -> Tensor:
-    """The projection `name`, "w13" or "w2", of n consecutive experts: [n, rows, K] in `dtype`, real values."""
-    of_experts = Stored._make(None if t is None else t[experts] for t in stored)
-    count = of_experts.weight.shape[0]
-    if backend.dequantize is not None and weight_policy == "exact":
-        fast = stored.weight.new_empty((count, *projection_shape(name, sizes)), dtype=dtype)
-        factor = dequantized(name, stored, scheme, weight_policy, backend, sizes, experts, fast, exact=False)
+def decode_projection(projection: Projection, experts: slice, dtype: torch.dtype) -> Tensor:
+    """The projection of n consecutive experts: [n, rows, K] in `dtype`, real values."""
+    name, _, scheme, weight_policy, backend, sizes = projection
+    stored = projection.stored.of(experts)
+    count = stored.weight.shape[0]
+    if projection.may_have_kernel:
+        fast = stored.weight.new_empty((count, *projection.shape), dtype=dtype)
+        factor = dequantized(projection, experts, fast, exact=False)
         if factor is not None:
             return fast if factor == 1 else fast.mul_(factor)
         del fast
-    halves = 2 if sizes.is_gated and name == "w13" else 1
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     sizes = dataclasses.replace(sizes, num_experts=count)
-    tensors = {f"{name}{part}": t for part, t in zip(_PARTS, of_experts, strict=False) if t is not None}
+    tensors = {f"{name}{part}": t for part, t in zip(_PARTS, stored, strict=False) if t is not None}
     if backend.decode is not None:
         operand = Operand(backend.decode(tensors, sizes)[name].flatten(0, 1).to(wide))
     else:
@@ -94,34 +116,25 @@ def decode_projection(
         # The rows of all experts make one tall matrix: only tiles are shared across rows, and `count` parts those.
         scale, zero_point = (t if (t := raw.get(f"{name}{part}")) is None else t.flatten(0, 1) for part in _PARTS[1:])
         plain = dtype if scheme == "none" else wide
-        tall = Weight(raw[name].flatten(0, 1), scale, zero_point, count * halves, plain)
+        tall = Weight(raw[name].flatten(0, 1), scale, zero_point, count * projection.halves, plain)
         operand = decode_weight(scheme, tall, weight_policy)
-    return _real(operand, of_experts.scale_2, count, dtype)
+    return _real(operand, stored.scale_2, count, dtype)
 
 
-def dequantized(
-    name: str,
-    stored: Stored,
-    scheme: str,
-    weight_policy: str,
-    backend: Backend,
-    sizes: Sizes,
-    experts: slice,
-    out: Tensor,
-    exact: bool,
-) -> float | None:
+def dequantized(projection: Projection, experts: slice, out: Tensor, exact: bool) -> float | None:
     """As decode_projection, into `out`, by one kernel of the backend: what multiplies `out`. None: not filled.
 
     exact: so does stored.scale_2. Products of 4-bit, 6-bit and 8-bit floats with scales of e4m3 and e8m0 are exact in
         bfloat16 then; other numbers are rounded once.
     """
-    if backend.dequantize is None or weight_policy != "exact":
+    dequantize = projection.backend.dequantize
+    if dequantize is None or not projection.may_have_kernel:
         return None
-    of_experts = Stored._make(None if t is None else t[experts] for t in stored)
+    stored = projection.stored.of(experts)
     if exact:
-        of_experts = of_experts._replace(scale_2=None)
+        stored = stored._replace(scale_2=None)
     with device_of(out):
-        return backend.dequantize(of_experts, scheme, 2 if sizes.is_gated and name == "w13" else 1, out)
+        return dequantize(stored, projection.scheme, projection.halves, out)
 
 
 def projection_shape(name: str, sizes: Sizes) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from torch_moe_ops.core.problem import Problem
 from torch_moe_ops.core.schemas import arguments
 from torch_moe_ops.core.schemes import FLOATS, SCHEMES, ZERO_POINT_DTYPES, Scheme
 from torch_moe_ops.gradients.linear import linear_rows
-from torch_moe_ops.gradients.weights import Stored, projection_shape
+from torch_moe_ops.gradients.weights import Projection, Stored, projection_shape
 from torch_moe_ops.ops.autograd import Args, Rule
 from torch_moe_ops.ops.bind import attach, like_a_kernel
 from torch_moe_ops.ops.plan import check_dtype, check_tensor, or_bytes
@@ -146,8 +146,8 @@ def _make(devices: bool) -> Callable[..., Tensor]:
                 if host != ends.tolist():
                     fail(OP, "offsets", f"ascend from 0 to at most {call.x.shape[0]}, the rows of x", host)
             stored = Stored(call.weight, call.weight_scale, call.weight_zero_point, call.weight_scale_2)
-            own = (call.projection, stored, call.scheme, call.weight_policy, backend, sizes, call.transposed)
-            return linear_rows(call.x.contiguous(), ends, host, *own)
+            projection = Projection(call.projection, stored, call.scheme, call.weight_policy, backend, sizes)
+            return linear_rows(call.x.contiguous(), ends, host, projection, call.transposed)
 
     return impl
 

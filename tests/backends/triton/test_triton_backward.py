@@ -26,7 +26,7 @@ from torch_moe_ops.gradients import experts, layer_pass, linear, on_gpu, product
 from torch_moe_ops.gradients.activations import activation_gradients
 from torch_moe_ops.gradients.experts import Wanted
 from torch_moe_ops.gradients.pairs import Piece
-from torch_moe_ops.gradients.weights import decode_projection, dequantized, stored_of
+from torch_moe_ops.gradients.weights import decode_projection, dequantized, projection_of
 
 pytestmark = pytest.mark.skipif(
     DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU or TRITON_INTERPRET=1"
@@ -131,23 +131,22 @@ def test_decoded_weights(backend: str, scheme: str, activation: str) -> None:
     call, sizes = make_call(case, backend)
     plain, some = replace(BACKENDS[backend], dequantize=None), slice(1, 3)
     for name in ("w13", "w2"):
-        stored = stored_of(call, name)
-        expected = decode_projection(name, stored, scheme, "exact", plain, sizes, some, torch.float32)
-        own = (name, stored, scheme, "exact", BACKENDS[backend], sizes, some)
+        projection = projection_of(call, name, BACKENDS[backend], sizes)
+        expected = decode_projection(projection._replace(backend=plain), some, torch.float32)
         out = torch.full(expected.shape, float("nan"), dtype=torch.bfloat16, device=DEVICE)
-        factor = dequantized(*own, out, exact=True)
+        factor = dequantized(projection, some, out, exact=True)
         assert factor is not None
         real = out.float() * factor
-        if stored.scale_2 is not None:
-            scale_2 = stored.scale_2[some].reshape(2, -1, 1, 1)
+        if projection.stored.scale_2 is not None:
+            scale_2 = projection.stored.scale_2[some].reshape(2, -1, 1, 1)
             real = (real.unflatten(1, (scale_2.shape[1], -1)) * scale_2).flatten(1, 2)
         exact = scheme.startswith(("nvfp4", "mxfp"))
         torch.testing.assert_close(real, expected, rtol=3e-7 if exact else 2.0**-8, atol=0)
-        rounded = decode_projection(*own, torch.bfloat16)
+        rounded = decode_projection(projection, some, torch.bfloat16)
         torch.testing.assert_close(rounded.float(), expected, rtol=2.0**-8, atol=0)
         if backend == "triton" and scheme not in ("nvfp4", "int4"):
             continue
-        single = decode_projection(*own, torch.float32)
+        single = decode_projection(projection, some, torch.float32)
         torch.testing.assert_close(single, expected, rtol=3e-7, atol=0)
 
 
@@ -185,7 +184,7 @@ CASES = (
 @pytest.mark.parametrize(("case", "backend", "wanted"), CASES, ids=str)
 def test_whole_pass(case: Case, backend: str, wanted: Wanted, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = make_raw(case)
-    monkeypatch.setattr(on_gpu, "at_once_on_gpu", lambda *sizes: 2)
+    monkeypatch.setattr(on_gpu, "at_once_on_gpu", lambda *of: 2)
     check(case, backend, wanted, monkeypatch, w13_bias=raw.w13_bias, w2_bias=raw.w2_bias)
 
 
@@ -208,7 +207,8 @@ def test_no_experts_here(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_grouped_linear(transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of nobody are zero."""
     call, sizes = make_call(replace(LAYER, experts=4), "triton")
-    stored = stored_of(call, "w13")
+    projection = projection_of(call, "w13", BACKENDS["triton"], sizes)
+    stored = projection.stored
     g = torch.Generator().manual_seed(0)
     x = torch.randn(21, stored.weight.shape[1] if transposed else LAYER.hidden, generator=g).to(DEVICE, torch.bfloat16)
     ends = torch.tensor([5, 5, 12, 19], device=DEVICE)
@@ -216,9 +216,9 @@ def test_grouped_linear(transposed: bool, monkeypatch: pytest.MonkeyPatch) -> No
     for on_it in (False, True):
         monkeypatch.setattr(linear, "triton_serves", lambda rows, on_it=on_it: on_it)
         monkeypatch.setattr(linear, "product_dtype", lambda rows: torch.float32)
-        monkeypatch.setattr(linear, "at_once_on_gpu", lambda *sizes: 3)
+        monkeypatch.setattr(linear, "at_once_on_gpu", lambda *of: 3)
         backend = BACKENDS["triton"] if on_it else replace(BACKENDS["triton"], dequantize=None)
-        own = ("w13", stored, "nvfp4", "exact", backend, sizes, transposed)
+        own = (projection._replace(backend=backend), transposed)
         found.append(linear.linear_rows(x, ends, ends.tolist(), *own))
     assert found[1].dtype == x.dtype
     assert relative_l2(found[1], found[0]) <= BOUND
@@ -236,7 +236,7 @@ def test_product_of_a_piece(transposed: bool, monkeypatch: pytest.MonkeyPatch) -
     piece = Piece(torch.arange(20), expert, ends, None, torch.arange(20) < 17)
     given = rows.to(DEVICE, torch.bfloat16), weights.to(DEVICE, torch.bfloat16)
     monkeypatch.setattr(products, "triton_serves", lambda rows: True)
-    monkeypatch.setattr(products, "_torch_serves", lambda rows, matrices: False)
+    monkeypatch.setattr(products, "torch_serves", lambda *of: False)
     found = products.grouped_product(*given, piece._replace(ends=ends.to(DEVICE)), transposed)
     monkeypatch.setattr(products, "triton_serves", lambda rows: False)
     expected = products.grouped_product(given[0].float().cpu(), given[1].float().cpu(), piece, transposed)
