@@ -67,4 +67,28 @@ struct Share {
   }
 };
 
+// The vectors of a thread in a step of kVectors.
+template <int kVectors>
+struct OfThread {
+  static constexpr int kCount = kVectors / kBlockThreads;
+  static_assert(kCount * kBlockThreads == kVectors);
+  int64_t end;
+  int64_t first;
+
+  __device__ __forceinline__ OfThread(const Share& share, int step)
+      : end(share.end()), first(share.begin() + static_cast<int64_t>(step) * kVectors + threadIdx.x) {}
+
+  // Calls each(j, vector) for the j-th of them, j < kCount.
+  template <class Each>
+  __device__ __forceinline__ void for_each(Each each) const {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      const int64_t vector = first + j * kBlockThreads;
+      if (vector < end) {
+        each(j, vector);
+      }
+    }
+  }
+};
+
 }  // namespace moeq::ep

@@ -63,10 +63,9 @@ __device__ __forceinline__ void store_sum(const CombineArgs& args, int64_t eleme
 
 // What a step of a block has from each of up to `most_ranks` ranks.
 template <int most_ranks>
-struct Step {
+struct Step : OfThread<kPartsVectors / most_ranks> {
   static constexpr int kVectors = kPartsVectors / most_ranks;
-  static constexpr int kPerThread = kVectors / kBlockThreads;
-  static_assert(kPerThread * kBlockThreads == kVectors);
+  using OfThread<kVectors>::OfThread;
 };
 
 // Other ranks' partial rows of a step, into their Buffers; then they are told.
@@ -74,26 +73,14 @@ template <int most_ranks>
 __device__ __forceinline__ void send(const CombineArgs& args, int step, uint32_t round) {
   using S = Step<most_ranks>;
   const Ranks& ranks = args.ranks;
-  const int64_t end = args.share.end();
-  const int64_t first = args.share.begin() + static_cast<int64_t>(step) * S::kVectors + threadIdx.x;
+  const S mine(args.share, step);
   for (int turn = 1; turn < ranks.size; ++turn) {
     const int peer = (ranks.rank + turn) % ranks.size;
     const uint4* given = args.partial + peer * args.share.vectors;
     uint4* parts = ranks.buffer(peer)->parts[round % kSlots][blockIdx.x] + ranks.rank * S::kVectors;
-    uint4 loaded[S::kPerThread];
-#pragma unroll
-    for (int j = 0; j < S::kPerThread; ++j) {
-      const int64_t vector = first + j * kBlockThreads;
-      if (vector < end) {
-        loaded[j] = given[vector];
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < S::kPerThread; ++j) {
-      if (first + j * kBlockThreads < end) {
-        parts[j * kBlockThreads + threadIdx.x] = loaded[j];
-      }
-    }
+    uint4 loaded[S::kCount];
+    mine.for_each([&](int j, int64_t vector) { loaded[j] = given[vector]; });
+    mine.for_each([&](int j, int64_t) { parts[j * kBlockThreads + threadIdx.x] = loaded[j]; });
   }
   tell(ranks, kCombine, round, 0);
 }
@@ -108,7 +95,7 @@ __device__ __forceinline__ void add(const CombineArgs& args, int step, uint32_t 
   const uint4* own = args.partial + ranks.rank * args.share.vectors;
   const uint4* parts = ranks.buffer(ranks.rank)->parts[round % kSlots][blockIdx.x];
 #pragma unroll
-  for (int j = 0; j < S::kPerThread; ++j) {
+  for (int j = 0; j < S::kCount; ++j) {
     const int64_t vector = first + j * kBlockThreads;
     if (vector >= end || vector * kCount >= args.elements) {
       continue;

@@ -76,68 +76,51 @@ __device__ __forceinline__ void store_received(const Segment& segment, int rank,
   }
 }
 
-constexpr int kPerThread = kStepVectors / kBlockThreads;
+// What a thread copies in a step, and where that is.
+struct Mine : OfThread<kStepVectors> {
+  const DispatchArgs& args;
+
+  __device__ __forceinline__ Mine(const DispatchArgs& of, int step) : OfThread(of.share, step), args(of) {}
+
+  // Calls each(j, segment, byte).
+  template <class Each>
+  __device__ __forceinline__ void for_each_located(Each each) const {
+    for_each([&](int j, int64_t vector) {
+      int64_t byte;
+      const Segment& segment = locate(args, vector, byte);
+      each(j, segment, byte);
+    });
+  }
+
+  // What was loaded of a rank's rows, into the result.
+  __device__ __forceinline__ void receive(int rank, const uint4 (&loaded)[kCount]) const {
+    for_each_located(
+        [&](int j, const Segment& segment, int64_t byte) { store_received(segment, rank, byte, loaded[j]); });
+  }
+};
 
 // This rank's rows of a step, into its Buffer and its result; then the others are told.
 __device__ __forceinline__ void give(const DispatchArgs& args, int step, uint32_t round) {
-  const int64_t end = args.share.end();
-  const int64_t first = args.share.begin() + static_cast<int64_t>(step) * kStepVectors + threadIdx.x;
-  uint4 loaded[kPerThread];
-#pragma unroll
-  for (int j = 0; j < kPerThread; ++j) {
-    const int64_t vector = first + j * kBlockThreads;
-    if (vector < end) {
-      int64_t byte;
-      const Segment& segment = locate(args, vector, byte);
-      loaded[j] = load_given(segment, byte, args.tokens);
-    }
-  }
+  const Mine mine(args, step);
+  uint4 loaded[Mine::kCount];
+  mine.for_each_located(
+      [&](int j, const Segment& segment, int64_t byte) { loaded[j] = load_given(segment, byte, args.tokens); });
   uint4* rows = args.ranks.buffer(args.ranks.rank)->rows[round % kSlots][blockIdx.x];
-#pragma unroll
-  for (int j = 0; j < kPerThread; ++j) {
-    const int64_t vector = first + j * kBlockThreads;
-    if (vector < end) {
-      rows[j * kBlockThreads + threadIdx.x] = loaded[j];
-    }
-  }
+  mine.for_each([&](int j, int64_t) { rows[j * kBlockThreads + threadIdx.x] = loaded[j]; });
   tell(args.ranks, kDispatch, round, args.tokens);
-  // The others read meanwhile.
-#pragma unroll
-  for (int j = 0; j < kPerThread; ++j) {
-    const int64_t vector = first + j * kBlockThreads;
-    if (vector < end) {
-      int64_t byte;
-      const Segment& segment = locate(args, vector, byte);
-      store_received(segment, args.ranks.rank, byte, loaded[j]);
-    }
-  }
+  mine.receive(args.ranks.rank, loaded);  // the others read meanwhile
 }
 
 // The rows of a step of another rank, which has `tokens` of them: what stands for no token does not cross the link.
 __device__ __forceinline__ void take(const DispatchArgs& args, int step, uint32_t round, int peer, uint32_t tokens) {
-  const int64_t end = args.share.end();
-  const int64_t first = args.share.begin() + static_cast<int64_t>(step) * kStepVectors + threadIdx.x;
+  const Mine mine(args, step);
   const uint4* rows = args.ranks.buffer(peer)->rows[round % kSlots][blockIdx.x];
-  uint4 loaded[kPerThread];
-#pragma unroll
-  for (int j = 0; j < kPerThread; ++j) {
-    const int64_t vector = first + j * kBlockThreads;
-    if (vector < end) {
-      int64_t byte;
-      const Segment& segment = locate(args, vector, byte);
-      // Past the L1: it does not see what other GPUs write.
-      loaded[j] = byte < tokens * segment.row_bytes ? __ldcg(rows + j * kBlockThreads + threadIdx.x) : filling(segment);
-    }
-  }
-#pragma unroll
-  for (int j = 0; j < kPerThread; ++j) {
-    const int64_t vector = first + j * kBlockThreads;
-    if (vector < end) {
-      int64_t byte;
-      const Segment& segment = locate(args, vector, byte);
-      store_received(segment, peer, byte, loaded[j]);
-    }
-  }
+  uint4 loaded[Mine::kCount];
+  mine.for_each_located([&](int j, const Segment& segment, int64_t byte) {
+    // Past the L1: it does not see what other GPUs write.
+    loaded[j] = byte < tokens * segment.row_bytes ? __ldcg(rows + j * kBlockThreads + threadIdx.x) : filling(segment);
+  });
+  mine.receive(peer, loaded);
 }
 
 __global__ void __launch_bounds__(kBlockThreads) dispatch_kernel(const __grid_constant__ DispatchArgs args) {
