@@ -64,7 +64,7 @@ def prepare(
     Raises:
         ValueError: an argument does not fit, or no backend (or not the forced one) can run the
             problem; the message then holds the whole `explain` table. So with accuracy "strict" and a backend by
-            name (or MOEQ_BACKEND) that is not strict.
+            name (or MOEQ_BACKEND) that is not strict. So where a scale of the weights is NaN.
     """
     if dtype not in (None, *FLOATS):
         raise ValueError(f"prepare: dtype must be None or one of {[str(known) for known in FLOATS]}, got {dtype}")

@@ -19,7 +19,8 @@ PLAIN_FIELDS = ("activation", "swiglu_alpha", "swiglu_beta", "swiglu_limit", "so
 
 
 def tensors_of(raw: RawWeights, backend: Backend, settings: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Every tensor of PreparedWeights, contiguous and on `device`."""
+    """Every tensor of PreparedWeights, contiguous and on `device`. ValueError: a scale is NaN."""
+    _check_scales(raw)
     tensors = {name: getattr(raw, name) for name in KEPT if getattr(raw, name) is not None}
     scaled = raw
     if backend.one_input_scale and raw.a13_input_scale is not None:
@@ -39,6 +40,25 @@ def tensors_of(raw: RawWeights, backend: Backend, settings: dict[str, Any], devi
             tensors[name] = backend.bias_layout.arrange(name, tensors[name], halves)
     moved = {name: tensor.detach().to(device).contiguous() for name, tensor in tensors.items()}
     return own_memory(moved, raw.tensors())  # `update_` writes into it
+
+
+def _check_scales(raw: RawWeights) -> None:
+    """Scales hold no NaN: what a kernel makes of such a byte, which may be a number, depends on how it decodes."""
+    for name in ("w13_scale", "w2_scale"):
+        scale = getattr(raw, name)
+        if scale is None or scale.device.type == "meta" or isinstance(scale, torch._subclasses.FakeTensor):
+            continue
+        bad = torch.stack([_is_nan(of_expert).any() for of_expert in scale])  # little memory, and one wait
+        if bad.any():
+            raise ValueError(f"{name} must hold no NaN, got one in expert {int(bad.nonzero()[0])}")
+
+
+def _is_nan(scale: Tensor) -> Tensor:
+    if scale.dtype == torch.float8_e4m3fn:
+        return scale.view(torch.uint8).bitwise_and(0x7F) == 0x7F
+    if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        return scale.view(torch.uint8) == 0xFF
+    return scale.isnan()
 
 
 def own_memory(tensors: dict[str, Tensor], others: dict[str, Tensor]) -> dict[str, Tensor]:
