@@ -1,10 +1,10 @@
 """Runs checkpoints through vLLM's LLM.generate and prints greedy tokens as JSON; a process of its own for tests.
 
-    python tests/programs/vllm_generate.py JOBS.json
+    python tests/programs/vllm_generate.py < JOBS
 
-JOBS.json: [{"path": folder, "eager": bool}, ...]. Prints one line for each: "RESULT " and {"path", "eager", "prompts",
-"tokens"} or {"path", "eager", "error"}. The plug-in is the installed one's entry point, or where there is none, called
-here.
+JOBS: a line a job, {"path": folder, "eager": bool}. Prints a line for each: "RESULT " and {"path", "eager", "prompts",
+"tokens"} or {"path", "eager", "error"}; what comes before it is what was logged for it. The plug-in is the installed
+one's entry point, or where there is none, called here.
 """
 
 import gc
@@ -62,9 +62,11 @@ def main() -> None:
         from torch_moe_ops.vllm import register
 
         register()
-    with open(sys.argv[1]) as file:
-        jobs = json.load(file)
-    for job in jobs:
+    from torch_moe_ops.vllm import log
+
+    for line in sys.stdin:
+        job = json.loads(line)
+        log._said.clear()  # each job is told who runs its experts
         try:
             result = {"prompts": prompts(_vocabulary(job["path"])), "tokens": generate(job["path"], job["eager"])}
         except Exception as error:  # told to the test, which decides

