@@ -13,31 +13,39 @@ import os
 import sys
 import warnings
 from importlib.metadata import entry_points
+from typing import Any
 
 PROMPT_LENGTH, NEW_TOKENS, PROMPTS = 6, 12, 4
+OPTIONS = {
+    "skip_tokenizer_init": True,
+    "dtype": "bfloat16",
+    "max_model_len": 64,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "disable_log_stats": True,
+}
 
 
-def prompts(vocabulary: int) -> list[list[int]]:
+def prompts_of(folder: str) -> list[list[int]]:
+    with open(os.path.join(folder, "config.json")) as file:
+        vocabulary = json.load(file)["vocab_size"]
     return [[(7 * i + 5 * j * j + 3) % vocabulary for j in range(PROMPT_LENGTH)] for i in range(PROMPTS)]
 
 
-def generate(path: str, eager: bool) -> list[list[int]]:
-    from vllm import LLM, SamplingParams
+def greedy(llm: Any, prompts: list[list[int]]) -> list[list[int]]:
+    from vllm import SamplingParams
+
+    given = [{"prompt_token_ids": ids} for ids in prompts]
+    sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, detokenize=False, ignore_eos=True)
+    return [list(o.outputs[0].token_ids) for o in llm.generate(given, sampling, use_tqdm=False)]
+
+
+def generate(folder: str, eager: bool) -> list[list[int]]:
+    from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    llm = LLM(
-        path,
-        skip_tokenizer_init=True,
-        enforce_eager=eager,
-        dtype="bfloat16",
-        max_model_len=64,
-        max_num_seqs=8,
-        max_num_batched_tokens=64,
-        disable_log_stats=True,
-    )
-    given = [{"prompt_token_ids": ids} for ids in prompts(_vocabulary(path))]
-    sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, detokenize=False, ignore_eos=True)
-    tokens = [list(o.outputs[0].token_ids) for o in llm.generate(given, sampling, use_tqdm=False)]
+    llm = LLM(folder, enforce_eager=eager, **OPTIONS)
+    tokens = greedy(llm, prompts_of(folder))
     llm.llm_engine.engine_core.shutdown()
     del llm
     gc.collect()
@@ -45,12 +53,8 @@ def generate(path: str, eager: bool) -> list[list[int]]:
     return tokens
 
 
-def _vocabulary(path: str) -> int:
-    with open(os.path.join(path, "config.json")) as file:
-        return json.load(file)["vocab_size"]
-
-
-def main() -> None:
+def prepare_vllm() -> None:
+    """Its environment, and the plug-in where it is not installed."""
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -62,13 +66,17 @@ def main() -> None:
         from torch_moe_ops.vllm import register
 
         register()
+
+
+def main() -> None:
+    prepare_vllm()
     from torch_moe_ops.vllm import log
 
     for line in sys.stdin:
         job = json.loads(line)
         log._said.clear()  # each job is told who runs its experts
         try:
-            result = {"prompts": prompts(_vocabulary(job["path"])), "tokens": generate(job["path"], job["eager"])}
+            result = {"prompts": prompts_of(job["path"]), "tokens": generate(job["path"], job["eager"])}
         except Exception as error:  # told to the test, which decides
             result = {"error": f"{type(error).__name__}: {error}"}
         print("RESULT " + json.dumps({**job, **result}), flush=True)

@@ -11,6 +11,8 @@ MOE, QUANTIZATION = f"{LAYERS}/fused_moe", f"{LAYERS}/quantization"
 METHOD = f"{MOE}/fused_moe_method_base.py:FusedMoEMethodBase"
 COMPRESSED = f"{QUANTIZATION}/compressed_tensors/compressed_tensors.py:CompressedTensorsConfig"
 MODELOPT = f"{QUANTIZATION}/modelopt.py"
+KERNEL = f"{MOE}/modular_kernel.py"
+_SIZES = ["M", "N", "K", "topk", "global_num_experts", "local_num_experts", "expert_tokens_meta", "activation"]
 
 # file:function or file:class.method -> its parameters. "...": more of them may follow.
 FUNCTIONS: dict[str, list[str]] = {
@@ -57,6 +59,50 @@ FUNCTIONS: dict[str, list[str]] = {
         "expert_id",
         "return_success",
     ],
+    f"{MOE}/all2all_utils.py:maybe_make_prepare_finalize": [
+        "moe",
+        "quant_config",
+        "routing_tables",
+        "allow_new_interface",
+        "use_monolithic",
+        "...",
+    ],
+    f"{KERNEL}:FusedMoEKernel.__init__": ["self", "prepare_finalize", "fused_experts"],
+    f"{KERNEL}:FusedMoEKernel.apply": [
+        "self",
+        "hidden_states",
+        "w1",
+        "w2",
+        "topk_weights",
+        "topk_ids",
+        "activation",
+        "global_num_experts",
+        "expert_map",
+        "apply_router_weight_on_input",
+        "shared_experts",
+        "shared_experts_input",
+    ],
+    f"{KERNEL}:FusedMoEExperts.__init__": ["self", "moe_config", "quant_config", "max_num_tokens", "num_dispatchers"],
+    f"{KERNEL}:FusedMoEExperts._supports_quant_scheme": ["weight_key", "activation_key"],
+    f"{KERNEL}:FusedMoEExpertsModular.workspace_shapes": ["self", *_SIZES],
+    f"{KERNEL}:FusedMoEExpertsModular.apply": [
+        "self",
+        "output",
+        "hidden_states",
+        "w1",
+        "w2",
+        "topk_weights",
+        "topk_ids",
+        "activation",
+        "global_num_experts",
+        "expert_map",
+        "a1q_scale",
+        "a2_scale",
+        "workspace13",
+        "workspace2",
+        "expert_tokens_meta",
+        "apply_router_weight_on_input",
+    ],
     "model_executor/utils.py:set_weight_attrs": ["weight", "weight_attrs"],
 }
 
@@ -77,10 +123,10 @@ ATTRIBUTES: dict[str, set[str]] = {
     "config/vllm.py:VllmConfig": {"additional_config"},
     f"{MOE}/config.py:FusedMoEParallelConfig": {
         "tp_size",
+        "dp_size",
         "enable_eplb",
         "all2all_backend",
         "use_all2all_kernels",
-        "use_ag_rs_all2all_kernels",
     },
     f"{MOE}/routed_experts.py:RoutedExperts": {
         "activation",
@@ -88,7 +134,9 @@ ATTRIBUTES: dict[str, set[str]] = {
         "ckpt_gate_proj_name",
         "ckpt_up_proj_name",
         "ckpt_down_proj_name",
+        "_expert_routing_tables",
         "expert_map_manager",
+        "global_num_experts",
         "moe_config",
         "params_dtype",
         "swiglu_limit",
@@ -106,11 +154,28 @@ ATTRIBUTES: dict[str, set[str]] = {
     f"{QUANTIZATION}/mxfp4.py:GptOssMxfp4Config": {"get_name"},
 }
 
+# Class -> methods that a subclass must have; another one would keep ours from being made.
+ABSTRACT: dict[str, set[str]] = {
+    f"{KERNEL}:FusedMoEExperts": {
+        "activation_format",
+        "_supports_current_device",
+        "_supports_no_act_and_mul",
+        "_supports_quant_scheme",
+        "_supports_activation",
+        "_supports_parallel_config",
+    },
+    f"{KERNEL}:FusedMoEExpertsModular": {"workspace_shapes", "finalize_weight_and_reduce_impl", "apply"},
+}
+
 # Words without which the weight loader would treat our tensors in another way.
 TEXTS: dict[str, list[str]] = {
     f"{MOE}/routed_experts.py": ['"ModelOpt" in quant_method_name', '"_expert_map"', "uses_weight_scale_2_pattern()"],
     "model_executor/models/gpt_oss.py": ['"gpt_oss_mxfp4"', '"weight_dtype"'],
     "config/vllm.py": ["json.dumps(additional_config"],
+    # The runner leaves the exchange of tokens to a method that has a kernel.
+    f"{MOE}/fused_moe_method_base.py": ["return self.moe_kernel is not None"],
+    f"{MOE}/runner/moe_runner.py": ["self._quant_method.supports_internal_mk"],
+    f"{MOE}/config.py": ["FUSED_MOE_UNQUANTIZED_CONFIG"],
     "plugins/__init__.py": ['"vllm.general_plugins"'],
 }
 
@@ -150,6 +215,13 @@ def _attributes(root: Path, node: ast.ClassDef) -> set[str]:
     return names
 
 
+def _abstract(node: ast.ClassDef) -> set[str]:
+    methods = (n for n in node.body if isinstance(n, ast.FunctionDef))
+    return {
+        m.name for m in methods if any(isinstance(d, ast.Name) and d.id == "abstractmethod" for d in m.decorator_list)
+    }
+
+
 def broken(root: Path) -> list[str]:
     """Every seam that the sources under `root` (the package's folder) do not have."""
     wrong = []
@@ -168,6 +240,12 @@ def broken(root: Path) -> list[str]:
             wrong.append(f"{seam} must be there")
         elif lacking := names - _attributes(root, node):
             wrong.append(f"{seam} must have {sorted(lacking)}")
+    for seam, names in ABSTRACT.items():
+        node = _find(root, seam)
+        if not isinstance(node, ast.ClassDef):
+            wrong.append(f"{seam} must be there")
+        elif unknown := _abstract(node) - names:
+            wrong.append(f"{seam} must leave {sorted(names)} to subclasses, leaves {sorted(unknown)} too")
     for file, texts in TEXTS.items():
         text = (root / file).read_text() if (root / file).exists() else ""
         wrong += [f"{file} must say {words!r}" for words in texts if words not in text]

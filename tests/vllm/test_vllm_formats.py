@@ -126,7 +126,7 @@ def test_gate_and_up_share_the_larger_input_scale() -> None:
 
 def _layer(**changes: Any) -> Any:
     """What plan_layer reads of vLLM's RoutedExperts."""
-    parallel = Namespace(tp_size=1, enable_eplb=False, use_all2all_kernels=False, all2all_backend="")
+    parallel = Namespace(tp_size=1, enable_eplb=False, use_all2all_kernels=False, all2all_backend="", dp_size=1)
     config = Namespace(
         num_experts=8,
         num_local_experts=8,
@@ -170,7 +170,11 @@ def test_a_plan_has_the_accuracy_that_was_set(monkeypatch: pytest.MonkeyPatch) -
         ({"moe_backend": "marlin"}, "moe_backend must be 'auto', got 'marlin'"),
         ({"is_lora_enabled": True}, "LoRA must be off"),
         ({"enable_eplb": True}, "EPLB"),
-        ({"use_all2all_kernels": True, "all2all_backend": "deepep_low_latency"}, "all2all_backend must be"),
+        (
+            {"use_all2all_kernels": True, "all2all_backend": "deepep_low_latency"},
+            "all2all_backend must be one of ['allgather_reducescatter'], got 'deepep_low_latency'",
+        ),
+        ({"dp_size": 2, "all2all_backend": "mori_low_latency"}, "all2all_backend must be one of"),
         ({"expert_map_manager": Namespace(num_fused_shared_experts=1)}, "shared experts must not be fused"),
         ({"activation": Namespace(value="gelu_tanh_no_mul")}, "activation must be one of"),
         ({"activation": Namespace(value="swigluoai")}, "gates before ups"),
@@ -186,6 +190,22 @@ def test_what_does_not_run_here_says_why(changes: dict[str, Any], reason: str) -
     with pytest.raises(ValueError) as raised:
         plan_layer(_layer(**changes), NVFP4, CPU)
     assert reason in str(raised.value)
+
+
+def test_ranks_that_exchange_tokens_have_a_kernel_of_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not plan_layer(_layer(), NVFP4, CPU).exchanges
+    alone = plan_layer(_layer(apply_router_weight_on_input=True, experts_per_token=1), NVFP4, CPU)
+    assert alone.options["router_weight_on_input"]
+    changes = {"dp_size": 2, "all2all_backend": "allgather_reducescatter", "apply_router_weight_on_input": True}
+    plan = plan_layer(_layer(**changes, experts_per_token=1), NVFP4, CPU)
+    assert plan.exchanges
+    assert not plan.options["router_weight_on_input"], "who sends a token multiplies it"
+    untested = _layer(use_all2all_kernels=True, all2all_backend="deepep_high_throughput")
+    monkeypatch.setenv(settings.ALL2ALL, "any")
+    assert plan_layer(untested, NVFP4, CPU).exchanges
+    monkeypatch.setenv(settings.ALL2ALL, "none")
+    with pytest.raises(ValueError, match=r"MOEQ_VLLM_ALL2ALL must be one of \['tested', 'any'\], got 'none'"):
+        plan_layer(untested, NVFP4, CPU)
 
 
 def test_the_slow_reference_is_no_reason_to_take_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,10 @@ def test_the_interfaces_are_as_the_plug_in_has_them(folder: Path) -> None:
 @needs_sources
 def test_the_check_notices_what_changed(tmp_path: Path) -> None:
     """Renamed parameters, lost attributes, methods and words."""
-    files = {seam.partition(":")[0] for seam in (*vllm_seams.FUNCTIONS, *vllm_seams.ATTRIBUTES, *vllm_seams.TEXTS)}
+    files = {
+        seam.partition(":")[0]
+        for seam in (*vllm_seams.FUNCTIONS, *vllm_seams.ATTRIBUTES, *vllm_seams.ABSTRACT, *vllm_seams.TEXTS)
+    }
     for file in files:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(SOURCES[0] / file, tmp_path / file)
@@ -42,6 +45,9 @@ def test_the_check_notices_what_changed(tmp_path: Path) -> None:
         ("fused_moe/fused_moe_method_base.py", "topk_ids", "ids", "apply must take"),
         ("fused_moe/routed_experts.py", '"ModelOpt" in quant_method_name', "False", "must say"),
         ("fused_moe/config.py", "experts_per_token", "top_k", "must have ['experts_per_token']"),
+        ("fused_moe/modular_kernel.py", "a1q_scale", "a1_scale", "apply must take"),
+        ("fused_moe/modular_kernel.py", "def workspace_dtype", "@abstractmethod\n    def workspace_dtype", "too"),
+        ("fused_moe/runner/moe_runner.py", "supports_internal_mk", "has_kernel", "must say"),
         ("quantization/modelopt.py", "_resolve_quant_algo", "_resolve", "must be there"),
     ]
     for file, old, new, complaint in changes:
@@ -56,6 +62,6 @@ def test_the_check_notices_what_changed(tmp_path: Path) -> None:
 
 def test_a_folder_without_vllm_has_no_seam(tmp_path: Path) -> None:
     wrong = vllm_seams.broken(tmp_path)
-    assert len(wrong) == sum(map(len, (vllm_seams.FUNCTIONS, vllm_seams.ATTRIBUTES))) + sum(
+    assert len(wrong) == sum(map(len, (vllm_seams.FUNCTIONS, vllm_seams.ATTRIBUTES, vllm_seams.ABSTRACT))) + sum(
         map(len, vllm_seams.TEXTS.values())
     )

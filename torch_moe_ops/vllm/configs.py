@@ -41,8 +41,8 @@ CONFIGS: dict[str, tuple[type, recognize.Recognizer]] = {
 
 def register_configs() -> None:
     """Put ours in the place of vLLM's."""
-    for name, (base, recognizer) in CONFIGS.items():
-        register_quantization_config(name)(config_class(base, recognizer))
+    for name, config in OURS.items():
+        register_quantization_config(name)(config)
 
 
 def config_class(base: type, recognizer: recognize.Recognizer) -> type:
@@ -52,7 +52,8 @@ def config_class(base: type, recognizer: recognize.Recognizer) -> type:
         method = our_method(self, recognizer, layer, prefix) if isinstance(layer, RoutedExperts) else None
         return method if method is not None else base.get_quant_method(self, layer, prefix)  # type: ignore[attr-defined]
 
-    return type(f"Moeq{base.__name__}", (base,), {"get_quant_method": get_quant_method, "__doc__": base.__doc__})
+    body = {"get_quant_method": get_quant_method, "__doc__": base.__doc__, "__module__": __name__}
+    return type(f"Moeq{base.__name__}", (base,), body)
 
 
 def our_method(config: Any, recognizer: recognize.Recognizer, layer: Any, prefix: str) -> MoeqMethod | None:
@@ -67,6 +68,8 @@ def our_method(config: Any, recognizer: recognize.Recognizer, layer: Any, prefix
         say_once(logger.info, "torch_moe_ops: left to vLLM: %s (first in %s)", str(error), prefix)
         return None
     how = "weight-only" if plan.act_format == "none" else f"{plan.act_format} activations"
+    if plan.exchanges:
+        how += f", tokens exchanged by {layer.moe_config.moe_parallel_config.all2all_backend}"
     line = "torch_moe_ops: %s experts on backend %s, %s (first in %s)"
     say_once(logger.info, line, format.name, plan.backend, how, prefix)
     _tell_compiled_graphs_apart(f"{__version__} {format.name} {plan.backend} {plan.act_format}")
@@ -78,3 +81,8 @@ def _tell_compiled_graphs_apart(text: str) -> None:
     extra = get_current_vllm_config().additional_config
     if isinstance(extra, dict):
         extra["torch_moe_ops"] = sorted({*extra.get("torch_moe_ops", ()), text})
+
+
+OURS = {name: config_class(base, recognizer) for name, (base, recognizer) in CONFIGS.items()}
+# vLLM sends configs to its worker processes, which find their classes here by name.
+globals().update({config.__name__: config for config in OURS.values()})

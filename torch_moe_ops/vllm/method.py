@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.utils import set_weight_attrs
 
 from torch_moe_ops.prepared.fused import fused_moe_routed
 from torch_moe_ops.prepared.prepare import prepare
+from torch_moe_ops.vllm.modular import kernel_of, no_weights
 from torch_moe_ops.vllm.parameters import LayerSizes
 from torch_moe_ops.vllm.placement import places_of
 from torch_moe_ops.vllm.plan import Plan
@@ -23,6 +25,7 @@ class MoeqMethod(FusedMoEMethodBase):
     """Runs the experts of one layer by `torch.ops.moeq`.
 
     vLLM routes, runs shared experts and adds up the ranks' results around `apply`, which is why this has none of it.
+    Where ranks exchange tokens, vLLM's modular kernel does so around our experts (modular.py).
 
     Args:
         quant_config: vLLM's config of the checkpoint, for those who look it up here.
@@ -78,9 +81,15 @@ class MoeqMethod(FusedMoEMethodBase):
         layer.moeq_weights = prepare(raw, **self.plan.options)
         for name in self._names:
             delattr(layer, name)
+        if self.plan.exchanges:
+            weights = layer.moeq_weights
+            rows13 = weights.intermediate_size * (2 if self.moe.is_act_and_mul else 1)
+            self.moe_kernel = kernel_of(layer, weights, self.plan.maps_ids)
+            self._sizes = no_weights(weights.num_local_experts, rows13, weights.hidden_size, raw.w13.device)
 
-    def get_fused_moe_quant_config(self, layer: Any) -> None:
-        """None: vLLM's kernels do not run these experts."""
+    def get_fused_moe_quant_config(self, layer: Any) -> Any:
+        """Of what ranks exchange, which is not quantized; else None: vLLM's kernels do not run these experts."""
+        return FUSED_MOE_UNQUANTIZED_CONFIG if self.plan.exchanges else None
 
     def apply(
         self,
@@ -91,7 +100,24 @@ class MoeqMethod(FusedMoEMethodBase):
         shared_experts: Any,
         shared_experts_input: Tensor | None,
     ) -> Tensor:
-        """This rank's experts for x [num_tokens, hidden_size]; capturable, and traced where vLLM traces it."""
+        """This rank's experts for x [num_tokens, hidden_size]; capturable, and traced where vLLM traces it.
+
+        With a modular kernel: all ranks' experts for this rank's tokens, or what it has to add to that.
+        """
+        if self.moe_kernel is not None:
+            return self.moe_kernel.apply(
+                hidden_states=x,
+                w1=self._sizes[0],
+                w2=self._sizes[1],
+                topk_weights=topk_weights,
+                topk_ids=topk_ids,
+                activation=layer.activation,
+                global_num_experts=layer.global_num_experts,
+                expert_map=layer._expert_map,
+                apply_router_weight_on_input=layer.apply_router_weight_on_input,
+                shared_experts=shared_experts,
+                shared_experts_input=shared_experts_input,
+            )
         ids = places_of(topk_ids, layer._expert_map) if self.plan.maps_ids else topk_ids
         return fused_moe_routed(x, ids, topk_weights, layer.moeq_weights)
 

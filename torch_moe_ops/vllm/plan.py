@@ -23,13 +23,15 @@ class Plan:
     """How a layer runs.
 
     backend: what `prepare` will choose. options: keywords of `prepare`. maps_ids: the experts of this rank are no
-    range of ids, so that each call maps them to places.
+    range of ids, so that each call maps them to places. exchanges: vLLM's modular kernel takes tokens from rank to rank
+    around the experts.
     """
 
     format: ExpertFormat
     backend: str
     act_format: str
     maps_ids: bool
+    exchanges: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -54,12 +56,14 @@ def plan_layer(layer: Any, format: ExpertFormat, device: torch.device) -> Plan:
     )
     _check_shards(sizes, format, config)
     offset = first_of_range(layer._expert_map)
+    exchanges = _exchanges(config.moe_parallel_config)
     options = {**activation_of(layer), "router_weight_on_input": bool(layer.apply_router_weight_on_input)}
     options["accuracy"] = settings.accuracy()
     if options["activation"] == "swigluoai" and _is_interleaved(layer) != format.interleaved:
         raise ValueError(f"rows of w13 must be gates before ups in {format.name}, got them interleaved")
     if options["router_weight_on_input"] and config.experts_per_token != 1:
         raise ValueError(f"top_k must be 1 for router weights on the input, got {config.experts_per_token}")
+    options["router_weight_on_input"] &= not exchanges  # who sends a token has multiplied it
     if offset is not None:
         options |= {"num_experts": config.num_experts, "local_expert_offset": offset}
     stored = format.act_format if settings.act_format() != "none" else "none"
@@ -70,7 +74,7 @@ def plan_layer(layer: Any, format: ExpertFormat, device: torch.device) -> Plan:
         explanation = _explain(format, sizes, act, device, options)
     backend = _chosen(explanation)
     _check_dtype(backend, config.in_dtype)
-    return Plan(format, backend, act, offset is None, {**options, "act_format": act})
+    return Plan(format, backend, act, offset is None, exchanges, {**options, "act_format": act})
 
 
 def _explain(
@@ -113,9 +117,14 @@ def _check_deployment(layer: Any) -> None:
         raise ValueError("load balancing of experts (EPLB) must be off: packed experts are not moved between ranks")
     if getattr(layer.expert_map_manager, "num_fused_shared_experts", 0):
         raise ValueError("shared experts must not be fused with the routed ones")
-    if parallel.use_all2all_kernels and not getattr(parallel, "use_ag_rs_all2all_kernels", False):
-        name = parallel.all2all_backend
-        raise ValueError(f"all2all_backend must be 'allgather_reducescatter', got {name!r}")
+    known = settings.all2all_backends()
+    if _exchanges(parallel) and parallel.all2all_backend not in known:
+        raise ValueError(f"all2all_backend must be one of {list(known)}, got {parallel.all2all_backend!r}")
+
+
+def _exchanges(parallel: Any) -> bool:
+    """Whether ranks have tokens of their own, which must come together where their experts are."""
+    return bool(parallel.dp_size > 1 or parallel.use_all2all_kernels)
 
 
 def _check_shards(sizes: LayerSizes, format: ExpertFormat, config: Any) -> None:

@@ -18,7 +18,11 @@ def register() -> None:
     if wanted is False:
         logger.info("torch_moe_ops: off (%s=0)", settings.SWITCH)
         return
-    settings.act_format(), settings.accuracy()  # a wrong word is an error here, not in the middle of loading
+    (
+        settings.act_format(),
+        settings.accuracy(),
+        settings.all2all_backends(),
+    )  # a wrong word is an error here, not in the middle of loading
     reason = _release_reason(_version(), wanted is True)
     if reason:
         logger.warning("torch_moe_ops: off: %s", reason)

@@ -9,7 +9,11 @@ from torch_moe_ops.core.problem import ACCURACIES
 SWITCH = "MOEQ_VLLM"
 ACT_FORMAT = "MOEQ_VLLM_ACT_FORMAT"
 ACCURACY = "MOEQ_VLLM_ACCURACY"
+ALL2ALL = "MOEQ_VLLM_ALL2ALL"
 _ON, _OFF = ("1", "on", "true", "yes"), ("0", "off", "false", "no")
+# vLLM's names of ways to exchange tokens, by which of them our tests ran.
+_TESTED = ("allgather_reducescatter",)
+_UNTESTED = ("deepep_high_throughput", "deepep_low_latency")
 _ACT_FORMATS = ("auto", "checkpoint", "none")
 
 
@@ -35,6 +39,11 @@ def act_format() -> str:
 def accuracy() -> str:
     """MOEQ_VLLM_ACCURACY: "standard" (the default) or "strict", as in `prepare`."""
     return _word(ACCURACY, ACCURACIES)
+
+
+def all2all_backends() -> tuple[str, ...]:
+    """Those under which layers are taken over. MOEQ_VLLM_ALL2ALL: "tested" (the default) or "any"."""
+    return _TESTED if _word(ALL2ALL, ("tested", "any")) == "tested" else _TESTED + _UNTESTED
 
 
 def _word(variable: str, allowed: tuple[str, ...]) -> str:
