@@ -23,6 +23,7 @@ from torch_moe_ops.transformers.linears import check_linears_loaded
 from torch_moe_ops.transformers.modules import ExpertsModule, find_experts, remove_parameters
 from torch_moe_ops.transformers.routers import replace_routers
 from torch_moe_ops.transformers.saving import AttachedExperts
+from torch_moe_ops.transformers.shared_experts import load_with_shared
 from torch_moe_ops.weights.quantize_experts import quantized
 from torch_moe_ops.weights.raw_weights import RawWeights
 
@@ -36,6 +37,7 @@ def attach_experts(
     device: torch.device | str | None = None,
     check_linears: bool = True,
     route: bool = True,
+    shared_experts: bool = False,
     **prepare_options: Any,
 ) -> dict[str, PreparedWeights]:
     """Give every experts module of a transformers model the quantized experts of a checkpoint.
@@ -54,6 +56,9 @@ def attach_experts(
         check_linears: compare quantized linears outside the experts with what the model has for them: transformers
             does not load all of their formats, and leaves what it cannot load random.
         route: let routers choose by `moeq::route` in inference on a GPU, where that does what they do.
+        shared_experts: run shared experts in the call of the routed ones, where the checkpoint has both in one scheme
+            (a line of the log, INFO, says where not). Their sum is then rounded once; such a model is not saved by
+            `save_pretrained`.
         prepare_options: given to `prepare` for every layer (`backend`, `accuracy`, ...).
 
     Returns: the prepared weights by module name, for `explain`.
@@ -71,6 +76,7 @@ def attach_experts(
     if check_linears:
         check_linears_loaded(model, open_checkpoint(path))
     options: dict[str, Any] = {"act_format": act_format, "input_scales": input_scales, "device": device, "route": route}
+    options["shared_experts"] = shared_experts
     attached = attach_to(model, modules, path, **options, **prepare_options)
     model.hf_quantizer = AttachedExperts()  # whatever it was: it would save a model without experts
     return attached
@@ -86,6 +92,7 @@ def attach_to(
     device: torch.device | str | None = None,
     scheme: str | None = None,
     route: bool = True,
+    shared_experts: bool = False,
     **prepare_options: Any,
 ) -> dict[str, PreparedWeights]:
     """attach_experts for modules that were found before; `scheme` quantizes experts that a checkpoint does not."""
@@ -95,12 +102,15 @@ def attach_to(
     quantization = open_checkpoint(path).model.quantization
     for found in track(modules, "experts"):
         target = torch.device(device) if device is not None else _device_beside(model, found.name)
-        raw = load_experts(path, layer=found.layer, input_scales=input_scales)
+        joined = load_with_shared(model, found, path, input_scales) if shared_experts else None
+        raw = joined[0] if joined else load_experts(path, layer=found.layer, input_scales=input_scales)
         if scheme is not None:
             raw = quantized(raw, scheme)
         stored = stored_act_format(raw, quantization)
         act = chosen_act_format(raw, stored, target, prepare_options) if act_format == AUTO else act_format
         attached[found.name] = attach_raw(found, raw, target, act_format=act, **prepare_options)
+        if joined:
+            joined[1].replace(found.module.moeq_weights)
         choices.add(stored, attached[found.name])
     set_implementation(model, modules)
     if route:
@@ -156,12 +166,13 @@ def _check_sizes(found: ExpertsModule, raw: RawWeights) -> None:
     _require(
         found, raw, "gating", "gated" if module.has_gate else "not gated", "gated" if raw.is_gated else "not gated"
     )
+    routed = raw.num_experts - raw.num_shared_experts
     if found.sizes is not None:
         names = "num_experts, hidden_size, intermediate_size"
-        got = (raw.num_experts, raw.hidden_size, raw.intermediate_size)
+        got = (routed, raw.hidden_size, raw.intermediate_size)
         _require(found, raw, names, found.sizes, got)
     # Under expert parallelism the module counts this rank's experts only; a checkpoint has all of them.
-    _require(found, raw, "num_experts", getattr(module, "num_experts", raw.num_experts), raw.num_experts)
+    _require(found, raw, "num_experts", getattr(module, "num_experts", routed), routed)
 
 
 def _require(found: ExpertsModule, raw: RawWeights, what: str, wanted: Any, got: Any) -> None:

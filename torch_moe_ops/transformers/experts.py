@@ -13,6 +13,7 @@ from torch_moe_ops.prepared.fused import fused_moe_routed
 from torch_moe_ops.prepared.prepare import prepare
 from torch_moe_ops.prepared.prepared_weights import PreparedWeights
 from torch_moe_ops.prepared.restoring import restored_views
+from torch_moe_ops.prepared.shared_experts import append_shared_experts
 from torch_moe_ops.prepared.state import SETTINGS, prepared_of, require_same_layer, state_of, take_over
 
 IMPLEMENTATION = "moeq"
@@ -125,4 +126,14 @@ def moeq_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, to
             "call torch_moe_ops.transformers.attach_experts(model, checkpoint) first, or quantize_model(model, scheme) "
             "(scheme 'none' keeps the weights that it has)"
         )
-    return fused_moe_routed(hidden_states, top_k_index, top_k_weights, weights.prepared)
+    w = weights.prepared
+    if w.num_shared_experts:
+        top_k_index, top_k_weights = _with_shared(weights, hidden_states, top_k_index, top_k_weights)
+    return fused_moe_routed(hidden_states, top_k_index, top_k_weights, w)
+
+
+def _with_shared(weights: Any, hidden_states: Tensor, ids: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+    """ids and factors with the columns of shared experts (shared_experts.py)."""
+    gate = weights.shared_gate[0]
+    of_tokens = None if gate is None else torch.sigmoid(gate(hidden_states))
+    return append_shared_experts(ids, factors, weights.prepared, of_tokens)

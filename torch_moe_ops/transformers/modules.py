@@ -49,7 +49,7 @@ def _sizes(module: Any) -> tuple[int, int, int] | None:
     attached = getattr(module, "moeq_weights", None)
     if attached is not None:
         w = attached.prepared
-        return w.num_experts, w.hidden_size, w.intermediate_size
+        return w.num_experts - w.num_shared_experts, w.hidden_size, w.intermediate_size
     adapter = adapter_of(module)
     if adapter is not None:
         w13, w2 = adapter.weights(module)

@@ -1,0 +1,121 @@
+"""Shared experts in the call of the routed ones, in models of transformers: logits of the dequantized model."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+from checkpoints_support import FIXTURES
+from tolerances import F32, relative_l2
+from torch import Tensor, nn
+from vllm_checkpoints import with_shared_experts
+
+transformers = pytest.importorskip("transformers", minversion="5.17", reason="needs transformers >= 5.17")
+
+from quantized_models import write_model  # noqa: E402
+
+import torch_moe_ops.transformers as moeq_transformers  # noqa: E402
+from torch_moe_ops.transformers.modules import find_experts  # noqa: E402
+from torch_moe_ops.transformers.shared_experts import SharedInside, shared_of  # noqa: E402
+
+IDS = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))
+ARCHITECTURES = ["deepseek_v3", "glm4_moe", "qwen2_moe", "qwen3_next"]
+FORMATS = ["ModelOpt NVFP4", "compressed-tensors MXFP4", "compressed-tensors FP8"]
+
+
+def _load(folder: Path, **options: Any) -> Any:
+    moeq_transformers.register(act_format="none", **options)
+    try:
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    finally:
+        moeq_transformers.register(act_format="none")
+
+
+@torch.no_grad()
+def _logits(model: Any) -> Tensor:
+    return model(input_ids=IDS, use_cache=False).logits
+
+
+def _inside(model: Any) -> int:
+    """Layers whose shared experts are in the call; their own weights must be gone."""
+    names = [name for name, module in model.named_modules() if isinstance(module, SharedInside)]
+    assert not [p for p, _ in model.named_parameters() if p.startswith(tuple(f"{name}." for name in names))]
+    weights = [found.module.moeq_weights.prepared for found in find_experts(model)]
+    assert [bool(w.num_shared_experts) for w in weights].count(True) == len(names)
+    return len(names)
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_are_those_of_the_dequantized_model(architecture: str, format_name: str, tmp_path: Path) -> None:
+    written = write_model(tmp_path, architecture, format_name)
+    model = _load(written.quantized, shared_experts=True)
+    assert _inside(model) == len(find_experts(model))
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(written.dequantized, dtype=torch.float32)
+    expected = _logits(oracle)
+    assert relative_l2(_logits(model), expected) < F32
+    assert relative_l2(_logits(copy.deepcopy(model)), expected) < F32
+
+
+def test_they_stay_beside_unless_asked_for() -> None:
+    assert _inside(_load(FIXTURES / "deepseek_v3_modelopt_nvfp4")) == 0
+
+
+def test_attach_experts_puts_them_inside() -> None:
+    path = FIXTURES / "deepseek_v3_modelopt_nvfp4"
+    plain = _load(path)
+    model = copy.deepcopy(plain)
+    options: dict[str, Any] = {"act_format": "none", "check_linears": False, "shared_experts": True}
+    moeq_transformers.attach_experts(model, path, **options)
+    assert _inside(model) == 1
+    assert relative_l2(_logits(model), _logits(plain)) < F32
+    moved = model.to(torch.float32)
+    assert relative_l2(_logits(moved), _logits(plain)) < F32
+
+
+def test_compiled_in_one_graph() -> None:
+    model = _load(FIXTURES / "deepseek_v3_modelopt_nvfp4", shared_experts=True)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert relative_l2(_logits(compiled), _logits(model)) < F32
+
+
+def test_a_model_with_them_inside_is_not_saved(tmp_path: Path) -> None:
+    model = _load(FIXTURES / "deepseek_v3_modelopt_nvfp4", shared_experts=True)
+    with pytest.raises(ValueError, match="num_shared_experts must be 0 of a layer that is written, got 1"):
+        model.save_pretrained(tmp_path)
+
+
+def test_those_of_another_scheme_stay_beside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = with_shared_experts(tmp_path / "model")
+    with caplog.at_level(logging.INFO):
+        model = _load(folder, shared_experts=True)
+    assert _inside(model) == 0
+    assert "shared experts beside model.layers.0.mlp.experts run as before" in caplog.text
+    assert relative_l2(_logits(model), _logits(_load(folder))) == 0
+
+
+class _Block(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+        self.experts, self.shared_experts = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.experts(hidden_states) + self.factor * self.shared_experts(hidden_states)
+
+
+def test_a_block_that_does_more_than_add_is_refused() -> None:
+    assert shared_of(_Block(1.0), "experts", "shared_experts").gate is None
+    with pytest.raises(ValueError, match="_Block must add its shared_experts as they are to its routed experts"):
+        shared_of(_Block(0.5), "experts", "shared_experts")
+    divided = _Block(1.0)
+    divided.experts._is_expert_parallel = True
+    with pytest.raises(ValueError, match="experts must be on one device, got them divided among ranks"):
+        shared_of(divided, "experts", "shared_experts")
