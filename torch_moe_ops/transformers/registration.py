@@ -20,8 +20,8 @@ def register(*, input_scales: bool = True, **prepare_options: Any) -> None:
 
     Args:
         input_scales: as in `load_experts`; False ignores calibrated activation scales.
-        prepare_options: given to `prepare` for every layer (`backend`, `accuracy`), act_format ("auto" by default) and
-            route as in `attach_experts`.
+        prepare_options: given to `prepare` for every layer (`backend`, `accuracy`), act_format ("auto" by default),
+            route and shared_experts as in `attach_experts`.
 
     Raises:
         ImportError: transformers is older than the interfaces used here.
