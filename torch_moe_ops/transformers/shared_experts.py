@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 class SharedInside(nn.Module):
     """In the place of shared experts that run with the routed ones: nothing to add."""
 
+    nothing: Tensor
+
     def __init__(self, like: Tensor) -> None:
         super().__init__()
         self.register_buffer("nothing", like.new_zeros(()), persistent=False)
