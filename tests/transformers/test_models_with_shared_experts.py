@@ -86,6 +86,28 @@ def test_compiled_in_one_graph() -> None:
     assert relative_l2(_logits(compiled), _logits(model)) < F32
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_on_a_gpu_eager_and_compiled(architecture: str, tmp_path: Path) -> None:
+    """In bfloat16, where the sum is rounded once instead of twice."""
+    written = write_model(tmp_path, architecture, "ModelOpt NVFP4")
+    models = []
+    for inside in (True, False):
+        moeq_transformers.register(act_format="none", shared_experts=inside)
+        options: dict[str, Any] = {"dtype": torch.bfloat16, "device_map": {"": 0}}
+        models.append(transformers.AutoModelForCausalLM.from_pretrained(written.quantized, **options).eval())
+    moeq_transformers.register(act_format="none")
+    model, beside = models
+    assert _inside(model) and not _inside(beside)
+    ids = IDS.cuda()
+    with torch.no_grad():
+        expected = beside(input_ids=ids, use_cache=False).logits
+        found = model(input_ids=ids, use_cache=False).logits
+        compiled = torch.compile(model, fullgraph=True)(input_ids=ids, use_cache=False).logits
+    assert relative_l2(found, expected) < 2e-2
+    assert relative_l2(compiled, expected) < 2e-2
+
+
 def test_a_model_with_them_inside_is_not_saved(tmp_path: Path) -> None:
     model = _load(FIXTURES / "deepseek_v3_modelopt_nvfp4", shared_experts=True)
     with pytest.raises(ValueError, match="num_shared_experts must be 0 of a layer that is written, got 1"):

@@ -15,6 +15,7 @@ import pytest
 import torch
 from checkpoints_support import FIXTURES
 from paths import PROGRAMS, ROOT
+from torch import Tensor
 from vllm_checkpoints import graft
 from vllm_layers import FIXTURE_OF, config_of, in_vllm, layer_of, load, routing_of, whole
 from vllm_reference import disagreements, reference_model
@@ -95,6 +96,45 @@ def test_weights_on_the_input_are_multiplied_once(form: str) -> None:
     expected = moe.fused_moe_routed(x, ids, weights, expected_by).float()
     # The step rounds the product to bfloat16, the op does not.
     assert (found.float() - expected).norm() <= 1e-2 * expected.norm()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU beside vLLM")
+def test_the_kernel_is_captured_in_a_cuda_graph() -> None:
+    import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.v1.worker.workspace import init_workspace_manager
+
+    from torch_moe_ops.vllm.modular import experts_for, no_weights
+
+    fixture = FIXTURE_OF["nvfp4"]
+    model, config = config_of(fixture)
+    raw = moe.load_experts(FIXTURES / fixture, layer=1, device="cuda")
+    weights = moe.prepare(raw, act_format="none")
+    x = torch.randn(TOKENS, raw.hidden_size, device="cuda", dtype=torch.bfloat16)
+    ids, factors = (t.cuda() for t in routing_of(raw.num_experts))
+    sizes = no_weights(raw.num_experts, 2 * raw.intermediate_size, raw.hidden_size, x.device)
+    with in_vllm():
+        init_workspace_manager(x.device)
+        step = _step("rows", raw.num_experts, 0)
+        layer = layer_of(model, config, (1, 1, "linear"), 0)
+        kernel = mk.FusedMoEKernel(step, experts_for(step, layer.moe_config, weights, False))
+        given = {"activation": MoEActivation.SILU, "global_num_experts": raw.num_experts, "expert_map": None}
+
+        def run() -> Tensor:
+            return kernel.apply(x, *sizes, factors, ids, apply_router_weight_on_input=False, **given)
+
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = run()
+    x.copy_(torch.randn_like(x))
+    ids.copy_(ids.flip(0))
+    graph.replay()
+    expected = moe.fused_moe_routed(x, ids, factors, weights)
+    assert torch.equal(captured, expected)
 
 
 def test_rows_that_are_no_tokens_are_given_to_no_expert() -> None:
