@@ -8,6 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from gradient_cases import (
+    F32,
+    FORMATS,
+    LARGE,
+    LIMITS,
+    backends_of,
+    bounds_of,
+    check_biases,
+    differentiated,
+    leaf,
+    learning,
+)
 from problems import Case, make_batch, make_raw
 from straight_through import Leaves, layer, layer_of, weights_of
 from tolerances import relative_l2
@@ -17,15 +29,6 @@ import torch_moe_ops as moe
 from torch_moe_ops.core.activations import ACTIVATIONS
 from torch_moe_ops.core.schemes import SCHEMES
 
-F32, BF16, F16 = 1e-5, 6e-3, 2e-3
-# Where the intermediate is quantized, a value next to a tie may move to the neighbouring code; it reaches the gradient
-# of the routing weights alone.
-MOVED = 2e-2
-
-
-def _leaf(t: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
-    return None if t is None else t.detach().to(dtype or t.dtype).clone().requires_grad_()
-
 
 def _grad(leaf: Tensor) -> Tensor:
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
@@ -33,50 +36,31 @@ def _grad(leaf: Tensor) -> Tensor:
 
 def _check(case: Case, backend: str, ids: Tensor | None = None, **options: Any) -> None:
     """Both gradients of hidden states, routing weights and biases, within the bounds."""
-    raw = make_raw(case)
-    constants = options.pop("constants", (None, None, None))
-    names = dict(zip(("swiglu_alpha", "swiglu_beta", "swiglu_limit"), constants, strict=True))
-    settings = {"act_format": case.act_format, "weight_policy": case.weight_policy, "backend": backend}
-    w = moe.prepare(raw, **settings, **names, **options)
-    w = dataclasses.replace(w, w13_bias=_leaf(w.w13_bias), w2_bias=_leaf(w.w2_bias))
+    raw, constants = make_raw(case), options.pop("constants", (None, None, None))
+    w = learning(case, backend, constants, **options)
     x, own_ids, weights = make_batch(case)
     ids = own_ids if ids is None else ids
-    x, weights = _leaf(x), _leaf(weights)
+    x, weights = leaf(x), leaf(weights)
     out = moe.fused_moe_routed(x, ids, weights, w)
-    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(out.dtype)
-    out.backward(grad)
+    grad = differentiated(out)
 
-    leaves = Leaves(*(_leaf(t, torch.float32) for t in (x, weights, raw.w13_bias, raw.w2_bias)))
+    leaves = Leaves(*(leaf(t, torch.float32) for t in (x, weights, raw.w13_bias, raw.w2_bias)))
     expected = layer_of(case, w, leaves, ids, constants)
     expected.backward(grad.float())
-    bound = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}[case.dtype]
-    moved = MOVED if case.act_format != "none" else bound
+    bound, moved = bounds_of(case)  # what moves reaches the gradient of the routing weights alone
     assert x.grad.dtype == case.dtype
     assert weights.grad.dtype == torch.float32
     assert relative_l2(x.grad, leaves.x.grad) <= bound
     assert relative_l2(weights.grad, _grad(leaves.weights)) <= moved
     if case.bias:
-        of_w13 = w.w13_bias.grad.unflatten(1, (2 if raw.is_gated else 1, -1))[:, :, : case.inter].flatten(1)
-        assert relative_l2(of_w13, _grad(leaves.w13_bias)) <= bound
-        assert relative_l2(w.w2_bias.grad, _grad(leaves.w2_bias)) <= bound
-
-
-FORMATS = [(s.name, act) for s in SCHEMES.values() for act in s.act_formats]
-LARGE = Case(tokens=37, experts=6, top_k=3, hidden=128, inter=96)
-
-
-def _backends(case: Case) -> list[str]:
-    fits = moe.explain(
-        make_raw(case), act_format=case.act_format, weight_policy=case.weight_policy, device="cpu"
-    ).against
-    return [name for name in ("reference", "cpu") if not fits[name]]
+        check_biases(case, w, _grad(leaves.w13_bias), _grad(leaves.w2_bias), bound)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("scheme", "act"), FORMATS)
 def test_every_format(scheme: str, act: str, dtype: torch.dtype) -> None:
     case = replace(LARGE, scheme=scheme, act_format=act, dtype=dtype, bias=True, foreign=True)
-    for backend in _backends(case):
+    for backend in backends_of(case):
         _check(case, backend)
 
 
@@ -84,21 +68,13 @@ def test_every_format(scheme: str, act: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("scheme", "act"), [(s.name, act) for s in SCHEMES.values() for act in s.static_acts])
 def test_calibrated_activations(scheme: str, act: str, scale: str) -> None:
     case = replace(LARGE, scheme=scheme, act_format=act, input_scale=scale, dtype=torch.float32)
-    for backend in _backends(case):
+    for backend in backends_of(case):
         _check(replace(case, per_half=scheme == "nvfp4"), backend)
 
 
 @pytest.mark.parametrize("policy", ["packed", "folded"])
 def test_weight_policies(policy: str) -> None:
     _check(replace(LARGE, act_format="fp8", weight_policy=policy, dtype=torch.float32), "reference")
-
-
-LIMITS: dict[str, tuple[float | None, ...]] = {
-    "silu": (None, None, 0.4),
-    "swigluoai": (1.3, 0.5, 0.4),
-    "swiglustep": (None, None, 0.3),
-    "situ": (0.5, 0.7, None),
-}
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -159,8 +135,8 @@ def test_no_token() -> None:
     case = replace(LARGE, tokens=0, bias=True)
     w = moe.prepare(make_raw(case))
     x, ids, weights = make_batch(case)
-    w = dataclasses.replace(w, w13_bias=_leaf(w.w13_bias), w2_bias=_leaf(w.w2_bias))
-    x, weights = _leaf(x), _leaf(weights)
+    w = dataclasses.replace(w, w13_bias=leaf(w.w13_bias), w2_bias=leaf(w.w2_bias))
+    x, weights = leaf(x), leaf(weights)
     moe.fused_moe_routed(x, ids, weights, w).sum().backward()
     assert x.grad.shape == (0, case.hidden)
     assert weights.grad.shape == (0, case.top_k)
@@ -173,7 +149,7 @@ def test_packed_hidden_states_have_none_and_routing_weights_have_one(backend: st
     case = replace(LARGE, act_format="nvfp4", input_scale="tensor")
     w = moe.prepare(make_raw(case), act_format="nvfp4", backend=backend)
     x, ids, weights = make_batch(case)
-    weights = _leaf(weights)
+    weights = leaf(weights)
     moe.fused_moe_routed(x, ids, weights, w).sum().backward()
     expected, weights.grad = weights.grad, None
     codes, scale = moe.quantize_nvfp4(x, w.a1_gscale)
@@ -190,17 +166,17 @@ def test_monolithic_ops_differentiate_through_the_router(method: str, backend: s
     routing = moe.Routing(method, 1 if method == "llama4" else 3)
     x, _, _ = make_batch(case)
     logits = torch.randn(case.tokens, case.experts)
-    leaf_x, leaf_logits = _leaf(x), _leaf(logits)
+    leaf_x, leaf_logits = leaf(x), leaf(logits)
     out = moe.fused_moe(leaf_x, leaf_logits, w, routing=routing)
     assert torch.equal(out, moe.fused_moe(x, logits, w, routing=routing))
     grad = torch.randn(out.shape)
     out.backward(grad)
 
     ids, weights = moe.route(logits, routing)
-    expected = Leaves(_leaf(x), _leaf(weights), None, None)
+    expected = Leaves(leaf(x), leaf(weights), None, None)
     layer(expected, ids, raw, *weights_of(raw, "exact"), "none", on_input=method == "llama4").backward(grad)
     assert relative_l2(leaf_x.grad, expected.x.grad) <= F32
-    again = _leaf(logits)
+    again = leaf(logits)
     moe.route(again, routing)[1].backward(expected.weights.grad)
     assert relative_l2(leaf_logits.grad, again.grad) <= F32
 
@@ -211,7 +187,7 @@ def test_two_runs_give_the_same_bits() -> None:
     x, ids, weights = make_batch(case)
     found = []
     for _ in range(2):
-        leaves = _leaf(x), _leaf(weights)
+        leaves = leaf(x), leaf(weights)
         moe.fused_moe_routed(leaves[0], ids, leaves[1], w).backward(torch.ones_like(x))
         found.append([leaf.grad for leaf in leaves])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
@@ -220,7 +196,7 @@ def test_two_runs_give_the_same_bits() -> None:
 def test_a_token_is_independent_of_the_others() -> None:
     w = moe.prepare(make_raw(LARGE))
     x, ids, weights = make_batch(LARGE)
-    whole, broken = _leaf(x), _leaf(x)
+    whole, broken = leaf(x), leaf(x)
     moe.fused_moe_routed(whole, ids, weights, w).sum().backward()
     with torch.no_grad():
         broken[5] = float("nan")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from gradient_cases import FORMATS, LARGE, LIMITS, backends_of, bounds_of, check_biases, differentiated, leaf, learning
 from lora_cases import factors_of
 from problems import Case, make_batch, make_raw
 from straight_through import Leaves, layer_of
@@ -16,22 +17,13 @@ from torch import Tensor
 
 import torch_moe_ops as moe
 from torch_moe_ops.core.activations import ACTIVATIONS
-from torch_moe_ops.core.schemes import SCHEMES
 from torch_moe_ops.gradients import layer_pass, lora_layer, pairs, weights
 
-F32, BF16, F16 = 1e-5, 6e-3, 2e-3
-MOVED = 2e-2  # where the intermediate is quantized: see test_expert_gradients.py
 FACTORS = ("a13", "b13", "a2", "b2")
-LARGE = Case(tokens=37, experts=6, top_k=3, hidden=128, inter=96)
-FORMATS = [(s.name, act) for s in SCHEMES.values() for act in s.act_formats]
-
-
-def _leaf(t: Tensor | None) -> Any:
-    return None if t is None else t.detach().clone().requires_grad_()
 
 
 def _wide(t: Tensor | None) -> Any:
-    return None if t is None else t.detach().float().clone().requires_grad_()
+    return leaf(t, torch.float32)
 
 
 def _leaves(lora: moe.Lora, make: Any) -> moe.Lora:
@@ -45,37 +37,25 @@ def _lora_ids(case: Case, adapters: int) -> Tensor | None:
     return torch.randint(-1, adapters + 1, (case.tokens,), generator=g)  # one number is nobody's
 
 
-def _backends(case: Case) -> list[str]:
-    settings = {"act_format": case.act_format, "weight_policy": case.weight_policy, "device": "cpu"}
-    against = moe.explain(make_raw(case), **settings).against
-    return [name for name in ("reference", "cpu") if not against[name]]
-
-
 def _check(
     case: Case, backend: str, adapters: int = 1, only: tuple[str, ...] = FACTORS, rank: int = 3, **options: Any
 ) -> None:
-    raw = make_raw(case)
-    constants = options.pop("constants", (None, None, None))
-    names = dict(zip(("swiglu_alpha", "swiglu_beta", "swiglu_limit"), constants, strict=True))
-    settings = {"act_format": case.act_format, "weight_policy": case.weight_policy, "backend": backend}
-    w = moe.prepare(raw, **settings, **names, **options)
-    w = dataclasses.replace(w, w13_bias=_leaf(w.w13_bias), w2_bias=_leaf(w.w2_bias))
+    raw, constants = make_raw(case), options.pop("constants", (None, None, None))
+    w = learning(case, backend, constants, **options)
     given = factors_of(raw, adapters, rank, case.dtype)
     given = replace(given, **{name: None for name in FACTORS if name not in only})
-    lora, lora_ids = _leaves(given, _leaf), _lora_ids(case, adapters)
+    lora, lora_ids = _leaves(given, leaf), _lora_ids(case, adapters)
     x, ids, topk = make_batch(case)
-    x, topk = _leaf(x), _leaf(topk)
+    x, topk = leaf(x), leaf(topk)
     out = moe.fused_moe_routed(x, ids, topk, w, lora=lora, lora_ids=lora_ids)
-    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(out.dtype)
-    out.backward(grad)
+    grad = differentiated(out)
 
     leaves = Leaves(_wide(x), _wide(topk), _wide(raw.w13_bias), _wide(raw.w2_bias))
     wide = _leaves(given, _wide)
     of_tokens = torch.zeros(case.tokens, dtype=torch.int64) if lora_ids is None else lora_ids
     expected = layer_of(case, w, leaves, ids, constants, lora=wide, lora_ids=of_tokens)
     expected.backward(grad.float())
-    bound = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}[case.dtype]
-    moved = MOVED if case.act_format != "none" else bound
+    _, moved = bounds_of(case)
     assert relative_l2(out, expected) <= moved
     assert relative_l2(x.grad, leaves.x.grad) <= moved
     assert relative_l2(topk.grad, leaves.weights.grad) <= moved
@@ -85,25 +65,15 @@ def _check(
         assert want.any() or case.tokens == 1  # whose adapter may be none
         assert relative_l2(got, want) <= moved, name
     if case.bias:
-        of_w13 = w.w13_bias.grad.unflatten(1, (2 if raw.is_gated else 1, -1))[:, :, : case.inter].flatten(1)
-        assert relative_l2(of_w13, leaves.w13_bias.grad) <= moved
-        assert relative_l2(w.w2_bias.grad, leaves.w2_bias.grad) <= bound
+        check_biases(case, w, leaves.w13_bias.grad, leaves.w2_bias.grad, moved)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("scheme", "act"), FORMATS)
 def test_every_format(scheme: str, act: str, dtype: torch.dtype) -> None:
     case = replace(LARGE, scheme=scheme, act_format=act, dtype=dtype, bias=True, foreign=True)
-    for backend in _backends(case):
+    for backend in backends_of(case):
         _check(case, backend, adapters=2)
-
-
-LIMITS: dict[str, tuple[float | None, ...]] = {
-    "silu": (None, None, 0.4),
-    "swigluoai": (1.3, 0.5, 0.4),
-    "swiglustep": (None, None, 0.3),
-    "situ": (0.5, 0.7, None),
-}
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -162,7 +132,7 @@ def test_without_waiting_and_in_pieces(monkeypatch: pytest.MonkeyPatch, adapters
 def test_zero_tokens() -> None:
     case = replace(LARGE, tokens=0)
     raw = make_raw(case)
-    lora = _leaves(factors_of(raw, 1, 3, case.dtype), _leaf)
+    lora = _leaves(factors_of(raw, 1, 3, case.dtype), leaf)
     x, ids, topk = make_batch(case)
     out = moe.fused_moe_routed(x, ids, topk, moe.prepare(raw, act_format="none"), lora=lora)
     assert out.shape == (0, case.hidden)
@@ -195,7 +165,7 @@ def test_gradcheck_in_float64() -> None:
             found = lora_layer.lora_gradients(now, backend, sizes, arguments, grad, wanted)
             return found[0], found[1], *found[4:]
 
-    leaves = [_leaf(t) for t in (x.double(), topk.double(), *(getattr(given, name) for name in FACTORS))]
+    leaves = [leaf(t) for t in (x.double(), topk.double(), *(getattr(given, name) for name in FACTORS))]
     assert torch.autograd.gradcheck(Layer.apply, leaves)
 
 
@@ -249,7 +219,7 @@ def test_results_are_the_same_bits_from_run_to_run() -> None:
     raw = make_raw(case)
 
     def once() -> list[Tensor]:
-        lora = _leaves(factors_of(raw, 2, 4, case.dtype), _leaf)
+        lora = _leaves(factors_of(raw, 2, 4, case.dtype), leaf)
         out = _run(case, lora, _lora_ids(case, 2))
         out.sum().backward()
         return [out, *(getattr(lora, name).grad for name in FACTORS)]
@@ -293,7 +263,7 @@ def test_one_graph_each_way() -> None:
     found = []
     torch._dynamo.reset()
     for run in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
-        leaves = [_leaf(getattr(given, name)) for name in FACTORS]
+        leaves = [leaf(getattr(given, name)) for name in FACTORS]
         run(*leaves).backward()
         found.append([leaf.grad for leaf in leaves])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -13,12 +13,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 from paths import PROGRAMS
 from vllm_reference import disagreements, reference_model
 
 SPEC = importlib.util.find_spec("vllm")
 INSTALLED = SPEC is not None and SPEC.origin is not None
 NOT_INSTALLED = "vllm is not installed (`make test-vllm` installs it)"
+# Marks of tests of whole models.
+WHOLE_MODELS = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.skipif(not INSTALLED, reason=NOT_INSTALLED)]
 
 
 class Engine:

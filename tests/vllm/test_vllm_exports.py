@@ -12,9 +12,9 @@ import pytest
 import torch
 from checkpoints_support import FIXTURES
 from vllm_checkpoints import HEAD, graft
-from vllm_runs import INSTALLED, NOT_INSTALLED, check_tokens, run_vllm
+from vllm_runs import WHOLE_MODELS, check_tokens, run_vllm
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.skipif(not INSTALLED, reason=NOT_INSTALLED)]
+pytestmark = WHOLE_MODELS
 
 # Fixture -> what the plug-in says of its export.
 READ_AND_WRITTEN = {

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from checkpoints_support import FIXTURES
 from vllm_checkpoints import graft, with_shared_experts
-from vllm_runs import INSTALLED, NOT_INSTALLED, check_tokens, run_vllm
+from vllm_runs import WHOLE_MODELS, check_tokens, run_vllm
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.skipif(not INSTALLED, reason=NOT_INSTALLED)]
+pytestmark = WHOLE_MODELS
 
 # Fixture -> what the plug-in says of it.
 SAID = {
