@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +35,30 @@ class Case:
 
 
 def make_raw(case: Case, device: str = "cpu") -> moe.RawWeights:
-    """Experts of normal weights with an outlier column, a zero block and one tiny expert."""
+    """Experts of normal weights with an outlier column, a zero block and one tiny expert.
+
+    Small ones are quantized once in a process, which is what costs; every caller gets tensors of its own.
+    """
+    if case.experts * case.hidden * case.inter > _SMALL or _modes():
+        return _made(case).to(device)
+    kept = _kept(case, torch.get_default_dtype())
+    return dataclasses.replace(kept, **{name: t.clone() for name, t in kept.tensors().items()}).to(device)
+
+
+_SMALL = 1 << 18  # weights of a third of a layer
+
+
+def _modes() -> int:
+    """How many modes of torch (fake tensors, another default device) decide now what a tensor is."""
+    return torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
+
+
+@functools.lru_cache(maxsize=128)
+def _kept(case: Case, default_dtype: torch.dtype) -> moe.RawWeights:
+    return _made(case)
+
+
+def _made(case: Case) -> moe.RawWeights:
     g = torch.Generator().manual_seed(case.seed)
     halves = 2 if ACTIVATIONS[case.activation].is_gated else 1
     storage = case.dtype if case.scheme == "none" else torch.bfloat16
@@ -57,7 +81,7 @@ def make_raw(case: Case, device: str = "cpu") -> moe.RawWeights:
         largest = {"int8": 127, "fp8": 448}.get(case.act_format, 2688)
         changes["a13_input_scale"] = (torch.rand(shape, generator=g) + 0.5) * 4.0 / largest
         changes["a2_input_scale"] = (torch.rand(shape, generator=g) + 0.5) * 2.0 / largest
-    return dataclasses.replace(raw, activation=case.activation, **changes).to(device)
+    return dataclasses.replace(raw, activation=case.activation, **changes)
 
 
 def make_batch(case: Case, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:

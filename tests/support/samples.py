@@ -5,6 +5,7 @@ A new op without an entry here fails test_opcheck.test_every_overload_has_sample
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -67,9 +68,14 @@ def prepared(case: Case, backend: str, device: str) -> moe.PreparedWeights:
 
 def runs(case: Case, backend: str, device: str) -> bool:
     """Whether a backend takes the case: its weights, and hidden states of its dtype."""
+    return not _against(case, device)[backend] and case.dtype in BACKENDS[backend].hidden_dtypes
+
+
+@functools.cache
+def _against(case: Case, device: str) -> dict[str, Any]:
+    """By backend, why it does not take the weights of a case."""
     settings = {"act_format": case.act_format, "weight_policy": case.weight_policy, "device": device}
-    fits = not moe.explain(make_raw(case), **settings).against[backend]
-    return fits and case.dtype in BACKENDS[backend].hidden_dtypes
+    return dict(moe.explain(make_raw(case), **settings).against)
 
 
 def _options(case: Case, w: moe.PreparedWeights) -> dict[str, Any]:
