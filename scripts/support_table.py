@@ -163,7 +163,9 @@ class Table:
 
     def _line(self, record: Record) -> str:
         totals, versions = record["totals"], record["versions"]
-        with_ = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton") if versions[name])
+        with_ = ", ".join(
+            f"{name} {versions[name]}" for name in ("torch", "triton", "flashinfer") if versions.get(name)
+        )
         counts = f"{totals['passed']} passed, {totals['failed']} failed, {totals['skipped']} skipped"
         device = record["device"] if record["capability"] else f"{record['device']} ({record['cpu_isa']})"
         text = f"- {device}, commit {record['commit'][:7]}, {record['date']}, {with_}: {counts}"

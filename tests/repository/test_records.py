@@ -28,7 +28,7 @@ table = load("scripts/support_table.py")
 NOW = {name: f"digest of {name}" for name in BACKENDS}
 ABOUT = {
     "commit": "a" * 40, "date": "2026-01-02", "digests": NOW, "device": "NVIDIA H200", "capability": [9, 0],
-    "cpu_isa": "avx512", "versions": {"torch": "2.11", "triton": "3.6", "cuda": "13.0"}, "required": ["cuda_sm90"],
+    "cpu_isa": "avx512", "versions": {"torch": "2.11", "triton": "3.6", "cuda": "13.0", "flashinfer": "0.7"}, "required": ["cuda_sm90"],
 }  # fmt: skip
 SM90 = ["cuda_sm90", "nvfp4", "none", "exact", "sm90"]
 TRITON = ["triton", "nvfp4", "none", "exact", "sm90"]
@@ -155,7 +155,10 @@ def test_the_table_says_what_a_record_says(tmp_path: Path, monkeypatch: pytest.M
     cell = found.cell(SCHEMES["nvfp4"], "none", "cuda", (9, 0))
     assert cell == "cuda_sm90: tested; triton: 1 of 2 tests failed at aaaaaaa"
     assert table.Table([], NOW).cell(SCHEMES["nvfp4"], "none", "cuda", (9, 0)) == "cuda_sm90, triton: not run"
-    assert "NVIDIA H200, commit aaaaaaa, 2026-01-02, torch 2.11, triton 3.6: 3 passed, 1 failed" in found.markdown()
+    assert (
+        "NVIDIA H200, commit aaaaaaa, 2026-01-02, torch 2.11, triton 3.6, flashinfer 0.7: 3 passed, 1 failed"
+        in found.markdown()
+    )
 
 
 def test_the_table_says_what_changed_since(tmp_path: Path) -> None:
