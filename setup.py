@@ -54,6 +54,9 @@ X86_FLAGS = {
 X86_FLAGS["avx512bf16"] = [*X86_FLAGS["avx512"], "-mavx512bf16", "-mavx512vbmi"]
 X86_FLAGS["amx"] = [*X86_FLAGS["avx512bf16"], "-mavx512fp16", "-mamx-tile", "-mamx-bf16"]
 X86_FLAGS["amx_emulated"] = X86_FLAGS["avx2"]
+X86_FLAGS |= {f"integers_{isa}": X86_FLAGS[isa] for isa in ("avx2", "avx512")}
+X86_FLAGS["integers_avxvnni"] = [*X86_FLAGS["avx2"], "-mavxvnni"]
+X86_FLAGS["integers_avx512vnni"] = [*X86_FLAGS["avx512"], "-mavx512vnni"]
 
 
 def sanitizing() -> bool:
@@ -111,7 +114,11 @@ def wants_cuda(torch: Any) -> bool:
 
 def cpu_extension(cpp: Any) -> Any:
     defines = [*(["-DMOEQ_X86"] if isas() else []), *(["-DMOEQ_AMX"] if "amx" in isas() else [])]
-    files = ["csrc/ops.cpp", *(f for f in sources("cpu", "*.cpp") if "isa_" not in f), "csrc/cpu/isa_portable.cpp"]
+    files = [
+        "csrc/ops.cpp",
+        *(f for f in sources("cpu", "*.cpp") if "isa_" not in f),
+        *sources("cpu", "isa_*portable.cpp"),
+    ]
     return cpp.CppExtension(
         "torch_moe_ops._C",
         files,

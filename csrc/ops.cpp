@@ -16,6 +16,7 @@
 #include "cpu/bind.h"
 #include "cpu/dispatch.h"
 #include "cpu/experts.h"
+#include "cpu/integers.h"
 
 namespace {
 
@@ -100,7 +101,6 @@ void bind_hidden(ExpertsArgs& args, const Tensor& hidden_states, const OptionalT
 
 // Both weights take the same kernel, so what chooses it must agree.
 DotKey dot_key(const ExpertsArgs& args, ActFormat format) {
-  auto one_group = [](const Weight& weight) { return weight.group_units >= weight.units; };
   const bool agree = args.w13.scale_dtype == args.w2.scale_dtype &&
                      (args.w13.scale == nullptr) == (args.w2.scale == nullptr) &&
                      (args.w13.zero_point == nullptr) == (args.w2.zero_point == nullptr);
@@ -112,7 +112,6 @@ DotKey dot_key(const ExpertsArgs& args, ActFormat format) {
           args.w13.scale_dtype,
           args.w13.scale != nullptr,
           args.w13.zero_point != nullptr,
-          one_group(args.w13) && one_group(args.w2),
           format,
           args.hidden_dtype};
 }
@@ -155,12 +154,14 @@ void experts(const moeq::ExpertsCall& call) {
   if (format == ActFormat::kFp8) args.a1.group = args.a2.group = layout_of(args.scheme).fp8_group;
 
   const IsaTable& isa = isa_table();
-  const Dot dot = isa.find_dot(dot_key(args, format));
+  const DotKey key = dot_key(args, format);
+  const Dot dot = are_integers(key) ? find_integer_dot(key, isa) : isa.find_dot(key);
   const int threads = std::max<int>(1, static_cast<int>(torch::stable::get_num_threads()));
   run_experts(args, isa, dot, {threads, run_on_torch_threads});
 }
 
 std::string cpu_isa() { return isa_table().name; }
+std::string cpu_integer_isa() { return integer_isa(isa_table()); }
 
 }  // namespace
 
@@ -169,6 +170,8 @@ STABLE_TORCH_LIBRARY(moeq_C, m) {
   m.def("cpu_isa() -> str");
   m.def("use_cpu_isa(str isa) -> ()");
   m.def("cpu_isa_refusal(str isa) -> str");
+  m.def("cpu_integer_isa() -> str");
+  m.def("use_cpu_integer_isa(str isa) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(moeq_C, CPU, m) { m.impl("experts", MOEQ_BOX(moeq::ExpertsCall, experts)); }
@@ -177,6 +180,8 @@ STABLE_TORCH_LIBRARY_IMPL(moeq_C, CompositeExplicitAutograd, m) {
   m.impl("cpu_isa", TORCH_BOX(&cpu_isa));
   m.impl("use_cpu_isa", TORCH_BOX(&use_isa));
   m.impl("cpu_isa_refusal", TORCH_BOX(&isa_refusal));
+  m.impl("cpu_integer_isa", TORCH_BOX(&cpu_integer_isa));
+  m.impl("use_cpu_integer_isa", TORCH_BOX(&use_integer_isa));
 }
 
 // Lets `import torch_moe_ops._C` load this library; the ops register themselves.

@@ -25,11 +25,15 @@ struct Operands {
   uint8_t* data = nullptr;
   float* row_scale = nullptr;     // the factor that a row's accumulators are owed
   float* group_scales = nullptr;  // [rows, groups], where the format has groups
+  int32_t* sums = nullptr;        // [rows, sum_groups], of the codes of each group of weights, int8 operands only
   int64_t row_bytes = 0;
   int64_t groups = 0;
+  int64_t sum_groups = 0;
+  int64_t sum_units = 0;  // units of a group of weights
 
   const void* row(int64_t i) const { return data + i * row_bytes; }
   const float* groups_of(int64_t i) const { return group_scales == nullptr ? nullptr : group_scales + i * groups; }
+  int32_t* sums_of(int64_t i) const { return sums == nullptr ? nullptr : sums + i * sum_groups; }
 };
 
 // Panels [begin, end) of one expert, for all of its slots.
@@ -48,7 +52,8 @@ class Chunk {
 
  private:
   void allocate(Workspace& workspace);
-  Operands take_operands(Workspace& workspace, int64_t rows, int64_t size, int64_t groups) const;
+  Operands take_operands(Workspace& workspace, int64_t rows, int64_t size, const ActQuant& quant,
+                         const Weight& weight) const;
 
   // chunk_rows.cpp: each takes some rows
   void make_inputs(int64_t task) const;
@@ -76,6 +81,7 @@ class Chunk {
   void second_gemm_tiles(const PanelTask& task) const;
 
   bool tiled() const { return dot_.tile != nullptr; }
+  bool takes_tiles(const Segment& segment) const { return tiled() && segment.end - segment.begin >= dot_.tile_rows; }
   // Where a slot's operand lies; the row from which it is made.
   int64_t input_row(int64_t slot) const {
     return per_slot_ || tiled() ? slot : routing_.tokens[static_cast<size_t>(slot)];

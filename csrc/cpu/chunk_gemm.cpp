@@ -92,7 +92,7 @@ void Chunk::scale_rows(ScaleCall call, int64_t slot, int count, int64_t panel) c
 }
 
 void Chunk::first_gemm_panels(const PanelTask& task) const {
-  if (tiled()) return first_gemm_tiles(task);
+  if (takes_tiles(*task.segment)) return first_gemm_tiles(task);
   const Weight& w13 = args_.w13;
   const int64_t expert = task.segment->expert;
   alignas(64) float acc[2][kMaxTile * kPanelRows];
@@ -114,6 +114,7 @@ void Chunk::first_gemm_panels(const PanelTask& task) const {
         const int64_t row = input_row(slot + i);
         gate.rows[i] = up.rows[i] = input_.row(row);
         gate.row_scales[i] = up.row_scales[i] = input_.groups_of(row);
+        gate.row_sums[i] = up.row_sums[i] = input_.sums_of(row);
       }
       if (halves_ == 2) dot_.fn(gate);
       dot_.fn(up);
@@ -123,7 +124,7 @@ void Chunk::first_gemm_panels(const PanelTask& task) const {
 }
 
 void Chunk::second_gemm_panels(const PanelTask& task) const {
-  if (tiled()) return second_gemm_tiles(task);
+  if (takes_tiles(*task.segment)) return second_gemm_tiles(task);
   const int64_t expert = task.segment->expert;
   alignas(64) float acc[kMaxTile * kPanelRows];
   PanelBias bias;
@@ -138,6 +139,7 @@ void Chunk::second_gemm_panels(const PanelTask& task) const {
       for (int i = 0; i < call.count; ++i) {
         call.rows[i] = intermediate_.row(slot + i);
         call.row_scales[i] = intermediate_.groups_of(slot + i);
+        call.row_sums[i] = intermediate_.sums_of(slot + i);
       }
       dot_.fn(call);
       scale_rows(scale, slot, call.count, panel);
@@ -155,6 +157,8 @@ TileCall Chunk::tile_call(const DotCall* panels, int num_panels, const Operands&
   call.count = static_cast<int>(std::min<int64_t>(kTileCallRows, end - slot));
   call.group_scales = operands.groups_of(slot);
   call.groups = operands.groups;
+  call.row_sums = operands.sums_of(slot);
+  call.sum_groups = operands.sum_groups;
   return call;
 }
 

@@ -22,10 +22,12 @@ RowCall Chunk::row_call(const ActQuant& quant, const Operands& operands, int64_t
   call.size = size;
   call.padded_size = padded16(size);
   call.quant = &quant;
-  call.bf16_operand = dot_.bf16_operand;
+  call.type = dot_.operand;
   call.operand = operands.data + row * operands.row_bytes;
   call.group_scales = operands.group_scales == nullptr ? nullptr : operands.group_scales + row * operands.groups;
   call.row_scale = operands.row_scale + row;
+  call.sums = operands.sums_of(row);
+  call.sum_units = operands.sum_units;
   return call;
 }
 
@@ -38,10 +40,11 @@ void Chunk::quantize(RowCall call, int64_t expert, const float* values) const {
 
 // Zeros behind the row, up to its end in memory; and what the kernel wants of its rows besides.
 void Chunk::finish_operand(const RowCall& call, const Operands& operands) const {
-  if (!tiled()) return;
-  const int64_t used = call.padded_size * 2;
-  std::memset(static_cast<uint8_t*>(call.operand) + used, 0, static_cast<size_t>(operands.row_bytes - used));
-  if (dot_.normalize != nullptr) dot_.normalize(call);
+  if (tiled()) {
+    const int64_t used = call.padded_size * bytes_of(call.type);
+    std::memset(static_cast<uint8_t*>(call.operand) + used, 0, static_cast<size_t>(operands.row_bytes - used));
+  }
+  if (dot_.finish != nullptr) dot_.finish(call);
 }
 
 // The first slot of a token has its operand: copies for the others.
@@ -52,8 +55,10 @@ void Chunk::share_input(int64_t token) const {
     if (slots[j] < 0 || slots[j] == made) continue;
     std::memcpy(input_.data + slots[j] * input_.row_bytes, input_.row(made), static_cast<size_t>(input_.row_bytes));
     input_.row_scale[slots[j]] = input_.row_scale[made];
-    if (input_.group_scales == nullptr) continue;
-    std::copy_n(input_.groups_of(made), input_.groups, input_.group_scales + slots[j] * input_.groups);
+    if (input_.group_scales != nullptr) {
+      std::copy_n(input_.groups_of(made), input_.groups, input_.group_scales + slots[j] * input_.groups);
+    }
+    if (input_.sums != nullptr) std::copy_n(input_.sums_of(made), input_.sum_groups, input_.sums_of(slots[j]));
   }
 }
 

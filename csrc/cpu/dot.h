@@ -55,8 +55,7 @@ struct OperandBf16 {
 };
 #endif
 
-// Units whose products are summed up before they meet the scale: short chains, and integer operands
-// (int8 times int8) stay exact in float32 over 128 elements.
+// Units whose products are summed up before they meet the scale: short chains.
 constexpr int64_t kMaxChain = 8;
 
 // W: Codes (decoder), Scale, kGroupUnits (units per block scale, 0: the call says).

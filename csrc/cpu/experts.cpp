@@ -47,12 +47,14 @@ void Chunk::run(Workspace& workspace) {
   });
   set(4, row_tasks(count_, hidden_),
       [](const void* chunk, int64_t task) { static_cast<const Chunk*>(chunk)->combine(task); });
-  run_passes(parallel_, passes, 5);
+  run_passes(parallel_, passes, 5, slots_ * inter_ * hidden_);
 }
 
-Operands Chunk::take_operands(Workspace& workspace, int64_t rows, int64_t size, int64_t groups) const {
+Operands Chunk::take_operands(Workspace& workspace, int64_t rows, int64_t size, const ActQuant& quant,
+                              const Weight& weight) const {
+  const int64_t groups = quant.group > 0 ? divide_up(size, quant.group) : 0;
   Operands operands;
-  operands.row_bytes = size * (dot_.bf16_operand ? 2 : 4);
+  operands.row_bytes = size * bytes_of(dot_.operand);
   // Room for zeros, and an odd number of cache lines, so that the rows of a tile do not all fall into one cache set.
   if (tiled()) operands.row_bytes = (divide_up(operands.row_bytes + 32, 64) | 1) * 64;
   operands.groups = groups;
@@ -60,19 +62,22 @@ Operands Chunk::take_operands(Workspace& workspace, int64_t rows, int64_t size, 
   operands.row_scale = workspace.take<float>(rows);
   float* scales = workspace.take<float>(rows * groups);
   if (groups > 0) operands.group_scales = scales;
+  if (dot_.operand == OperandType::kInt8) {
+    operands.sum_units = weight.group_units;
+    operands.sum_groups = divide_up(weight.units, weight.group_units);
+    operands.sums = workspace.take<int32_t>(rows * operands.sum_groups);
+  }
   return operands;
 }
 
 void Chunk::allocate(Workspace& workspace) {
-  const int64_t groups1 = args_.a1.group > 0 ? divide_up(hidden_, args_.a1.group) : 0;
-  const int64_t groups2 = args_.a2.group > 0 ? divide_up(inter_, args_.a2.group) : 0;
   // Twice the same walk: once to measure, once to hand out.
   for (bool measure : {true, false}) {
     workspace.start(measure);
     values_ = workspace.take<float>(input_rows() * hidden_);
-    input_ = take_operands(workspace, input_operands(), hidden_, groups1);
+    input_ = take_operands(workspace, input_operands(), hidden_, args_.a1, args_.w13);
     h_ = workspace.take<float>(slots_ * inter_);
-    intermediate_ = take_operands(workspace, slots_, inter_, groups2);
+    intermediate_ = take_operands(workspace, slots_, inter_, args_.a2, args_.w2);
     y_ = workspace.take<float>(slots_ * hidden_);
   }
 }

@@ -17,6 +17,7 @@ struct DotCall {
   int count;                      // rows, 1..kMaxTile
   const void* rows[kMaxTile];     // operands, bf16 or f32 as the table entry says
   const float* row_scales[kMaxTile];  // one per 128 of K, fp8 blocks only
+  const int32_t* row_sums[kMaxTile];  // of the codes of each group of weights, int8 operands only
   float* out;                     // [count, 16]
 };
 using DotFn = void (*)(const DotCall&);
@@ -27,22 +28,31 @@ constexpr int kTileCallRows = 128;  // rows that one tile call takes at most
 struct TileCall {
   const DotCall* panels;  // of each: codes, scale, zero_point, units, group_units and out [count, 16]
   int num_panels;         // 1 or 2
-  const uint8_t* rows;    // bf16 operands, `row_bytes` apart, with zeros for at least 16 elements behind K
+  const uint8_t* rows;    // bf16 or int8 operands, `row_bytes` apart, with zeros for at least 32 bytes behind K
   int64_t row_bytes;
   int count;                  // rows, 1..kTileCallRows
   const float* group_scales;  // [count, groups], fp8 blocks only
   int64_t groups;
+  const int32_t* row_sums;  // [count, sum_groups], int8 operands only
+  int64_t sum_groups;
 };
 using TileFn = void (*)(const TileCall&);
 
 struct RowCall;
 
-// How one layer multiplies: rows by `fn`, or blocks of rows by `tile` where that is not null.
+// What the elements of an operand row are.
+enum class OperandType : int { kFloat32, kBFloat16, kInt8 };
+constexpr int64_t bytes_of(OperandType type) {
+  return type == OperandType::kFloat32 ? 4 : type == OperandType::kBFloat16 ? 2 : 1;
+}
+
+// How one layer multiplies: rows by `fn`, and blocks of rows by `tile` where that is not null.
 struct Dot {
   DotFn fn = nullptr;
-  bool bf16_operand = false;
+  OperandType operand = OperandType::kFloat32;
   TileFn tile = nullptr;
-  void (*normalize)(const RowCall&) = nullptr;  // what each operand row goes through, where not null
+  void (*finish)(const RowCall&) = nullptr;  // what each operand row goes through, where not null
+  int64_t tile_rows = 1;                     // rows of an expert from which on `tile` serves them
 };
 
 // What decides which dot product runs.
@@ -52,7 +62,6 @@ struct DotKey {
   DType scale_dtype;
   bool has_scale;
   bool zero_points;
-  bool one_group;  // one scale per row of weights
   ActFormat act_format;
   DType act_dtype;
 };
@@ -64,9 +73,11 @@ struct RowCall {
   int64_t padded_size;   // multiple of 16; the rest of the operand is zeroed
   const ActQuant* quant;
   float gscale;          // ignored where quant->gscale is null
-  bool bf16_operand;
+  OperandType type;
   void* operand;
   float* group_scales;   // [ceil(size / quant->group)], where the format has groups
+  int32_t* sums;         // [groups of `sum_units` units], int8 operands only
+  int64_t sum_units;
   float* row_scale;
 };
 

@@ -5,10 +5,12 @@
 #include <cstdint>
 #include <thread>
 
+#include "team.h"
+
 namespace moeq::cpu {
 
 // `run(threads, body, context)` calls body(context) once for each of `threads`, at once or one after
-// the other, and waits.
+// the other, and waits. The calling thread is one of them.
 struct Parallel {
   int threads;
   void (*run)(int threads, void (*body)(void*), void* context);
@@ -21,38 +23,49 @@ struct Pass {
   const void* context = nullptr;
   std::atomic<int64_t> next{0};
   std::atomic<int64_t> done{0};
+
+  bool is_done() const { return done.load(std::memory_order_acquire) >= tasks; }
 };
 
-// Draws tasks until none is left, then waits for those that other threads are still at.
-inline void work_on(Pass& pass) {
+// Draws tasks until none is left, then waits for those that other threads are still at. Returns the nanoseconds of
+// waiting.
+inline int64_t work_on(Pass& pass) {
   while (true) {
     const int64_t task = pass.next.fetch_add(1, std::memory_order_relaxed);
     if (task >= pass.tasks) break;
     pass.body(pass.context, task);
     pass.done.fetch_add(1, std::memory_order_release);
   }
-  for (int spins = 0; pass.done.load(std::memory_order_acquire) < pass.tasks; ++spins) {
+  if (pass.is_done()) return 0;
+  const int64_t start = nanoseconds();
+  for (int spins = 0; !pass.is_done(); ++spins) {
     if (spins > 2000) std::this_thread::yield();  // the other thread may have lost its core
   }
+  return nanoseconds() - start;
 }
 
 // Runs the passes in order, all within one hand-over to the thread pool. A pass ends when its tasks are
-// done, not when every thread has arrived: a thread that comes late, or never, delays nobody. Who computes
-// a task never changes its result.
-inline void run_passes(const Parallel& parallel, Pass* passes, int count) {
+// done, not when every thread has arrived. Who computes a task never changes its result. `work` is a measure of the
+// call's size.
+inline void run_passes(const Parallel& parallel, Pass* passes, int count, int64_t work) {
+  static TeamJudge judge;
   struct Context {
     Pass* passes;
     int count;
-  } context{passes, count};
+    std::thread::id caller;
+    int64_t busy;  // nanoseconds of the caller's own work
+  } context{passes, count, std::this_thread::get_id(), 0};
   auto body = [](void* opaque) {
-    const Context& shared = *static_cast<Context*>(opaque);
-    for (int i = 0; i < shared.count; ++i) work_on(shared.passes[i]);
+    Context& shared = *static_cast<Context*>(opaque);
+    const int64_t start = nanoseconds();
+    int64_t waited = 0;
+    for (int i = 0; i < shared.count; ++i) waited += work_on(shared.passes[i]);
+    if (std::this_thread::get_id() == shared.caller) shared.busy += nanoseconds() - start - waited;
   };
-  if (parallel.threads == 1) {
-    body(&context);
-  } else {
-    parallel.run(parallel.threads, body, &context);
-  }
+  if (parallel.threads == 1 || judge.goes_alone(work)) return body(&context);
+  const int64_t start = nanoseconds();
+  parallel.run(parallel.threads, body, &context);
+  judge.saw(parallel.threads, work, nanoseconds() - start, context.busy);
 }
 
 }  // namespace moeq::cpu

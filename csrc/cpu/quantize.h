@@ -9,10 +9,12 @@ namespace moeq::cpu::MOEQ_ISA {
 
 constexpr float kLargestFloat = 0x1.fffffep127f;
 
-// Stores sixteen operand elements; bf16 operands are exact, so their low halves are zero.
+// Stores sixteen operand elements; bf16 operands are exact, so their low halves are zero, and int8 ones integers.
 MOEQ_INLINE void store_operand(const RowCall& call, int64_t k, Vec v) {
-  if (call.bf16_operand) {
+  if (call.type == OperandType::kBFloat16) {
     store_bf16_bits(static_cast<uint16_t*>(call.operand) + k, high_halves(v));
+  } else if (call.type == OperandType::kInt8) {
+    store_int8(static_cast<int8_t*>(call.operand) + k, v);
   } else {
     store(static_cast<float*>(call.operand) + k, v);
   }

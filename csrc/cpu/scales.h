@@ -80,20 +80,4 @@ struct TileScale : NoScale {
   }
 };
 
-// Integers are summed up exactly; one scale per row of weights comes at the end.
-template <DType kType>
-struct IntegerSum {
-  template <int Rows>
-  static MOEQ_INLINE void apply(F32 (&acc)[Rows], const F32 (&part)[Rows], const DotCall&, int64_t) {
-#pragma GCC unroll 8
-    for (int row = 0; row < Rows; ++row) acc[row] = add_integers(acc[row], part[row]);
-  }
-  template <int Rows>
-  static MOEQ_INLINE void finish(F32 (&acc)[Rows], const DotCall& call) {
-    const F32 scale = load_scales<kType>(call.scale);
-#pragma GCC unroll 8
-    for (int row = 0; row < Rows; ++row) acc[row] = mul(integers_to_float(acc[row]), scale);
-  }
-};
-
 }  // namespace moeq::cpu::MOEQ_ISA

@@ -80,15 +80,6 @@ MOEQ_INLINE F32 load_i8(const uint8_t* p) {
   return to_float(_mm256_cvtepi8_epi32(b.lo), _mm256_cvtepi8_epi32(b.hi));
 }
 
-// The bits of `acc` count in int32; `part` holds integers.
-MOEQ_INLINE F32 add_integers(F32 acc, F32 part) {
-  return {_mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(acc.lo), _mm256_cvtps_epi32(part.lo))),
-          _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(acc.hi), _mm256_cvtps_epi32(part.hi)))};
-}
-MOEQ_INLINE F32 integers_to_float(F32 acc) {
-  return to_float(_mm256_castps_si256(acc.lo), _mm256_castps_si256(acc.hi));
-}
-
 // Sixteen dwords, one per row, each with a bf16 pair: element 0 low, element 1 high.
 struct Words {
   __m256i lo;

@@ -48,12 +48,6 @@ MOEQ_INLINE F32 load_bf16(const uint8_t* p) {
 MOEQ_INLINE F32 load_u8(const uint8_t* p) { return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(load_bytes(p)))}; }
 MOEQ_INLINE F32 load_i8(const uint8_t* p) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_bytes(p)))}; }
 
-// The bits of `acc` count in int32; `part` holds integers.
-MOEQ_INLINE F32 add_integers(F32 acc, F32 part) {
-  return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(acc.v), _mm512_cvtps_epi32(part.v)))};
-}
-MOEQ_INLINE F32 integers_to_float(F32 acc) { return {_mm512_cvtepi32_ps(_mm512_castps_si512(acc.v))}; }
-
 // Sixteen dwords, one per row, each with a bf16 pair: element 0 low, element 1 high.
 struct Words {
   __m512i v;

@@ -59,10 +59,6 @@ MOEQ_INLINE F32 load_i8(const uint8_t* p) {
   return r;
 }
 
-// The bits of `acc` count in int32; `part` holds integers.
-MOEQ_INLINE F32 add_integers(F32 acc, F32 part) { return {(Vec)((IVec)acc.v + __builtin_convertvector(part.v, IVec))}; }
-MOEQ_INLINE F32 integers_to_float(F32 acc) { return {__builtin_convertvector((IVec)acc.v, Vec)}; }
-
 // Sixteen dwords, one per row, each with a bf16 pair: element 0 low, element 1 high.
 struct Words {
   IVec v;

@@ -257,8 +257,8 @@ Dot tile_dot() {
   using Policy = typename TilesOf<W>::Policy;
   constexpr bool normalized = std::is_same_v<typename Policy::Tiles, Nvfp4Tiles>;
   constexpr bool plain = std::is_same_v<typename W::Codes, PlainBf16>;
-  if constexpr (plain) return {nullptr, true, multiply<TilePolicy<W, PlainTiles, true, true>>, nullptr};
-  return {nullptr, true, multiply<Policy>, normalized ? normalize_row : nullptr};
+  if constexpr (plain) return {nullptr, OperandType::kBFloat16, multiply<TilePolicy<W, PlainTiles, true, true>>};
+  return {nullptr, OperandType::kBFloat16, multiply<Policy>, normalized ? normalize_row : nullptr};
 }
 
 }  // namespace moeq::cpu::MOEQ_ISA

@@ -25,6 +25,13 @@ MOEQ_INLINE Vec load(const float* p) {
 
 MOEQ_INLINE void store(float* p, Vec v) { std::memcpy(p, &v, sizeof(v)); }
 
+// Integers of -128 to 127.
+MOEQ_INLINE void store_int8(int8_t* p, Vec v) {
+  typedef int8_t Bytes __attribute__((vector_size(16)));
+  const Bytes bytes = __builtin_convertvector(__builtin_convertvector(v, IVec), Bytes);
+  std::memcpy(p, &bytes, sizeof(bytes));
+}
+
 // NaN in `value` survives both: the comparison is false and `value` is kept.
 MOEQ_INLINE Vec at_most(Vec value, Vec bound) { return value > bound ? bound : value; }
 MOEQ_INLINE Vec at_least(Vec value, Vec bound) { return value < bound ? bound : value; }

@@ -38,8 +38,6 @@ using Int4ZeroWeights = Weights<Codes4Zero, FloatScale<kType>, 0>;
 template <DType kType>
 using Int8Weights = Weights<Codes8<Int8Bytes>, FloatScale<kType>, 0>;
 template <DType kType>
-using Int8ExactWeights = Weights<Codes8<Int8Bytes>, IntegerSum<kType>, 8>;
-template <DType kType>
 using Int8ZeroWeights = Weights<Int8Zero, FloatScale<kType>, 0>;
 using Bf16Weights = Weights<PlainBf16, NoScale, 2>;
 using F16Weights = Weights<PlainF16, NoScale, 2>;
@@ -51,7 +49,7 @@ Dot in_float32() {
 #ifdef MOEQ_TILES
   return {};
 #else
-  return {dot<W, OperandF32>, false};
+  return {dot<W, OperandF32>, OperandType::kFloat32};
 #endif
 }
 
@@ -63,7 +61,7 @@ Dot choose(const DotKey& key) {
 #if defined(MOEQ_TILES)
   if (fits) return tile_dot<W>();
 #elif defined(MOEQ_BF16)
-  if (fits) return {dot<W, OperandBf16>, true};
+  if (fits) return {dot<W, OperandBf16>, OperandType::kBFloat16};
 #endif
   (void)fits;
   return in_float32<W>();
@@ -72,7 +70,6 @@ Dot choose(const DotKey& key) {
 template <DType kType>
 Dot choose_int8(const DotKey& key) {
   if (key.zero_points) return in_float32<Int8ZeroWeights<kType>>();
-  if (key.one_group && key.act_format == ActFormat::kInt8) return choose<Int8ExactWeights<kType>>(key);
   return choose<Int8Weights<kType>>(key);
 }
 

@@ -26,6 +26,12 @@ CASES: dict[str, dict[str, object]] = {
     "int4-zero": {"scheme": "int4", "act_format": "none", "group": 32, "zero_points": True, "scale_dtype": F16},
     "int4-zero-row": {"scheme": "int4", "act_format": "none", "zero_points": True},
     "int4-fp8": {"scheme": "int4", "act_format": "fp8", "group": 64},
+    "int4-int8": {"scheme": "int4", "act_format": "int8", "group": 32},
+    "int4-int8-g64-f16": {"scheme": "int4", "act_format": "int8", "group": 64, "scale_dtype": F16},
+    "int4-int8-row-f32": {"scheme": "int4", "act_format": "int8", "scale_dtype": F32},
+    "int4-int8-zero": {"scheme": "int4", "act_format": "int8", "group": 32, "zero_points": True},
+    "int4-int8-zero-row": {"scheme": "int4", "act_format": "int8", "zero_points": True, "scale_dtype": F32},
+    "mxint4-int8": {"scheme": "mxint4", "act_format": "int8", "group": 32},
     "fp8-none": {"scheme": "fp8", "act_format": "none"},
     "fp8-fp8": {"scheme": "fp8", "act_format": "fp8"},
     "fp8-unscaled": {"scheme": "fp8", "act_format": "fp8", "channel": False},
@@ -38,6 +44,7 @@ CASES: dict[str, dict[str, object]] = {
     "int8-static": {"scheme": "int8", "act_format": "int8", "a1_gscale": 30.0, "a2_gscale": 11.0},
     "int8-group": {"scheme": "int8", "act_format": "int8", "group": 64, "scale_dtype": F32},
     "int8-zero": {"scheme": "int8", "act_format": "int8", "group": 64, "zero_points": True},
+    "int8-zero-row": {"scheme": "int8", "act_format": "int8", "zero_points": True, "scale_dtype": F16},
     "int8-zero-none": {"scheme": "int8", "act_format": "none", "zero_points": True, "scale_dtype": F32},
 }
 

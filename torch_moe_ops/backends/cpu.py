@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops.backends.cpu_panels import pack as cpu_pack
-from torch_moe_ops.backends.cpu_panels.isa import cpu_isa
+from torch_moe_ops.backends.cpu_panels.isa import cpu_integer_isa, cpu_isa
 from torch_moe_ops.backends.registry import Backend, available, formats, one_of, register, written_for
 from torch_moe_ops.core import extension
 from torch_moe_ops.core.call import ExpertsCall, for_kernels_with
@@ -92,7 +92,10 @@ def _both(call: ExpertsCall) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _notes(problem: Problem) -> str:
-    return f"kernels: {cpu_isa()}" if extension.has_cpu_extension() else ""
+    if not extension.has_cpu_extension():
+        return ""
+    integers = cpu_integer_isa() if problem.act_format == "int8" else ""
+    return f"kernels: {cpu_isa()}" + (f", products of integers: {integers}" if integers else "")
 
 
 register(

@@ -158,7 +158,7 @@ SCHEMES: dict[str, Scheme] = {
         Scheme(
             "mxint4",
             (torch.int32,),
-            ("none",),
+            ("none", "int8"),
             pack=8,
             scales=Scales("block", (torch.bfloat16,), size=32),
             size_multiple=32,
@@ -166,7 +166,7 @@ SCHEMES: dict[str, Scheme] = {
         Scheme(
             "int4",
             (torch.int32,),
-            ("none", "fp8"),
+            ("none", "fp8", "int8"),
             pack=8,
             scales=Scales("group", FLOATS, sizes=(32, 64, 128)),
             has_zero_point=True,

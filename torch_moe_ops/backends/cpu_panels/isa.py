@@ -16,3 +16,10 @@ def cpu_isa() -> str:
         return isa
     refusal = torch.ops.moeq_C.cpu_isa_refusal("amx")
     return f"{isa} (no amx: {refusal})" if refusal else f"{isa} (MOEQ_CPU_ISA=amx: matrix tiles)"
+
+
+def cpu_integer_isa() -> str:
+    """The instructions that multiply integer weights and int8 activations; empty where no kernels do."""
+    if not extension.has_cpu_extension() or not hasattr(torch.ops.moeq_C, "cpu_integer_isa"):
+        return ""
+    return str(torch.ops.moeq_C.cpu_integer_isa())

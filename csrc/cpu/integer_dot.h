@@ -1,0 +1,137 @@
+// Integer codes times activations quantized to int8. The products of a group of K are summed exactly, in int32; then
+//   acc = fl(acc + fl(scale(group) * fl(sum)))
+// in ascending order of groups, each step rounded: every instruction set gives the same bits.
+#pragma once
+
+#include "integer_codes.h"
+#include "scales.h"
+
+namespace moeq::cpu::MOEQ_ISA {
+
+template <DType kType>
+MOEQ_INLINE F32 group_scale(const DotCall& call, int64_t group) {
+  constexpr int kBytes = kPanelRows * (kType == DType::kFloat32 ? 4 : 2);
+  return load_scales<kType>(call.scale + group * kBytes);
+}
+
+template <class W, int Rows>
+inline void integer_rows(const DotCall& call) {
+  using Codes = typename W::Codes;
+  constexpr int64_t kAhead = 4096;  // bytes that codes are asked for before they are needed
+  constexpr int kChains = Rows == 1 ? 4 : Rows == 2 ? 2 : 1;  // of additions, which few rows would wait for
+  const int8_t* x[Rows];
+  F32 acc[Rows];
+#pragma GCC unroll 8
+  for (int row = 0; row < Rows; ++row) {
+    x[row] = static_cast<const int8_t*>(call.rows[row]);
+    acc[row] = zero();
+  }
+  for (int64_t begin = 0, group = 0; begin < call.units; begin += call.group_units, ++group) {
+    const int64_t end = begin + call.group_units < call.units ? begin + call.group_units : call.units;
+    Sums part[Rows][kChains];
+#pragma GCC unroll 8
+    for (int row = 0; row < Rows; ++row) {
+      part[row][0] = W::Offset::owed(call, group, call.row_sums[row][group]);
+#pragma GCC unroll 4
+      for (int chain = 1; chain < kChains; ++chain) part[row][chain] = splat_sums(0);
+    }
+    for (int64_t unit = begin; unit < end; ++unit) {
+      const uint8_t* codes = call.codes + unit * Codes::kUnitBytes;
+#pragma GCC unroll 4
+      for (int line = 0; line < Codes::kUnitBytes; line += 64) prefetch(codes + kAhead + line);
+      unroll<4>([&](auto index) __attribute__((always_inline)) {
+        constexpr int q = decltype(index)::value;
+        const Quads w = Codes::template quad<q>(codes);
+#pragma GCC unroll 8
+        for (int row = 0; row < Rows; ++row) {
+          Sums& chain = part[row][q % kChains];
+          chain = add_products<Codes::kSmall>(chain, w, x[row] + unit * kUnit + 4 * q);
+        }
+      });
+    }
+    const F32 scale = group_scale<W::kScaleType>(call, group);
+#pragma GCC unroll 8
+    for (int row = 0; row < Rows; ++row) {
+#pragma GCC unroll 4
+      for (int chain = 1; chain < kChains; ++chain) part[row][0] = plus(part[row][0], part[row][chain]);
+      acc[row] = add(acc[row], mul(scale, sums_to_float(part[row][0])));
+    }
+  }
+#pragma GCC unroll 8
+  for (int row = 0; row < Rows; ++row) store(call.out + row * kPanelRows, acc[row]);
+}
+
+template <class W>
+void integer_dot(const DotCall& call) {
+  switch (call.count) {
+    case 1:
+      return integer_rows<W, 1>(call);
+    case 2:
+      return integer_rows<W, 2>(call);
+    default:
+      break;
+  }
+  if constexpr (kTile > 2) {
+    switch (call.count) {
+      case 3:
+        return integer_rows<W, 3>(call);
+      case 4:
+        return integer_rows<W, 4>(call);
+      case 5:
+        return integer_rows<W, 5>(call);
+      case 6:
+        return integer_rows<W, 6>(call);
+      case 7:
+        return integer_rows<W, 7>(call);
+      default:
+        return integer_rows<W, 8>(call);
+    }
+  }
+}
+
+// An operand row of int8: the order of the codes, and the sum of each group.
+template <class Codes>
+void arrange_row(const RowCall& call) {
+  int8_t* row = static_cast<int8_t*>(call.operand);
+  const int64_t units = call.padded_size / kUnit;
+  for (int64_t begin = 0, group = 0; begin < units; begin += call.sum_units, ++group) {
+    const int64_t end = begin + call.sum_units < units ? begin + call.sum_units : units;
+    int32_t sum = 0;
+    for (int64_t k = begin * kUnit; k < end * kUnit; ++k) sum += row[k];
+    call.sums[group] = sum;
+  }
+  if (Codes::kOrder[1] == 1) return;
+  for (int64_t unit = 0; unit < units; ++unit) {
+    int8_t* elements = row + unit * kUnit;
+    int8_t natural[kUnit];
+    std::memcpy(natural, elements, sizeof(natural));
+    for (int i = 0; i < kUnit; ++i) elements[i] = natural[Codes::kOrder[i]];
+  }
+}
+
+template <class Codes, class Offset, DType kType>
+Dot integer_dot_of() {
+  return {integer_dot<IntegerWeights<Codes, Offset, kType>>, OperandType::kInt8, nullptr, arrange_row<Codes>};
+}
+
+template <DType kType>
+Dot choose_integer_dot(const DotKey& key) {
+  if (key.scheme == Scheme::kInt8) {
+    if (key.zero_points) return integer_dot_of<SignedBytes, ZeroPoint8, kType>();
+    return integer_dot_of<SignedBytes, FixedOffset<128>, kType>();
+  }
+  if (key.zero_points) return integer_dot_of<Nibbles<0>, ZeroPoint4, kType>();
+  return integer_dot_of<Nibbles<0>, FixedOffset<8>, kType>();
+}
+
+// For the schemes int4, mxint4 and int8, with activations in int8.
+inline Dot find_integer_dot(const DotKey& key) {
+  if (key.scheme == Scheme::kMxint4) {
+    return integer_dot_of<Nibbles<(int32_t)0x88888888>, FixedOffset<8>, DType::kBFloat16>();
+  }
+  if (key.scale_dtype == DType::kBFloat16) return choose_integer_dot<DType::kBFloat16>(key);
+  if (key.scale_dtype == DType::kFloat16) return choose_integer_dot<DType::kFloat16>(key);
+  return choose_integer_dot<DType::kFloat32>(key);
+}
+
+}  // namespace moeq::cpu::MOEQ_ISA

@@ -1,0 +1,33 @@
+// Products of integers (int4, mxint4 and int8 weights, int8 activations): one function per instruction set that has
+// them, all with the same bits, and the choice at run time.
+#pragma once
+
+#include <string>
+
+#include "isa.h"
+
+namespace moeq::cpu {
+
+Dot portable_integer_dot(const DotKey& key);
+Dot avx2_integer_dot(const DotKey& key);
+Dot avxvnni_integer_dot(const DotKey& key);
+Dot avx512_integer_dot(const DotKey& key);
+Dot avx512vnni_integer_dot(const DotKey& key);
+
+// Whether weights and activations are multiplied as integers.
+inline bool are_integers(const DotKey& key) {
+  const bool codes = key.scheme == Scheme::kInt4 || key.scheme == Scheme::kMxint4 || key.scheme == Scheme::kInt8;
+  return codes && key.has_scale && key.act_format == ActFormat::kInt8;
+}
+
+// By the best instructions that `table` may use, or by those that were asked for.
+Dot find_integer_dot(const DotKey& key, const IsaTable& table);
+
+// The name of those.
+std::string integer_isa(const IsaTable& table);
+
+// For tests that compare them in one process; "" is the choice by the machine. Throws std::runtime_error where the name
+// is unknown or the machine lacks it.
+void use_integer_isa(const std::string& name);
+
+}  // namespace moeq::cpu

@@ -1,0 +1,54 @@
+// Whether a call is worth a team of threads at this moment.
+//
+// A thread pool waits for every thread of a team. Where another process has one's core, that takes until the scheduler
+// gives it back, milliseconds, and the caller may be done sooner alone. Results do not depend on who computes them.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+
+namespace moeq::cpu {
+
+inline int64_t nanoseconds() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+}
+
+// After a call in which the caller waited longer than the whole work would have taken it, calls of that size go alone
+// for a while: longer each time that a team is late again, so that a busy machine is asked seldom, and a quiet one that
+// hiccuped is back at once. Several threads may ask; what they overwrite of each other's is an opinion.
+class TeamJudge {
+ public:
+  // work: any measure of the size of a call that grows with it.
+  bool goes_alone(int64_t work) {
+    if (alone_left_.load(std::memory_order_relaxed) <= 0) return false;
+    if (work > late_work_.load(std::memory_order_relaxed)) return false;
+    alone_left_.fetch_sub(1, std::memory_order_relaxed);
+    return true;
+  }
+
+  // A team of `threads` took `elapsed` ns, in which the caller itself computed for `busy`.
+  void saw(int threads, int64_t work, int64_t elapsed, int64_t busy) {
+    const int64_t penalty = penalty_.load(std::memory_order_relaxed);
+    if (elapsed <= threads * busy) {
+      penalty_.store(penalty / 2, std::memory_order_relaxed);
+      return;
+    }
+    const int64_t longer = std::clamp<int64_t>(2 * penalty, kFirstPenalty, kLargestPenalty);
+    penalty_.store(longer, std::memory_order_relaxed);
+    late_work_.store(work, std::memory_order_relaxed);
+    alone_left_.store(longer, std::memory_order_relaxed);
+  }
+
+ private:
+  static constexpr int64_t kFirstPenalty = 4;  // calls
+  static constexpr int64_t kLargestPenalty = 64;
+
+  std::atomic<int64_t> penalty_{0};
+  std::atomic<int64_t> alone_left_{0};
+  std::atomic<int64_t> late_work_{0};
+};
+
+}  // namespace moeq::cpu
