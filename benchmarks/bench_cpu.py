@@ -33,7 +33,7 @@ INT4_GROUP = 128
 def random_layer(scheme: str, experts: int, hidden: int, inter: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """Packed weights with random bits where any bit pattern is a number, small random numbers elsewhere."""
     tensors: dict[str, Tensor] = {}
-    scales = (torch.bfloat16, INT4_GROUP) if scheme == "int4" else (None, 0)
+    scales = {"int4": (torch.bfloat16, INT4_GROUP), "int8": (torch.float32, 0)}.get(scheme, (None, 0))
     for name, (shape, kind) in layout.packed_shapes(scheme, experts, hidden, inter, True, dtype, *scales).items():
         if name.endswith("_scale"):
             tensors[name] = torch.full(shape, 1.0, dtype=torch.float32).to(kind)

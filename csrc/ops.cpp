@@ -107,13 +107,9 @@ DotKey dot_key(const ExpertsArgs& args, ActFormat format) {
   MOEQ_CHECK(kOp, agree, "w13 and w2 must have scales of one dtype, and zero points both or neither");
   const bool integers = args.scheme == Scheme::kInt4 || args.scheme == Scheme::kInt8;
   MOEQ_CHECK(kOp, integers || args.w13.zero_point == nullptr, "zero points must go with int4 or int8 weights");
-  return {args.scheme,
-          args.weight_dtype,
-          args.w13.scale_dtype,
-          args.w13.scale != nullptr,
-          args.w13.zero_point != nullptr,
-          format,
-          args.hidden_dtype};
+  return {
+      args.scheme, args.weight_dtype, args.w13.scale_dtype, args.w13.scale != nullptr, args.w13.zero_point != nullptr,
+      format,      args.hidden_dtype};
 }
 
 void bind_weights(ExpertsArgs& args, const moeq::LayerCall& call) {

@@ -42,7 +42,8 @@ const Candidate& chosen(const IsaTable& table) {
   if (asked != nullptr) return *asked;
   const std::string name = " " + std::string(table.name) + " ";
   const Candidate* candidate = kCandidates;
-  while (*candidate->tables != 0 && (std::strstr(candidate->tables, name.c_str()) == nullptr || !candidate->supported())) {
+  while (*candidate->tables != 0 &&
+         (std::strstr(candidate->tables, name.c_str()) == nullptr || !candidate->supported())) {
     ++candidate;
   }
   return *candidate;  // the last one serves every table

@@ -23,7 +23,8 @@ MOEQ_INLINE Words flip(Words w, int32_t bits) {
 
 // Four elements of K of sixteen rows from a block of 64 bytes, [l 4][s 2][row % 4][2].
 MOEQ_INLINE Quads load_quads(const uint8_t* p) {
-  const __m256i order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
+  const __m256i order =
+      _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
   const Words w = load_words(p);
   return {_mm256_shuffle_epi8(w.lo, order), _mm256_shuffle_epi8(w.hi, order)};
 }
@@ -57,8 +58,8 @@ MOEQ_INLINE __m256i add_products_half(__m256i sums, __m256i w, __m256i x) {
   if constexpr (kSmall) {
     return _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));
   } else {  // bytes to 16 bits: the even ones, and the odd ones
-    const __m256i even = _mm256_madd_epi16(_mm256_and_si256(w, _mm256_set1_epi16(0xff)),
-                                           _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
+    const __m256i even =
+        _mm256_madd_epi16(_mm256_and_si256(w, _mm256_set1_epi16(0xff)), _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
     const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(w, 8), _mm256_srai_epi16(x, 8));
     return _mm256_add_epi32(sums, _mm256_add_epi32(even, odd));
   }

@@ -9,9 +9,7 @@ namespace moeq::cpu::MOEQ_ISA {
 using Quads = Words;
 
 MOEQ_INLINE Quads low_nibbles(Words w) { return {_mm512_and_si512(w.v, _mm512_set1_epi8(15))}; }
-MOEQ_INLINE Quads high_nibbles(Words w) {
-  return {_mm512_and_si512(_mm512_srli_epi16(w.v, 4), _mm512_set1_epi8(15))};
-}
+MOEQ_INLINE Quads high_nibbles(Words w) { return {_mm512_and_si512(_mm512_srli_epi16(w.v, 4), _mm512_set1_epi8(15))}; }
 MOEQ_INLINE Words flip(Words w, int32_t bits) { return {_mm512_xor_si512(w.v, _mm512_set1_epi32(bits))}; }
 
 // Four elements of K of sixteen rows from a block of 64 bytes, [l 4][s 2][row % 4][2].
