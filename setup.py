@@ -85,19 +85,27 @@ def is_x86() -> bool:
     return platform.machine() in ("x86_64", "AMD64") and os.environ.get("MOEQ_PORTABLE") != "1"
 
 
+# What not every compiler and assembler knows that C++17 needs, and what its files are written in.
+TRIED = {
+    "amx": b'#include <immintrin.h>\n__m512h f(__m512h x) { __asm__ volatile("tilerelease"); return x; }\n',
+    "integers_avxvnni": b"#include <immintrin.h>\n__m256i f(__m256i x) { return _mm256_dpbusd_avx_epi32(x, x, x); }\n",
+}
+
+
 @functools.cache
-def compiles_amx() -> bool:
-    """Whether compiler and assembler know what isa_amx.cpp is written in: GCC 12, Clang 16."""
-    command = [*os.environ.get("CXX", "c++").split(), *X86_FLAGS["amx"], "-x", "c++", "-c", "-o", os.devnull, "-"]
-    program = b'#include <immintrin.h>\n__m512h f(__m512h x) { __asm__ volatile("tilerelease"); return x; }\n'
-    return subprocess.run(command, input=program, capture_output=True, check=False).returncode == 0
+def compiles(isa: str) -> bool:
+    """Whether this instruction set can be compiled: AMX by GCC 12 and Clang 16, AVX-VNNI by GCC 11 and Clang 12."""
+    if isa not in TRIED:
+        return True
+    command = [*os.environ.get("CXX", "c++").split(), *X86_FLAGS[isa], "-x", "c++", "-c", "-o", os.devnull, "-"]
+    return subprocess.run(command, input=TRIED[isa], capture_output=True, check=False).returncode == 0
 
 
 def isas() -> list[str]:
     """The instruction sets that have a file of their own, besides the portable one."""
     if not is_x86():
         return []
-    return [isa for isa in X86_FLAGS if isa != "amx" or compiles_amx()]
+    return [isa for isa in X86_FLAGS if compiles(isa)]
 
 
 def sources(folder: str, pattern: str) -> list[str]:
@@ -113,7 +121,8 @@ def wants_cuda(torch: Any) -> bool:
 
 
 def cpu_extension(cpp: Any) -> Any:
-    defines = [*(["-DMOEQ_X86"] if isas() else []), *(["-DMOEQ_AMX"] if "amx" in isas() else [])]
+    defines = ["-DMOEQ_X86"] if isas() else []
+    defines += [f"-DMOEQ_{isa.removeprefix('integers_').upper()}" for isa in TRIED if isa in isas()]
     files = [
         "csrc/ops.cpp",
         *(f for f in sources("cpu", "*.cpp") if "isa_" not in f),

@@ -20,7 +20,9 @@ bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
+#ifdef MOEQ_AVXVNNI
 bool has_avxvnni() { return has_avx2() && __builtin_cpu_supports("avxvnni"); }
+#endif
 bool has_avx512vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
 #endif
 
@@ -29,7 +31,9 @@ const Candidate kCandidates[] = {
 #ifdef MOEQ_X86
     {"avx512vnni", avx512vnni_integer_dot, has_avx512vnni, " amx avx512bf16 avx512 "},
     {"avx512", avx512_integer_dot, has_avx512, " amx avx512bf16 avx512 "},
+#ifdef MOEQ_AVXVNNI
     {"avxvnni", avxvnni_integer_dot, has_avxvnni, " avx2 amx_emulated "},
+#endif
     {"avx2", avx2_integer_dot, has_avx2, " avx2 amx_emulated "},
 #endif
     {"portable", portable_integer_dot, [] { return true; }, ""},
