@@ -62,7 +62,26 @@ inline void integer_rows(const DotCall& call) {
 }
 
 template <class W>
+void integer_dot(const DotCall& call);
+
+// Rows that are more than these registers hold: the table of instructions beside may have larger ones.
+template <class W>
+void integer_dot_by_parts(const DotCall& call) {
+  for (int first = 0; first < call.count; first += kTile) {
+    DotCall part = call;
+    part.count = call.count - first < kTile ? call.count - first : kTile;
+    for (int row = 0; row < part.count; ++row) {
+      part.rows[row] = call.rows[first + row];
+      part.row_sums[row] = call.row_sums[first + row];
+    }
+    part.out = call.out + first * kPanelRows;
+    integer_dot<W>(part);
+  }
+}
+
+template <class W>
 void integer_dot(const DotCall& call) {
+  if (call.count > kTile) return integer_dot_by_parts<W>(call);
   switch (call.count) {
     case 1:
       return integer_rows<W, 1>(call);

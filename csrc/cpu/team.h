@@ -17,8 +17,9 @@ inline int64_t nanoseconds() {
 }
 
 // After a call in which the caller waited longer than the whole work would have taken it, calls of that size go alone
-// for a while: longer each time that a team is late again, so that a busy machine is asked seldom, and a quiet one that
-// hiccuped is back at once. Several threads may ask; what they overwrite of each other's is an opinion.
+// for a while: one at first, twice as many each time that a team is late again. So a busy machine is asked seldom, and
+// a quiet one that hiccuped is back at once. Several threads may ask; what they overwrite of each other's is an
+// opinion.
 class TeamJudge {
  public:
   // work: any measure of the size of a call that grows with it.
@@ -43,7 +44,7 @@ class TeamJudge {
   }
 
  private:
-  static constexpr int64_t kFirstPenalty = 4;  // calls
+  static constexpr int64_t kFirstPenalty = 1;  // calls
   static constexpr int64_t kLargestPenalty = 64;
 
   std::atomic<int64_t> penalty_{0};
