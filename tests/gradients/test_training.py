@@ -74,6 +74,7 @@ def test_one_graph_forward_and_one_backward(scheme: str, act: str) -> None:
     assert (CASE.tokens * CASE.top_k, 2 * CASE.inter) not in kept
 
 
+@pytest.mark.slow
 def test_inductor() -> None:
     block, x = Block(dtype=torch.float32), _x(torch.float32)
     expected = _step(block, block, x)

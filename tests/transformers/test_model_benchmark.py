@@ -16,7 +16,12 @@ pytest.importorskip("transformers", minversion="5.17", reason="needs transformer
 
 
 @pytest.mark.parametrize(
-    ("shape", "options"), [("qwen3_30b_a3b", []), ("gpt_oss_20b", []), ("qwen3_30b_a3b", ["--own-router"])]
+    ("shape", "options"),
+    [
+        ("qwen3_30b_a3b", []),
+        pytest.param("gpt_oss_20b", [], marks=pytest.mark.slow),
+        pytest.param("qwen3_30b_a3b", ["--own-router"], marks=pytest.mark.slow),
+    ],
 )
 def test_every_number_is_measured(shape: str, options: list[str], tmp_path: Path) -> None:
     out = tmp_path / "result.json"

@@ -220,7 +220,10 @@ def test_copies_and_pickles_route_alike(monkeypatch: pytest.MonkeyPatch, everywh
     assert len(calls) == 2  # a layer without experts comes first
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "minimax_m2", "gpt_oss"])
+_SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek_v3", "minimax_m2")]
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", *_SLOW])
 def test_one_graph(name: str, everywhere: None) -> None:
     model = make(name)
     moeq_transformers.quantize_model(model, "nvfp4")

@@ -112,6 +112,7 @@ def test_one_graph(name: str) -> None:
     assert relative_l2(compiled(want["input_ids"]), want["logits_dequant"]) < F32
 
 
+@pytest.mark.slow
 def test_inductor_compiles_the_whole_model() -> None:
     want = _expected(QWEN)
     model = _load(QWEN, act_format="none")
