@@ -191,6 +191,17 @@ class Problem:
         return out
 
 
+def assert_threads_do_not_show(problem: Problem, arguments: tuple[Tensor, Tensor, Tensor], want: Tensor) -> None:
+    """The bits of `want` with one thread and with three."""
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(problem.run(*arguments), want)
+    finally:
+        torch.set_num_threads(before)
+
+
 def distance(got: Tensor, want: Tensor) -> float:
     """Relative L2."""
     return float((got.double() - want.double()).norm() / want.double().norm())

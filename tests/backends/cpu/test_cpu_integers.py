@@ -12,7 +12,7 @@ pytest.importorskip("torch_moe_ops._C", reason="the C++ extension was not compil
 import cpu_emulation as emulation
 import cpu_problems
 from cpu_cases import BF16, CASES, F32, build
-from cpu_problems import Problem, distance
+from cpu_problems import Problem, assert_threads_do_not_show, distance
 
 from torch_moe_ops.backends.cpu_panels import layout
 
@@ -86,13 +86,7 @@ def test_bitwise_independent_of_batch_and_threads(instructions: str, case: str) 
         assert torch.equal(problem.run(x[:count], ids[:count], weights[:count]), whole[:count])
     order = torch.randperm(41, generator=problem.generator)
     assert torch.equal(problem.run(x[order], ids[order], weights[order]), whole[order])
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            assert torch.equal(problem.run(x, ids, weights), whole)
-    finally:
-        torch.set_num_threads(before)
+    assert_threads_do_not_show(problem, (x, ids, weights), whole)
 
 
 @pytest.mark.parametrize("case", ["int4-int8-row-f32", "int4-int8-zero-row", "int8-int8", "int8-zero-row"])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("torch_moe_ops._C", reason="the C++ extension was not compiled")
 import cpu_problems
-from cpu_problems import Problem, assert_close_by_rows, distance, nvfp4
+from cpu_problems import Problem, assert_close_by_rows, assert_threads_do_not_show, distance, nvfp4
 
 from torch_moe_ops.backends.cpu_panels import layout
 
@@ -211,13 +211,7 @@ def test_bitwise_independent_of_batch_and_threads(isa: str, act_format: str, dty
         assert torch.equal(problem.run(x[t : t + 1], ids[t : t + 1], weights[t : t + 1])[0], whole[t])
     order = torch.randperm(41, generator=problem.generator)
     assert torch.equal(problem.run(x[order], ids[order], weights[order]), whole[order])
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            assert torch.equal(problem.run(x, ids, weights), whole)
-    finally:
-        torch.set_num_threads(before)
+    assert_threads_do_not_show(problem, (x, ids, weights), whole)
 
 
 def test_chunks_of_tokens_do_not_show(isa: str) -> None:
