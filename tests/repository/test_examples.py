@@ -45,6 +45,7 @@ def test_quickstart() -> None:
     assert 0 < _figure(r"^time +(\S+) ms, median", out) < 1000
 
 
+@pytest.mark.slow
 def test_quickstart_takes_a_checkpoint_and_a_layer() -> None:
     """Biases, and an activation with constants."""
     out = _run("quickstart.py", CHECKPOINTS / "gpt_oss_modelopt_nvfp4", "--layer", "0", "--tokens", "5")
