@@ -8,7 +8,9 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <algorithm>
+#include <memory>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "boxed.h"
@@ -16,6 +18,8 @@
 #include "cpu/bind.h"
 #include "cpu/dispatch.h"
 #include "cpu/experts.h"
+#include "cpu/host_function.h"
+#include "cpu/host_jobs.h"
 #include "cpu/integers.h"
 
 namespace {
@@ -130,10 +134,16 @@ void bind_weights(ExpertsArgs& args, const moeq::LayerCall& call) {
   if (args.scheme == Scheme::kNone) args.weight_dtype = dtype_of(w13, "w13");
 }
 
-void experts(const moeq::ExpertsCall& call) {
-  ExpertsArgs args;
+Parallel torch_threads() {
+  return {std::max<int>(1, static_cast<int>(torch::stable::get_num_threads())), run_on_torch_threads};
+}
+
+// Everything but the threads; of a call without tokens, its sizes alone.
+HostJob bind(const moeq::ExpertsCall& call) {
+  HostJob job;
+  ExpertsArgs& args = job.args;
   bind_tokens(args, call);
-  if (args.num_tokens == 0) return;
+  if (args.num_tokens == 0) return job;
   args.scheme = parse_name<Scheme>("scheme", call.scheme);
   args.activation = parse_name<moeq::Activation>("activation", call.activation);
   const auto format = parse_name<ActFormat>("act_format", call.act_format);
@@ -148,12 +158,48 @@ void experts(const moeq::ExpertsCall& call) {
   args.a1 = bind_act("a1_gscale", format, args.hidden_dtype, call.a1_gscale, args.num_experts);
   args.a2 = bind_act("a2_gscale", format, args.hidden_dtype, call.a2_gscale, args.num_experts);
   if (format == ActFormat::kFp8) args.a1.group = args.a2.group = layout_of(args.scheme).fp8_group;
-
-  const IsaTable& isa = isa_table();
+  job.isa = &isa_table();
   const DotKey key = dot_key(args, format);
-  const Dot dot = are_integers(key) ? find_integer_dot(key, isa) : isa.find_dot(key);
-  const int threads = std::max<int>(1, static_cast<int>(torch::stable::get_num_threads()));
-  run_experts(args, isa, dot, {threads, run_on_torch_threads});
+  job.dot = are_integers(key) ? find_integer_dot(key, *job.isa) : job.isa->find_dot(key);
+  return job;
+}
+
+void experts(const moeq::ExpertsCall& call) {
+  const HostJob job = bind(call);
+  if (job.args.num_tokens > 0) run_experts(job.args, *job.isa, job.dot, torch_threads());
+}
+
+int64_t host_job(const moeq::ExpertsCall& call) {
+  HostJob job = bind(call);
+  MOEQ_CHECK(kOp, job.args.num_tokens > 0, "hidden_states must have a row");
+  MOEQ_CHECK(kOp, job.args.out_dtype == DType::kFloat32, "out must have dtype float32");
+  job.parallel = torch_threads();
+  job.owned = std::make_shared<const moeq::ExpertsCall>(call);
+  return add_host_job(std::move(job));
+}
+
+// As boxed.h does it for calls that return nothing.
+template <class Types>
+struct BoxedJob;
+
+template <class... T>
+struct BoxedJob<std::tuple<T...>> {
+  static int64_t run(T... arguments) { return host_job(moeq::ExpertsCall{std::move(arguments)...}); }
+};
+
+void* as_data(int64_t number) { return reinterpret_cast<void*>(static_cast<intptr_t>(number)); }
+
+void run_job(int64_t number) { run_host_job(as_data(number)); }
+
+void enqueue_job(int64_t number, int64_t stream) {
+  const std::string reason = enqueue_host_function(as_data(stream), run_host_job, as_data(number));
+  MOEQ_CHECK("enqueue_host_job", reason.empty(), "stream must take a host function: ", reason);
+}
+
+// "(...)" of a schema "name(...) -> ()".
+std::string arguments_of(const std::string& schema) {
+  const size_t begin = schema.find('(');
+  return schema.substr(begin, schema.rfind(" -> ") - begin);
 }
 
 std::string cpu_isa() { return isa_table().name; }
@@ -163,6 +209,12 @@ std::string cpu_integer_isa() { return integer_isa(isa_table()); }
 
 STABLE_TORCH_LIBRARY(moeq_C, m) {
   m.def(moeq::ExpertsCall::kSchema);
+  // A call of `experts` that is run later: its number.
+  m.def(("host_job" + arguments_of(moeq::ExpertsCall::kSchema) + " -> int").c_str());
+  m.def("run_host_job(int job) -> ()");
+  m.def("enqueue_host_job(int job, int stream) -> ()");
+  m.def("replace_host_job(int job, int by) -> ()");
+  m.def("drop_host_job(int job) -> ()");
   m.def("cpu_isa() -> str");
   m.def("use_cpu_isa(str isa) -> ()");
   m.def("cpu_isa_refusal(str isa) -> str");
@@ -170,10 +222,17 @@ STABLE_TORCH_LIBRARY(moeq_C, m) {
   m.def("use_cpu_integer_isa(str isa) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(moeq_C, CPU, m) { m.impl("experts", MOEQ_BOX(moeq::ExpertsCall, experts)); }
+STABLE_TORCH_LIBRARY_IMPL(moeq_C, CPU, m) {
+  m.impl("experts", MOEQ_BOX(moeq::ExpertsCall, experts));
+  m.impl("host_job", TORCH_BOX(&BoxedJob<moeq::ExpertsCall::Types>::run));
+}
 
 STABLE_TORCH_LIBRARY_IMPL(moeq_C, CompositeExplicitAutograd, m) {
   m.impl("cpu_isa", TORCH_BOX(&cpu_isa));
+  m.impl("run_host_job", TORCH_BOX(&run_job));
+  m.impl("enqueue_host_job", TORCH_BOX(&enqueue_job));
+  m.impl("replace_host_job", TORCH_BOX(&replace_host_job));
+  m.impl("drop_host_job", TORCH_BOX(&drop_host_job));
   m.impl("use_cpu_isa", TORCH_BOX(&use_isa));
   m.impl("cpu_isa_refusal", TORCH_BOX(&isa_refusal));
   m.impl("cpu_integer_isa", TORCH_BOX(&cpu_integer_isa));

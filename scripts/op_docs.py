@@ -74,6 +74,8 @@ OTHER_OPS = {
     "expert here. Collective. Rows that stand for no token have the expert -1; an absent scale comes back as [0, 0].",
     "ep_combine": "The ranks' partial rows back to the ranks of the tokens, added in float32 in ascending rank order. "
     "Collective.",
+    "host_experts": "A layer whose experts lie partly on a device and partly on the host; both parts run at once, and "
+    "are added in float32 on the device. `moe.HostExperts` makes such a layer and calls this op.",
     "swizzle_scale": "Block scales in the 128x4 tiling that NVIDIA's kernels read, zeros in the padding.",
     "unswizzle_scale": "Inverse of swizzle_scale.",
 }
@@ -152,6 +154,9 @@ ARGUMENTS = {
     "count": "int32 [num_experts]: how many places follow; row t takes number (t + rank) modulo count.",
     "slots": "ep_place: int32 [places], slots of all ranks numbered through. ep_dispatch, ep_combine with a capacity: "
     "experts on each rank.",
+    "places": "int32 [num_tokens, top_k]: the slots of a token's experts, as ep_place makes them; what is no slot "
+    "contributes nothing.",
+    "layer": "The name that a `HostExperts` of this process has (`HostExperts.name`).",
     "load": "int64 [num_experts], contiguous: grows by the number of times that each expert is asked for.",
     "rank": "Of this process in the group.",
     "partial_rows": "[world_size * (capacity or max_tokens), hidden_size] bfloat16, float16 or float32.",

@@ -8,6 +8,7 @@ from torch_moe_ops.core.problem import Problem
 from torch_moe_ops.core.version import __version__
 from torch_moe_ops.expert_parallel.layer import ExpertParallel
 from torch_moe_ops.expert_parallel.placement import ExpertPlacement
+from torch_moe_ops.host_experts.layer import HostExperts
 from torch_moe_ops.ops.codecs import (
     dequantize_fp8,
     dequantize_int4,
@@ -44,6 +45,7 @@ __all__ = [
     "CheckpointError",
     "ExpertParallel",
     "ExpertPlacement",
+    "HostExperts",
     "Lora",
     "MergeAware",
     "PreparedWeights",

@@ -142,7 +142,7 @@ def _other_dtypes(op: str, name: str, given: dict[str, Tensor]) -> tuple[torch.d
     family, packed = _family(op), "hidden_states_scale" in given
     if given[name].dtype == torch.float8_e4m3fn and ("moe" in op or op == "grouped_linear"):
         return (torch.uint8,)
-    if op.startswith("ep_"):
+    if op.startswith(("ep_", "host_")):
         return _EXCHANGED.get((op, name), ())
     if name in ("x", "router_logits", "shared_expert_weights", "lora_a13", "lora_b13", "lora_a2", "lora_b2") or (
         name == "hidden_states" and family and not packed
@@ -161,12 +161,13 @@ def _other_dtypes(op: str, name: str, given: dict[str, Tensor]) -> tuple[torch.d
 ANY_SCHEME = ("grouped_linear", "moe_routed_lora")
 
 
-# What may be exchanged between ranks, besides the dtype of the sample.
+# What may be exchanged between ranks or with the host, besides the dtype of the sample.
 _EXCHANGED = {
     ("ep_place", "topk_ids"): (torch.int32, torch.int64),
     ("ep_dispatch", "hidden_states"): (*FLOATS, torch.uint8, torch.int8, torch.float8_e4m3fn),
     ("ep_dispatch", "hidden_states_scale"): (torch.float32, torch.uint8, torch.float8_e4m3fn),
     ("ep_combine", "partial_rows"): FLOATS,
+    ("host_experts", "hidden_states"): FLOATS,
 }
 
 

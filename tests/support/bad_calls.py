@@ -241,6 +241,7 @@ def _others() -> list[Wrong]:
         ("unswizzle_scale", "rows", -1, "rows must be at least 0, got -1"),
         ("unswizzle_scale", "cols", 9, swizzled),
         *_exchanged(),
+        *_on_the_host(),
     ]
     return [Wrong(op, "sample", *row) for op, *row in rows]
 
@@ -277,6 +278,22 @@ def _lora() -> list[Wrong]:
         ("backend", "nonsense", "backend must be one of"),
     ]
     return [Wrong("moe_routed_lora", "sample", *row) for row in rows]
+
+
+def _on_the_host() -> list[tuple[str, str, Any, str]]:
+    """A layer with experts on the host: hidden_size 64, 5 tokens, top_k 2."""
+    op = "host_experts"
+    return [
+        (op, "hidden_states", lambda t: t[:, 1:], "hidden_states must have shape [num_tokens, 64], got (5, 63)"),
+        (op, "hidden_states", lambda t: t.double(), "hidden_states must have one of the dtypes"),
+        (op, "places", lambda t: t[0], "places must have shape [num_tokens, top_k] with top_k in 1 ... 32, got (2,)"),
+        (op, "places", lambda t: t[1:], "places must have 5 rows like hidden_states, got (4, 2)"),
+        (op, "places", lambda t: t.long(), "places must have one of the dtypes ['torch.int32'], got torch.int64"),
+        (op, "topk_weights", lambda t: t[:, :1], "topk_weights must have shape (5, 2) like places, got (5, 1)"),
+        (op, "topk_weights", lambda t: t.half(), "topk_weights must have one of the dtypes ['torch.float32']"),
+        (op, "layer", "nobody", "layer must be the name of a HostExperts of this process, which still exists"),
+        (op, "out_dtype", torch.int8, "out_dtype must be None or one of"),
+    ]
 
 
 def _exchanged() -> list[tuple[str, str, Any, str]]:

@@ -346,6 +346,25 @@ def _ep_combine(device: str) -> list[Sample]:
     ]
 
 
+def host_layer(device: str) -> moe.HostExperts:
+    """One layer a device for the whole process: its op knows it by a name."""
+    if device not in _HOST_LAYERS:
+        _HOST_LAYERS[device] = moe.HostExperts(make_raw(Case()), [1, 2], act_format="none", device=device, max_tokens=4)
+    return _HOST_LAYERS[device]
+
+
+_HOST_LAYERS: dict[str, moe.HostExperts] = {}
+
+
+def _host_experts(device: str) -> list[Sample]:
+    layer, (x, places, weights) = host_layer(device), make_batch(Case(), device)
+    return [
+        ((x, places, weights, layer.name), {}),
+        ((x, places, weights, layer.name, torch.float32), {}),
+        ((x[:0], places[:0], weights[:0], layer.name), {}),
+    ]
+
+
 SAMPLES: dict[str, Callable[[str], list[Sample]]] = {
     "quantize_mxfp4": _quantize_mx,
     "quantize_mxfp8": _quantize_mx,
@@ -361,6 +380,7 @@ SAMPLES: dict[str, Callable[[str], list[Sample]]] = {
     "ep_place": _ep_place,
     "ep_dispatch": _ep_dispatch,
     "ep_combine": _ep_combine,
+    "host_experts": _host_experts,
     "swizzle_scale": _swizzle,
     "unswizzle_scale": _unswizzle,
 }

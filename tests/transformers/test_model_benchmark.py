@@ -95,3 +95,15 @@ def test_layers_that_are_not_found_are_an_error(model_graphs: Any) -> None:
         model_graphs.shares(_kernels(model_graphs, ["gemm", "moeq::a", "moeq::b"]), layers=2)
     with pytest.raises(ValueError, match="1 layers of experts must be found, got 0"):
         model_graphs.shares([], layers=1)
+
+
+def test_a_model_with_experts_on_the_host_is_measured_at_every_split(tmp_path: Path) -> None:
+    """benchmarks/bench_host_models.py, without the offload, for which accelerate is needed."""
+    out = tmp_path / "result.json"
+    given = ["--tiny", "--peer-layers", "0", "--rounds", "2", "--on-gpu", "8,3,0", "--batches", "2", "--out", out]
+    program = [sys.executable, ROOT / "benchmarks" / "bench_host_models.py", *given]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    subprocess.run(program, check=True, env=environment, capture_output=True, cwd=tmp_path)
+    lines = json.loads(out.read_text())["lines"]
+    assert [(line["what"], line["on_gpu"], line["batch"]) for line in lines] == [("decode", n, 2) for n in (8, 3, 0)]
+    assert all(line["ms"] >= line["ms_min"] > 0 and line["distance"] < 2e-2 for line in lines)

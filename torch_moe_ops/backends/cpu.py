@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,20 @@ FORMATS = written_for(cpu_pack.KERNEL_SCHEMES, cpu_pack.KERNEL_ACT_FORMATS)
 
 def run(call: ExpertsCall, out: Tensor) -> None:
     """Hand a checked call to the kernels, in their own terms."""
+    torch.ops.moeq_C.experts(out, *_in_their_terms(call))
+
+
+def host_job(call: ExpertsCall, out: Tensor) -> int:
+    """The number of a checked call that the kernels run later, with what its tensors then hold, as often as they are
+    asked (`moeq_C::run_host_job`, `moeq_C::enqueue_host_job`), until `moeq_C::drop_host_job`.
+
+    Args:
+        out: float32 [num_tokens, hidden_size], of one token at least.
+    """
+    return torch.ops.moeq_C.host_job(out, *_in_their_terms(call))  # type: ignore[no-any-return]
+
+
+def _in_their_terms(call: ExpertsCall) -> tuple[Any, ...]:
     scheme = SCHEMES[call.scheme]
     call = _unpack_fp6(call)
     w13_scale, w2_scale = _same_dtype(call.w13_scale, call.w2_scale)
@@ -36,7 +52,7 @@ def run(call: ExpertsCall, out: Tensor) -> None:
     w2 = (_of_rows(w2_scale), w2_zero_point, g2_alphas)
     arguments = _arguments((*call, *w13, *w2))
     own = _own({"scheme": cpu_pack.kernel_scheme(scheme), "act_format": call.act_format})
-    torch.ops.moeq_C.experts(out, *arguments, *own)
+    return (*arguments, *own)
 
 
 def _unpack_fp6(call: ExpertsCall) -> ExpertsCall:

@@ -144,6 +144,9 @@ SCHEMAS: dict[str, str] = {
         f"(Tensor partial_rows, Tensor positions, SymInt num_tokens, {_EXCHANGE}, ScalarType out_dtype, "
         'int[] slots=[], int capacity=0, str tp_group="", int tp_size=1) -> Tensor'
     ),
+    "host_experts": (
+        "(Tensor hidden_states, Tensor places, Tensor topk_weights, str layer, ScalarType? out_dtype=None) -> Tensor"
+    ),
     "nvfp4_moe": _monolithic("nvfp4"),
     "nvfp4_moe_routed": _routed("nvfp4"),
     "nvfp4_moe_routed.out": _routed_out("nvfp4"),

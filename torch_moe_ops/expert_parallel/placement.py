@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops.weights.raw_weights import RawWeights
+from torch_moe_ops.weights.sharding import take_experts
 
 NEAREST, SPREAD = "nearest", "spread"
 
@@ -132,15 +132,7 @@ class ExpertPlacement:
         if raw.num_experts != self.num_experts:
             raise ValueError(f"ExpertPlacement: raw must hold {self.num_experts} experts, got {raw.num_experts}")
         self.check_shared(raw.num_shared_experts)
-        index = torch.tensor(self.slots[rank], device=raw.device)
-        mine = {name: _taken(t, index) for name, t in raw.tensors().items() if t.ndim}
-        return dataclasses.replace(raw, **mine)  # type: ignore[arg-type]
-
-
-def _taken(t: Tensor, index: Tensor) -> Tensor:
-    # Not every device indexes float8.
-    codes = t.view(torch.uint8) if t.element_size() == 1 else t
-    return codes[index].view(t.dtype)
+        return take_experts(raw, self.slots[rank])
 
 
 def as_placement(placement: ExpertPlacement | Sequence[Sequence[int]]) -> ExpertPlacement:

@@ -3,6 +3,27 @@
 from __future__ import annotations
 
 from torch_moe_ops import backends  # the expert ops look backends up by name
-from torch_moe_ops.ops import expert_parallel, grouped_linear, lora, moe, moe_routed, quantize, route, swizzle
+from torch_moe_ops.ops import (
+    expert_parallel,
+    grouped_linear,
+    host_experts,
+    lora,
+    moe,
+    moe_routed,
+    quantize,
+    route,
+    swizzle,
+)
 
-__all__ = ["backends", "expert_parallel", "grouped_linear", "lora", "moe", "moe_routed", "quantize", "route", "swizzle"]
+__all__ = [
+    "backends",
+    "expert_parallel",
+    "grouped_linear",
+    "host_experts",
+    "lora",
+    "moe",
+    "moe_routed",
+    "quantize",
+    "route",
+    "swizzle",
+]

@@ -96,6 +96,10 @@ class PreparedFields:
         """The weight arguments of the scheme's ops, in their order."""
         return tuple(getattr(self, name) for name in _WEIGHT_ARGUMENTS[self.scheme])
 
+    def named_op_weights(self) -> dict[str, Tensor | None]:
+        """The same by their names."""
+        return {name: getattr(self, name) for name in _WEIGHT_ARGUMENTS[self.scheme]}
+
 
 _OPTIONS = (
     "activation",

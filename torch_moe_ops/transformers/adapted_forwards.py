@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_moe_ops.prepared.fused import fused_moe_routed
-
 
 def llama4(block: Any, holder: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     """Shared and routed experts, and the router's logits.
@@ -20,13 +18,13 @@ def llama4(block: Any, holder: Any, hidden_states: Tensor) -> tuple[Tensor, Tens
     top, ids = torch.topk(logits, block.top_k, dim=1)
     # Rounded to the model's dtype as there: the weights multiply tokens of that dtype.
     weights = torch.sigmoid(top.float()).to(top.dtype)
-    return block.shared_expert(rows) + fused_moe_routed(rows, ids, weights, holder.prepared), logits
+    return block.shared_expert(rows) + holder.run(rows, ids, weights), logits
 
 
 def dbrx(experts: Any, holder: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """[batch, sequence, hidden_size] of [batch, sequence, hidden_size], routed by the block around."""
     rows = hidden_states.reshape(-1, experts.hidden_size)
-    out = fused_moe_routed(rows, top_k_index, top_k_weights, holder.prepared)
+    out = holder.run(rows, top_k_index, top_k_weights)
     return out.view(hidden_states.shape[0], -1, experts.hidden_size)
 
 
@@ -41,4 +39,4 @@ def jetmoe(block: Any, holder: Any, layer_input: Tensor) -> Tensor:
     logits = router(rows)[-1] if router._forward_hooks else router.layer(rows).float()
     top, ids = logits.topk(router.top_k, dim=1)
     weights = torch.softmax(top, dim=1).type_as(rows)
-    return fused_moe_routed(rows, ids, weights, holder.prepared).view_as(layer_input) + block.bias
+    return holder.run(rows, ids, weights).view_as(layer_input) + block.bias

@@ -13,11 +13,13 @@ from torch_moe_ops.checkpoints.index import open_checkpoint
 from torch_moe_ops.checkpoints.progress import track
 from torch_moe_ops.core.activations import apply_activation
 from torch_moe_ops.files.errors import PATH_LENGTH, short
+from torch_moe_ops.host_experts.layer import HostExperts
 from torch_moe_ops.prepared.prepare import prepare
 from torch_moe_ops.prepared.prepared_weights import PreparedWeights
 from torch_moe_ops.transformers.act_formats import AUTO, Choices, chosen_act_format, stored_act_format
 from torch_moe_ops.transformers.adapters import adapter_of, is_adapted
 from torch_moe_ops.transformers.experts import IMPLEMENTATION, ExpertWeights
+from torch_moe_ops.transformers.host_experts import HostChoice, HostExpertWeights, host_layer
 from torch_moe_ops.transformers.implementation import register_implementation
 from torch_moe_ops.transformers.linears import check_linears_loaded
 from torch_moe_ops.transformers.modules import ExpertsModule, find_experts, remove_parameters
@@ -26,6 +28,8 @@ from torch_moe_ops.transformers.saving import AttachedExperts
 from torch_moe_ops.transformers.shared_experts import load_with_shared
 from torch_moe_ops.weights.quantize_experts import quantized
 from torch_moe_ops.weights.raw_weights import RawWeights
+
+Attached = PreparedWeights | HostExperts
 
 
 def attach_experts(
@@ -38,8 +42,9 @@ def attach_experts(
     check_linears: bool = True,
     route: bool = True,
     shared_experts: bool = False,
+    host_experts: HostChoice | None = None,
     **prepare_options: Any,
-) -> dict[str, PreparedWeights]:
+) -> dict[str, Attached]:
     """Give every experts module of a transformers model the quantized experts of a checkpoint.
 
     Each module's own parameters are removed, its prepared weights become `module.moeq_weights`, and the
@@ -59,9 +64,13 @@ def attach_experts(
         shared_experts: run shared experts in the call of the routed ones, where the checkpoint has both in one scheme
             (a line of the log, INFO, says where not). Their sum is then rounded once; such a model is not saved by
             `save_pretrained`.
-        prepare_options: given to `prepare` for every layer (`backend`, `accuracy`, ...).
+        host_experts: how many experts of every layer lie in host memory and run on the CPU, or which; or either by the
+            number of a layer (others have none there). The layers are then `HostExperts`, for inference alone, which
+            stay on their device and cannot be saved. Not with shared_experts.
+        prepare_options: given to `prepare` for every layer (`backend`, `accuracy`, ...), with host_experts to
+            `HostExperts` (`max_tokens` as well).
 
-    Returns: the prepared weights by module name, for `explain`.
+    Returns: the prepared weights by module name, or the HostExperts, for `explain`.
     Raises:
         ValueError: no experts modules; a layer that the checkpoint lacks; sizes, gating or activation of a
             module that differ from the checkpoint's; experts with a norm of their own, which no op applies;
@@ -77,6 +86,7 @@ def attach_experts(
         check_linears_loaded(model, open_checkpoint(path))
     options: dict[str, Any] = {"act_format": act_format, "input_scales": input_scales, "device": device, "route": route}
     options["shared_experts"] = shared_experts
+    options["host_experts"] = host_experts
     attached = attach_to(model, modules, path, **options, **prepare_options)
     model.hf_quantizer = AttachedExperts()  # whatever it was: it would save a model without experts
     return attached
@@ -93,9 +103,12 @@ def attach_to(
     scheme: str | None = None,
     route: bool = True,
     shared_experts: bool = False,
+    host_experts: HostChoice | None = None,
     **prepare_options: Any,
-) -> dict[str, PreparedWeights]:
+) -> dict[str, Attached]:
     """attach_experts for modules that were found before; `scheme` quantizes experts that a checkpoint does not."""
+    if shared_experts and host_experts is not None:
+        raise ValueError("attach_experts: shared_experts must be False with host_experts, got True")
     register_implementation()
     prepare_options = known_dtype(model) | prepare_options
     attached, choices = {}, Choices()
@@ -107,11 +120,13 @@ def attach_to(
         if scheme is not None:
             raw = quantized(raw, scheme)
         stored = stored_act_format(raw, quantization)
-        act = chosen_act_format(raw, stored, target, prepare_options) if act_format == AUTO else act_format
-        attached[found.name] = attach_raw(found, raw, target, act_format=act, **prepare_options)
+        asked = {name: value for name, value in prepare_options.items() if name != "max_tokens"}
+        act = chosen_act_format(raw, stored, target, asked) if act_format == AUTO else act_format
+        w = attach_raw(found, raw, target, host_experts=host_experts, act_format=act, **prepare_options)
+        attached[found.name] = w
         if joined:
             joined[1].replace(found.module.moeq_weights)
-        choices.add(stored, attached[found.name])
+        choices.add(stored, w if isinstance(w, PreparedWeights) else w.parts[0])
     set_implementation(model, modules)
     if route:
         replace_routers(model, modules)
@@ -134,15 +149,29 @@ def set_implementation(model: Any, modules: list[ExpertsModule]) -> None:
         model.set_experts_implementation(IMPLEMENTATION)
 
 
-def attach_raw(found: ExpertsModule, raw: RawWeights, device: torch.device, **prepare_options: Any) -> PreparedWeights:
+def attach_raw(
+    found: ExpertsModule,
+    raw: RawWeights,
+    device: torch.device,
+    *,
+    host_experts: HostChoice | None = None,
+    **prepare_options: Any,
+) -> Attached:
     """Prepare one layer and give it to its module, whose own parameters are dropped once everything fits."""
     _check_sizes(found, raw)
     adapter = adapter_of(found.module)
     own_options = {} if adapter is None else adapter.prepare_options
-    w = prepare(raw, device=device, **own_options, **prepare_options)
-    _check_activation(found, w)
+    w: Attached
+    holder: nn.Module
+    if host_experts is None:
+        w = prepare(raw, device=device, **own_options, **prepare_options)
+        holder, part = ExpertWeights(w), w
+    else:
+        w = host_layer(raw, found.layer, host_experts, device, **own_options, **prepare_options)
+        holder, part = HostExpertWeights(w), w.parts[0]
+    _check_activation(found, part)
     remove_parameters(found.module)
-    found.module.moeq_weights = ExpertWeights(w)
+    found.module.moeq_weights = holder
     return w
 
 

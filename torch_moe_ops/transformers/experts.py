@@ -98,6 +98,15 @@ class ExpertWeights(nn.Module):
         except ValueError as error:
             error_msgs.append(str(error))
 
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """num_experts without shared ones, hidden_size, intermediate_size."""
+        w = self.prepared
+        return w.num_experts - w.num_shared_experts, w.hidden_size, w.intermediate_size
+
+    def run(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        return fused_moe_routed(hidden_states, topk_ids, topk_weights, self.prepared)
+
     def extra_repr(self) -> str:
         w = self.prepared
         return (
@@ -126,10 +135,9 @@ def moeq_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, to
             "call torch_moe_ops.transformers.attach_experts(model, checkpoint) first, or quantize_model(model, scheme) "
             "(scheme 'none' keeps the weights that it has)"
         )
-    w = weights.prepared
-    if w.num_shared_experts:
+    if isinstance(weights, ExpertWeights) and weights.prepared.num_shared_experts:
         top_k_index, top_k_weights = _with_shared(weights, hidden_states, top_k_index, top_k_weights)
-    return fused_moe_routed(hidden_states, top_k_index, top_k_weights, w)
+    return weights.run(hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
 
 
 def _with_shared(weights: Any, hidden_states: Tensor, ids: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:

@@ -48,8 +48,7 @@ def _sizes(module: Any) -> tuple[int, int, int] | None:
     """From the parameters, which may be on the meta device, or from what was attached before."""
     attached = getattr(module, "moeq_weights", None)
     if attached is not None:
-        w = attached.prepared
-        return w.num_experts - w.num_shared_experts, w.hidden_size, w.intermediate_size
+        return attached.sizes  # type: ignore[no-any-return]
     adapter = adapter_of(module)
     if adapter is not None:
         w13, w2 = adapter.weights(module)

@@ -10,9 +10,8 @@ from torch import Tensor
 from torch_moe_ops.checkpoints.model_config import activation_fields, parse_config
 from torch_moe_ops.checkpoints.progress import track
 from torch_moe_ops.core.schemes import FLOATS
-from torch_moe_ops.prepared.prepared_weights import PreparedWeights
 from torch_moe_ops.transformers.adapters import adapter_of
-from torch_moe_ops.transformers.attach import attach_raw, known_dtype, set_implementation
+from torch_moe_ops.transformers.attach import Attached, attach_raw, known_dtype, set_implementation
 from torch_moe_ops.transformers.experts import HOLDER
 from torch_moe_ops.transformers.implementation import register_implementation
 from torch_moe_ops.transformers.modules import ExpertsModule, find_experts
@@ -23,8 +22,14 @@ from torch_moe_ops.weights.raw_weights import RawWeights
 
 
 def quantize_model(
-    model: Any, scheme: str = "nvfp4", *, act_format: str = "none", route: bool = True, **prepare_options: Any
-) -> dict[str, PreparedWeights]:
+    model: Any,
+    scheme: str = "nvfp4",
+    *,
+    act_format: str = "none",
+    route: bool = True,
+    device: torch.device | str | None = None,
+    **prepare_options: Any,
+) -> dict[str, Attached]:
     """Quantize the experts of a transformers model and run them through torch.ops.moeq.
 
     Layer by layer, on the device where each is: the parameters of an experts module give way to its packed
@@ -37,9 +42,10 @@ def quantize_model(
         act_format: as in `prepare`. There is no calibration: activations are scaled token by token where the format
             has scales.
         route: as in `attach_experts`.
-        prepare_options: given to `prepare` for every layer.
+        device: where the packed experts, or those that are not on the host, go; None: where each layer's were.
+        prepare_options: given to `prepare` for every layer, and host_experts as in `attach_experts`.
 
-    Returns: the prepared weights by module name, for `explain`.
+    Returns: the prepared weights by module name, or the HostExperts, for `explain`.
     Raises:
         ValueError: no experts modules; experts that are quantized already, or not loaded; an activation that the
             library does not have, or sizes that the scheme cannot divide. Layers before that one are done.
@@ -59,7 +65,8 @@ def quantize_model(
     for found in track(modules, "quantizing experts"):
         fields = activation_fields(config, is_gated=found.module.has_gate, is_gpt_oss=config.is_gpt_oss)
         raw = _quantized(found, scheme, fields)
-        done[found.name] = attach_raw(found, raw, raw.device, act_format=act_format, **prepare_options)
+        target = raw.device if device is None else torch.device(device)
+        done[found.name] = attach_raw(found, raw, target, act_format=act_format, **prepare_options)
     set_implementation(model, modules)
     if route:
         replace_routers(model, modules)

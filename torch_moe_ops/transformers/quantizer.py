@@ -49,7 +49,7 @@ class MoeqConfig(QuantizationConfigMixin):
     Args:
         scheme: as in `quantize_experts`; "none" runs the unquantized op.
         act_format: as in `prepare`.
-        prepare_options: given to `prepare` for every layer, and route as in `attach_experts`.
+        prepare_options: given to `prepare` for every layer, and route and host_experts as in `attach_experts`.
     """
 
     def __init__(self, scheme: str = "nvfp4", act_format: str = "none", **prepare_options: Any) -> None:

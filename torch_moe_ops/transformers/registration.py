@@ -21,7 +21,7 @@ def register(*, input_scales: bool = True, **prepare_options: Any) -> None:
     Args:
         input_scales: as in `load_experts`; False ignores calibrated activation scales.
         prepare_options: given to `prepare` for every layer (`backend`, `accuracy`), act_format ("auto" by default),
-            route and shared_experts as in `attach_experts`.
+            route, shared_experts and host_experts as in `attach_experts`.
 
     Raises:
         ImportError: transformers is older than the interfaces used here.

@@ -16,6 +16,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from torch_moe_ops.checkpoints.index import QUANT_CONFIG
 from torch_moe_ops.transformers.experts import ExpertWeights
 from torch_moe_ops.transformers.exporting import export_model
+from torch_moe_ops.transformers.host_experts import HostExpertWeights
 
 
 class _Attached(QuantizationConfigMixin):
@@ -61,7 +62,7 @@ def _intercepting(theirs: Callable[..., None]) -> Callable[..., None]:
     ) -> None:
         options |= {"is_main_process": is_main_process, "state_dict": state_dict}
         adapters = getattr(self, "_hf_peft_config_loaded", False)  # of which transformers writes nothing else
-        if adapters or not any(isinstance(module, ExpertWeights) for module in self.modules()):
+        if adapters or not any(isinstance(module, (ExpertWeights, HostExpertWeights)) for module in self.modules()):
             theirs(self, save_directory, **options)
         else:
             _save(theirs, self, os.fspath(save_directory), options)

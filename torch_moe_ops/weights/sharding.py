@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torch_moe_ops.config.parallel import FusedMoEParallelConfig
@@ -44,6 +46,19 @@ def shard(raw: RawWeights, parallel: FusedMoEParallelConfig) -> tuple[RawWeights
     mine = {name: t[offset : offset + count] for name, t in raw.tensors().items() if t.ndim}
     local = dataclasses.replace(raw, **mine)  # type: ignore[arg-type]
     return _shard_intermediate(local, parallel), raw.num_experts, offset
+
+
+def take_experts(raw: RawWeights, experts: Sequence[int]) -> RawWeights:
+    """The experts of `raw` that are named, in this order, in memory of their own. num_shared_experts stays."""
+    index = torch.tensor(experts, dtype=torch.int64, device=raw.device)
+    mine = {name: _taken(t, index) for name, t in raw.tensors().items() if t.ndim}
+    return dataclasses.replace(raw, **mine)  # type: ignore[arg-type]
+
+
+def _taken(t: Tensor, index: Tensor) -> Tensor:
+    # Not every device indexes float8.
+    codes = t.view(torch.uint8) if t.element_size() == 1 else t
+    return codes[index].view(t.dtype)
 
 
 def _shard_intermediate(raw: RawWeights, parallel: FusedMoEParallelConfig) -> RawWeights:
