@@ -26,6 +26,8 @@ import torch_moe_ops as moe
 pytestmark = pytest.mark.skipif(not INSTALLED, reason=NOT_INSTALLED)
 RANKS, TOKENS = 2, 9
 EXCHANGED = "tokens exchanged by allgather_reducescatter"
+# What is on one of two ranks -> a model: half of its experts, or of each; half of Mixtral's are no whole blocks of NVFP4.
+HALVED = {"parallel": "mixtral_modelopt_nvfp4", "divided": "qwen3_moe_ct_fp8_channel"}
 FORMS = [("rows", "linear"), ("rows", "round_robin"), ("batches", "linear")]
 
 
@@ -156,10 +158,10 @@ def test_a_deployment_without_a_step_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("experts", ["parallel", "divided"])
+@pytest.mark.parametrize("experts", HALVED)
 def test_two_ranks_of_data_parallelism_generate_the_same_tokens(experts: str, tmp_path: Path) -> None:
     """Two processes of LLM.generate, other prompts in each, over gloo: whole experts, or a half of each on a rank."""
-    folder = graft(FIXTURES / "mixtral_modelopt_nvfp4", tmp_path / "model")
+    folder = graft(FIXTURES / HALVED[experts], tmp_path / "model")
     results = _generate(folder, experts == "parallel", tmp_path)
     model = reference_model(folder)
     for rank, result in enumerate(results):
