@@ -210,6 +210,12 @@ def sm90() -> str:
     return header("Of the Hopper kernels.", ['"../names.h"'], body, *inner, names)
 
 
+def act_formats() -> str:
+    body = space("moeq::sm90", enum("ActFormat", facts.SM90_ACT_FORMATS))
+    names = names_of({"sm90::ActFormat": facts.SM90_ACT_FORMATS})
+    return header("What the Hopper kernels round activations to.", ['"../names.h"'], body, names)
+
+
 def calls() -> str:
     call = {"out": "Tensor"} | {name: _annotated(ExpertsCall, name) for name in KERNEL_FIELDS}
     call |= dict.fromkeys(ABSENT_WITH_ROUTER, "Tensor | None")
@@ -263,7 +269,8 @@ def _op(op: str, bases: str, fields: Fields, own: Fields, filled: tuple[str, ...
 
 def headers() -> dict[str, str]:
     """The text of each file."""
-    return {"activations.h": activations(), "calls.h": calls(), "cpu.h": cpu(), "sm90.h": sm90()}
+    files = {"activations.h": activations(), "calls.h": calls(), "cpu.h": cpu(), "sm90.h": sm90()}
+    return files | {"sm90_act_formats.h": act_formats()}
 
 
 def main() -> None:

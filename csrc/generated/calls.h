@@ -67,6 +67,7 @@ struct ExpertsCall : LayerCall {
 };
 
 struct ExpertsSm90Call : LayerCall, RouterCall {
+  std::string act_format;
   bool quantize_hidden;
   bool quantize_intermediate;
   int64_t kernel;
@@ -76,13 +77,14 @@ struct ExpertsSm90Call : LayerCall, RouterCall {
       "Tensor w2, Tensor? w2_scale, Tensor? w2_zero_point, Tensor? g2_alphas, Tensor? w2_bias, Tensor? a1_gscale, "
       "Tensor? a2_gscale, str activation, float swiglu_alpha, float swiglu_beta, float swiglu_limit, int "
       "local_expert_offset, bool router_weight_on_input, Tensor? router_logits, Tensor? routing_bias, str score, str "
-      "weight, bool renormalize, int top_k, int n_group, int topk_group, float routed_scaling_factor, bool "
-      "quantize_hidden, bool quantize_intermediate, int kernel) -> ()";
+      "weight, bool renormalize, int top_k, int n_group, int topk_group, float routed_scaling_factor, str act_format, "
+      "bool quantize_hidden, bool quantize_intermediate, int kernel) -> ()";
   using Types = std::tuple<
       Tensor, Tensor, OptionalTensor, OptionalTensor, OptionalTensor, Tensor, OptionalTensor, OptionalTensor,
       OptionalTensor, OptionalTensor, Tensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
       OptionalTensor, OptionalTensor, std::string, double, double, double, int64_t, bool, OptionalTensor,
-      OptionalTensor, std::string, std::string, bool, int64_t, int64_t, int64_t, double, bool, bool, int64_t>;
+      OptionalTensor, std::string, std::string, bool, int64_t, int64_t, int64_t, double, std::string, bool, bool,
+      int64_t>;
 };
 
 struct ExpertsSm90Bf16Call : LayerCall {

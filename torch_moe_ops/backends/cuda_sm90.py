@@ -26,12 +26,12 @@ from torch_moe_ops.core.call import ExpertsCall, for_kernels
 from torch_moe_ops.core.kernel_facts import Router, Sm90Few, own_of
 from torch_moe_ops.core.layout import Layout
 from torch_moe_ops.core.problem import STANDARD, STRICT, Problem
-from torch_moe_ops.numerics import nvfp4
+from torch_moe_ops.numerics import mx, nvfp4
 from torch_moe_ops.tuning import tuned
 from torch_moe_ops.tuning.tuned_kernels import key_of
 
 _own = own_of["experts_sm90"]
-FORMATS: dict[str, tuple[str, ...]] = {"nvfp4": ("nvfp4", "none"), "mxfp4": ("none",)}
+FORMATS: dict[str, tuple[str, ...]] = {"nvfp4": ("nvfp4", "none", "fp8"), "mxfp4": ("none", "fp8", "mxfp8")}
 # Their weights are rounded to bfloat16, which is more than docs/numerics.md allows a strict backend.
 ROUNDED_FORMATS: dict[str, tuple[str, ...]] = {"mxint4": ("none",), "int4": ("none",)}
 
@@ -59,15 +59,26 @@ def _kernel(call: ExpertsCall, out: Tensor, top_k: int) -> int:
 
 def run_kernel(call: ExpertsCall, out: Tensor, kernel: int, router: Router = NO_ROUTER) -> None:
     """`run` on a kernel by its number in KERNELS; with a router, call.topk_ids and topk_weights are None."""
-    quantize = call.act_format == "nvfp4"
-    quantize_hidden = quantize
+    rounds = call.act_format != "none"
+    own: dict[str, Any] = {"act_format": call.act_format if rounds else "nvfp4", "quantize_hidden": rounds}
     if call.hidden_states_scale is not None:
-        # Code times block scale has six significant bits: bfloat16 holds it, and the alphas have the rest.
-        x = nvfp4.dequantize(call.hidden_states, call.hidden_states_scale).to(torch.bfloat16)
-        call, quantize_hidden = call._replace(hidden_states=x, hidden_states_scale=None), False
+        call, own["quantize_hidden"] = _of_values(call, call.hidden_states_scale), False
     check_device(call)
-    own = _own({"quantize_hidden": quantize_hidden, "quantize_intermediate": quantize, "kernel": kernel})
-    torch.ops.moeq_C.experts_sm90(out, *for_kernels(call), *router, *own)
+    arguments = _own(own | {"quantize_intermediate": rounds, "kernel": kernel})
+    torch.ops.moeq_C.experts_sm90(out, *for_kernels(call), *router, *arguments)
+
+
+def _of_values(call: ExpertsCall, scale: Tensor) -> ExpertsCall:
+    """A call on packed hidden states as one on the values of their codes, which bfloat16 holds.
+
+    Scales of blocks are within (code times scale has six significant bits, or four), those of rows beside them; the
+    alphas have the rest.
+    """
+    codes = call.hidden_states
+    if call.act_format == "fp8":
+        return call._replace(hidden_states=codes.to(torch.bfloat16), hidden_states_scale=scale.contiguous())
+    x = nvfp4.dequantize(codes, scale) if call.act_format == "nvfp4" else mx.dequantize_mx(codes, scale, "e4m3")
+    return call._replace(hidden_states=x.to(torch.bfloat16), hidden_states_scale=None)
 
 
 def dequantize(stored: Any, scheme: str, halves: int, out: Tensor) -> float | None:

@@ -95,6 +95,8 @@ SM90_FORMATS: dict[str, TileScales] = {
 }
 SM90_KERNELS = ("decode", "slim", "narrow", "wide")  # by the numbers that the op knows them by; the last three: tiles
 SM90_WEIGHTS = ("packed", "rows", "blocks")  # of fp8 GEMMs (csrc/cuda/sm90/w4a8.h)
+# To which activations are rounded beside 4-bit weights (csrc/cuda/sm90/rounded_problem.h).
+SM90_ACT_FORMATS = ("nvfp4", "fp8", "mxfp8")
 
 
 class Router(NamedTuple):
@@ -115,7 +117,7 @@ class Router(NamedTuple):
 # take one. Callers name those of an op that has several (own_of: a microsecond less than keywords of a torch op).
 OWN_ARGUMENTS: dict[str, dict[str, str]] = {
     "experts": {"scheme": "str", "act_format": "str"},
-    "experts_sm90": {"quantize_hidden": "bool", "quantize_intermediate": "bool", "kernel": "int"},
+    "experts_sm90": {"act_format": "str", "quantize_hidden": "bool", "quantize_intermediate": "bool", "kernel": "int"},
     "experts_sm90_bf16": {},
     "experts_sm90_w4a8": {"weights": "str", "decode_tokens": "int"},
 }

@@ -5,7 +5,7 @@
 // memory, sixteen multiply them on the tensor cores. Two grid barriers: the intermediate must be complete before GEMM2
 // multiplies it (its weights are under way by then), and GEMM2's sums before they are combined.
 #include "cooperative_launch.h"
-#include "decode_few.h"
+#include "decode_few_e4m3.h"
 #include "decode_plan.h"
 #include "route.cuh"
 
@@ -31,27 +31,36 @@ cudaError_t give_state(Args& args) {
 
 namespace moeq::sm90 {
 
+// Whether the kernel for very few tokens takes a problem, and how.
+static cudaError_t make_few_plan(const RoundedProblem& p, few::Plan& plan, bool& few) {
+  return rounds_to_e4m3(p) ? few::make_e4m3_plan(p, plan, few) : few::make_plan(p, plan, few);
+}
+
+// Beyond it, the prefill kernel for few tokens takes those that are rounded to e4m3.
+constexpr Shape kShapeOfE4m3 = Shape::kNarrow;
+static bool is_for_prefill(const RoundedProblem& p) { return rounds_to_e4m3(p) || p.x_factor != nullptr; }
+
 int decode_max_tokens(const Problem& p) { return p.top_k < 1 ? 0 : decode::kMaxSlots / p.top_k; }
 
-bool decode_takes_logits(const Problem& p) {
+bool decode_takes_logits(const RoundedProblem& p) {
   few::Plan plan;
   bool few = false;
-  return p.router.experts <= kRouteInPlace && few::make_plan(p, plan, few) == cudaSuccess && few;
+  return p.router.experts <= kRouteInPlace && make_few_plan(p, plan, few) == cudaSuccess && few;
 }
 
-size_t decode_workspace(const Problem& p) {
-  decode::Plan plan;
-  const size_t bytes = decode::make_plan(p, plan) == cudaSuccess ? plan.workspace : 0;
+size_t decode_workspace(const RoundedProblem& p) {
   few::Plan few_plan;
   bool few = false;
-  if (p.partition.whole_device || few::make_plan(p, few_plan, few) != cudaSuccess || !few) {
-    return bytes;
+  if (make_few_plan(p, few_plan, few) != cudaSuccess || !few) {
+    decode::Plan plan;
+    return is_for_prefill(p) ? prefill_workspace(p, kShapeOfE4m3)
+           : decode::make_plan(p, plan) == cudaSuccess ? plan.workspace
+                                                       : 0;
   }
-  const size_t exchange = few::exchange_bytes(few_plan);
-  return exchange > bytes ? exchange : bytes;
+  return p.partition.whole_device ? 0 : few::exchange_bytes(few_plan);
 }
 
-cudaError_t decode_run(const Problem& p) {
+cudaError_t decode_run(const RoundedProblem& p) {
   if (p.tokens > decode_max_tokens(p)) {
     return cudaErrorInvalidValue;
   }
@@ -60,9 +69,12 @@ cudaError_t decode_run(const Problem& p) {
   }
   few::Plan few_plan;
   bool few = false;
-  cudaError_t error = few::make_plan(p, few_plan, few);
+  cudaError_t error = make_few_plan(p, few_plan, few);
   if (error != cudaSuccess || few) {
-    return error != cudaSuccess ? error : few::run(few_plan);
+    return error != cudaSuccess ? error : rounds_to_e4m3(p) ? few::run_e4m3(few_plan) : few::run(few_plan);
+  }
+  if (is_for_prefill(p)) {
+    return prefill_run(p, kShapeOfE4m3);
   }
   decode::Plan plan;
   error = decode::make_plan(p, plan);

@@ -38,7 +38,7 @@ struct Deal {
   int shared_bits;  // those left are cut into 2^shared_bits parts, one for a block; 0: some blocks have one more
 };
 
-// Of e4m3 weights, which multiply tokens and an intermediate that are rounded to e4m3; of GEMM1 and GEMM2.
+// Where tokens and the intermediate are rounded to e4m3, and of e4m3 weights; of GEMM1 and GEMM2.
 struct Fp8 {
   WeightScales weights[2];
   ActScale rounding[2];
@@ -66,11 +66,16 @@ struct Args {
   int partials;  // and those of units that blocks share
   Deal whole[2];  // of one token, all of whose experts are this rank's
   uint8_t part_bits[2][kMaxSlots + 1];  // parts of K for that many entries: all blocks get the same
+  bool mx;  // activations are rounded to mxfp8, whatever `fp8.rounding` says
   Fp8 fp8;
 };
 
-// What weights are: those of layout.h, or e4m3 with scales of rows, or of 128 x 128 and of 128 values of a token.
-enum class Codes : int { kFourBits, kFp8Rows, kFp8Groups };
+// What weights are: those of layout.h, e4m3 with scales of rows, or of 128 x 128 and of 128 values of a token; those of
+// layout.h beside activations that are rounded to e4m3; NVFP4 of policy `packed`.
+enum class Codes : int { kFourBits, kFp8Rows, kFp8Groups, kBesideFp8, kBesideMxfp8, kPacked };
+
+constexpr bool are_fp8(Codes codes) { return codes == Codes::kFp8Rows || codes == Codes::kFp8Groups; }
+constexpr bool are_of_w4a8(Codes codes) { return are_fp8(codes) || codes == Codes::kPacked; }
 
 struct Plan {
   Args args;
@@ -86,7 +91,7 @@ inline size_t exchange_bytes(const Plan& plan) { return plan.exchange_pairs * si
 
 // fits: whether the kernel takes the problem, and there is room for it.
 cudaError_t make_plan(const Problem& p, Plan& plan, bool& fits);
-// The same of e4m3 weights. p.a1 and p.a2 are kNone: `fp8` says how activations are rounded, but for `scales_at`.
+// The same of any weights. p.a1 and p.a2 are kNone: `fp8` says how activations are rounded, but for `scales_at`.
 cudaError_t make_plan(const Problem& p, Codes codes, const Fp8& fp8, Plan& plan, bool& fits);
 
 cudaError_t run(Plan& plan);

@@ -99,7 +99,8 @@ __device__ __forceinline__ void copy_weights(const Args& args, Fixed& fixed, uin
           barrier_expect(bar, tiles * kCodeBytes<Format>);
         } else {
           barrier_expect(bar, tiles * (kTileCodeBytes + Format::kTileScaleBytes));
-          copy_bulk(to + args.stage_tiles * kTileCodeBytes, all_scales + tile * Format::kTileScaleBytes,
+          copy_bulk(to + args.stage_tiles * kTileCodeBytes,
+                    all_scales + tile * Format::kTileScaleBytes + row * kBytesBehindRow<Format>,
                     tiles * Format::kTileScaleBytes, bar);
         }
         copy_bulk(to, all_codes + tile * kCodeBytes<Format>, tiles * kCodeBytes<Format>, bar);

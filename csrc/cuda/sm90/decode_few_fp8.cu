@@ -1,4 +1,5 @@
-// The kernels of a decode of very few tokens for e4m3 weights, and what the host says to them.
+// The kernels of a decode of very few tokens for e4m3 weights and those of policy `packed`, and what the host says to
+// them.
 #include "decode_few_fp8.h"
 #include "decode_few_kernel.cuh"
 
@@ -6,21 +7,28 @@ namespace moeq::sm90::few {
 
 cudaError_t make_fp8_plan(const W4a8Problem& p, Plan& plan, bool& fits) {
   // Tokens whose scale depends on the expert, or that are codes already, are for the prefill kernels.
-  fits = p.weights != Weights::kPacked && p.a1 != ActScale::kExpert && p.x_scale == nullptr;
+  fits = p.a1 != ActScale::kExpert && p.x_scale == nullptr;
   if (!fits) {
     return cudaSuccess;
   }
   Problem unrounded = p;   // what rounds to NVFP4 has nothing to do
   unrounded.a1 = unrounded.a2 = ActScale::kNone;
   const Fp8 fp8 = {{p.scales13, p.scales2}, {p.a1, p.a2}, {p.a1_gscale, p.a2_gscale}, {}};
-  return make_plan(unrounded, p.weights == Weights::kBlocks ? Codes::kFp8Groups : Codes::kFp8Rows, fp8, plan, fits);
+  const Codes codes = p.weights == Weights::kPacked   ? Codes::kPacked
+                      : p.weights == Weights::kBlocks ? Codes::kFp8Groups
+                                                      : Codes::kFp8Rows;
+  return make_plan(unrounded, codes, fp8, plan, fits);
 }
 
 cudaError_t run_fp8(Plan& plan) {
-  static KnownDevices known[2][kKinds];
+  static KnownDevices known[3][kKinds];
+  const Kind kind = plan.kind;
+  if (plan.codes == Codes::kPacked) {
+    return launch(plan, kernel_of<PackedFormat>(kind), known[2][static_cast<int>(kind)]);
+  }
   const bool groups = plan.codes == Codes::kFp8Groups;
-  const void* kernel = groups ? kernel_of<Fp8Format<true>>(plan.kind) : kernel_of<Fp8Format<false>>(plan.kind);
-  return launch(plan, kernel, known[groups][static_cast<int>(plan.kind)]);
+  const void* kernel = groups ? kernel_of<Fp8Format<true>>(kind) : kernel_of<Fp8Format<false>>(kind);
+  return launch(plan, kernel, known[groups][static_cast<int>(kind)]);
 }
 
 }  // namespace moeq::sm90::few

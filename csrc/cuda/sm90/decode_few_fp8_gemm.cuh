@@ -27,6 +27,18 @@ __device__ __forceinline__ uint2 even_and_odd(uint32_t first, uint32_t second) {
   return make_uint2(__byte_perm(first, second, 0x5410), __byte_perm(first, second, 0x7632));
 }
 
+// Sums of a unit times the scales of their rows and of their tokens.
+__device__ __forceinline__ void scale_sums(const Place& place, const float (&weights)[2][2], Sums& sums) {
+  const float x[2] = {load_float(place.scales[0]), load_float(place.scales[1])};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      sums.v[i][j] *= weights[i][j / 2] * x[j % 2];
+    }
+  }
+}
+
 template <bool kGroups>
 struct Multiplier<Fp8Format<kGroups>> {
   uint32_t at;  // of this lane's row of the first half of a tile
@@ -101,14 +113,7 @@ struct Multiplier<Fp8Format<kGroups>> {
 
   __device__ __forceinline__ void finish_unit(const Place& place, Sums& sums) const {
     if constexpr (!kGroups) {
-      const float x[2] = {load_float(place.scales[0]), load_float(place.scales[1])};
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          sums.v[i][j] *= weights[i][j / 2] * x[j % 2];
-        }
-      }
+      scale_sums(place, weights, sums);
     }
   }
 };

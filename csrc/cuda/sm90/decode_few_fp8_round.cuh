@@ -1,29 +1,12 @@
 // Tokens and intermediate, rounded to e4m3 in shared memory: values of the codes as bfloat16, and behind a row its
-// scale, or those of its groups of 128.
+// scale, or those of its groups of 128. mxfp8's scales are in the values.
 #pragma once
-#include <cuda_fp16.h>
-
 #include "decode_few_hidden.cuh"
-#include "w4a8_round.cuh"
+#include "e4m3_round.cuh"
 
 namespace moeq::sm90::few {
 
 constexpr int kGroupK = 128;   // a warp's, four values of each lane
-
-// The bfloat16 values of four e4m3 codes.
-__device__ __forceinline__ uint2 values_of_codes(uint32_t codes) {
-  uint32_t low, high;
-  asm("{ .reg .b16 low, high;\n"
-      "mov.b32 {low, high}, %2;\n"
-      "cvt.rn.f16x2.e4m3x2 %0, low;\n"
-      "cvt.rn.f16x2.e4m3x2 %1, high; }"
-      : "=r"(low), "=r"(high)
-      : "r"(codes));
-  const float2 a = __half22float2(reinterpret_cast<const __half2&>(low));
-  const float2 b = __half22float2(reinterpret_cast<const __half2&>(high));
-  const __nv_bfloat162 first = __floats2bfloat162_rn(a.x, a.y), second = __floats2bfloat162_rn(b.x, b.y);
-  return make_uint2(reinterpret_cast<const uint32_t&>(first), reinterpret_cast<const uint32_t&>(second));
-}
 
 __device__ __forceinline__ float amax_of_four(const float4& v) {
   return max_magnitude(max_magnitude(v.x, v.y), max_magnitude(v.z, v.w));
@@ -34,57 +17,65 @@ __device__ __forceinline__ uint32_t amax_of_warp(const float4& v) {
   return __reduce_max_sync(0xffffffffu, __float_as_uint(amax_of_four(v)));
 }
 
-// What values are divided by (`divide`) or multiplied with, and what products of their codes are multiplied with.
-struct Rounding {
-  float by, scale;
-  bool divide;
-};
-
-__device__ __forceinline__ Rounding dynamic_rounding(uint32_t amax) {
-  const float scale = w4a8::scale_of(__uint_as_float(amax));
-  return {scale, scale, true};
+// Of the eight lanes that have a block of mxfp8. All lanes.
+__device__ __forceinline__ float amax_of_eight(const float4& v) {
+  float amax = amax_of_four(v);
+#pragma unroll
+  for (int step = 1; step < 8; step *= 2) {
+    amax = max_magnitude(amax, __shfl_xor_sync(0xffffffffu, amax, step));
+  }
+  return amax;
 }
-
-__device__ __forceinline__ Rounding given_rounding(float gscale) { return {gscale, reciprocal(gscale), false}; }
 
 // Not inlined: fetched once for the tokens and for the intermediate.
 __device__ __noinline__ inline uint2 round_four(float4 v, Rounding rounding) {
-  const uint32_t codes = w4a8::with_scaling(rounding.by, rounding.divide, [&](auto scaled) {
-    return w4a8::encode4(scaled(v.x), scaled(v.y), scaled(v.z), scaled(v.w));
-  });
-  return values_of_codes(codes);
+  float values[4] = {v.x, v.y, v.z, v.w};
+  round_to_e4m3(values, rounding);
+  const __nv_bfloat162 first = __floats2bfloat162_rn(values[0], values[1]);
+  const __nv_bfloat162 second = __floats2bfloat162_rn(values[2], values[3]);
+  return make_uint2(reinterpret_cast<const uint32_t&>(first), reinterpret_cast<const uint32_t&>(second));
 }
 
-// A warp's group `group` of a row: four values of each lane, and the scale, if this group has one or is the row's
-// first.
+// A warp's group `group` of a row of `fours` times four values: four of each lane that is within, and the scale, if this
+// group has one or is the row's first.
 template <bool kGroups>
-__device__ __forceinline__ void store_group(uint8_t* row, int scales_at, int group, const float4& v,
+__device__ __forceinline__ void store_group(uint8_t* row, int scales_at, int group, int fours, const float4& v,
                                             const Rounding& rounding) {
-  const int lane = lane_of_warp();
-  reinterpret_cast<uint2*>(row)[group * (kGroupK / 4) + lane] = round_four(v, rounding);
+  const int lane = lane_of_warp(), at = group * (kGroupK / 4) + lane;
+  const uint2 rounded = round_four(v, rounding);
+  if (at < fours) {
+    reinterpret_cast<uint2*>(row)[at] = rounded;
+  }
   if (lane == 0 && (kGroups || group == 0)) {
-    reinterpret_cast<float*>(row + scales_at)[kGroups ? group : 0] = rounding.scale;
+    reinterpret_cast<float*>(row + scales_at)[kGroups ? group : 0] = rounding.factor;
   }
 }
 
-__device__ __forceinline__ float4 load_four(const uint8_t* row, int group) {
-  const uint2 raw = reinterpret_cast<const uint2*>(row)[group * (kGroupK / 4) + lane_of_warp()];
+// Zeros beyond the row's end.
+__device__ __forceinline__ float4 load_four(const uint8_t* row, int group, int fours) {
+  const int at = group * (kGroupK / 4) + lane_of_warp();
+  const uint2 raw = at < fours ? reinterpret_cast<const uint2*>(row)[at] : make_uint2(0, 0);
   return make_float4(__uint_as_float(raw.x << 16), __uint_as_float(raw.x & 0xffff0000u), __uint_as_float(raw.y << 16),
                      __uint_as_float(raw.y & 0xffff0000u));
 }
 
+// What a row takes of so many tiles of 64 values, and groups that hold them.
+constexpr int kTileFours = kTileK / 4;
+__device__ __forceinline__ int groups_of(int tiles) { return (tiles + 1) / 2; }
+
 // The tokens, where they lie. All workers.
 template <bool kGroups>
 __device__ __forceinline__ void round_tokens(const Args& args, Fixed& fixed, uint8_t* x) {
-  const int groups = args.k_tiles[0] / 2, all = args.p.tokens * groups;
-  const bool dynamic = args.fp8.rounding[0] == ActScale::kToken, finds = !kGroups && dynamic;
+  const int fours = args.k_tiles[0] * kTileFours, groups = groups_of(args.k_tiles[0]), all = args.p.tokens * groups;
+  const bool mx = !kGroups && args.mx, dynamic = args.fp8.rounding[0] == ActScale::kToken;
+  const bool finds = !kGroups && dynamic && !mx;
 #pragma unroll 1
   for (int pass = finds ? 0 : 1; pass < 2; ++pass) {
 #pragma unroll 1
     for (int at = threadIdx.x / 32; at < all; at += kWarps) {
       const int token = at / groups, group = at - token * groups;
       uint8_t* row = x + token * args.x_stride;
-      const float4 v = load_four(row, group);
+      const float4 v = load_four(row, group, fours);
       const uint32_t amax = kGroups || pass == 0 ? amax_of_warp(v) : fixed.amax[token];
       if (pass == 0) {
         if (lane_of_warp() == 0) {
@@ -92,8 +83,10 @@ __device__ __forceinline__ void round_tokens(const Args& args, Fixed& fixed, uin
         }
         continue;
       }
-      const Rounding rounding = dynamic ? dynamic_rounding(amax) : given_rounding(args.fp8.gscale[0][0]);
-      store_group<kGroups>(row, args.fp8.scales_at[0], group, v, rounding);
+      const Rounding rounding = mx        ? mx_rounding(amax_of_eight(v))
+                                : dynamic ? dynamic_rounding(amax)
+                                          : given_rounding(args.fp8.gscale[0][0]);
+      store_group<kGroups>(row, args.fp8.scales_at[0], group, fours, v, rounding);
     }
     sync_workers();
   }
@@ -106,9 +99,9 @@ struct FourColumns {
   __device__ __forceinline__ float4 values() const { return make_float4(first.a(), first.b(), second.a(), second.b()); }
 };
 
-__device__ __forceinline__ const Pair* four_columns(const Args& args, uint32_t epoch, int slot, int group) {
+__device__ __forceinline__ const Pair* four_columns(const Args& args, uint32_t epoch, int slot, int four) {
   const int per_slot = args.row_tiles[0] * (kTileRows / 2);
-  return sent_pairs(args, epoch) + (slot * per_slot + group * (kGroupK / 2) + 2 * lane_of_warp());
+  return sent_pairs(args, epoch) + (slot * per_slot + 2 * four);
 }
 
 // The rows of one entry and part of K, by all helpers, each of which has groups of 128 values: their largest magnitudes
@@ -117,9 +110,10 @@ template <bool kGroups>
 __device__ __forceinline__ void make_groups(const Args& args, Fixed& fixed, const Work& work, const Entry& entry,
                                             bool finds, uint8_t* h) {
   constexpr int kAtOnce = 2;
-  const int begin = work.part * work.part_tiles / 2, end = min(begin + work.part_tiles / 2, args.k_tiles[1] / 2);
-  const int groups = end - begin, all = entry.count * groups, helper = threadIdx.x / 32 - kFirstHelper;
-  const bool dynamic = args.fp8.rounding[1] == ActScale::kToken;
+  const int begin = work.part * work.part_tiles, tiles = min(work.part_tiles, args.k_tiles[1] - begin);
+  const int fours = tiles * kTileFours, groups = groups_of(tiles), all = entry.count * groups;
+  const int lane = lane_of_warp(), helper = threadIdx.x / 32 - kFirstHelper;
+  const bool mx = !kGroups && args.mx, dynamic = args.fp8.rounding[1] == ActScale::kToken;
   const uint32_t epoch = fixed.epoch;
 #pragma unroll 1
   for (int start = helper; start < all; start += kAtOnce * kHelpers) {
@@ -128,7 +122,8 @@ __device__ __forceinline__ void make_groups(const Args& args, Fixed& fixed, cons
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int at = min(start + i * kHelpers, all - 1), column = at / groups;
-      from[i] = four_columns(args, epoch, fixed.slots[entry.first + column], begin + at - column * groups);
+      const int four = min((at - column * groups) * (kGroupK / 4) + lane, fours - 1);
+      from[i] = four_columns(args, epoch, fixed.slots[entry.first + column], begin * kTileFours + four);
       columns[i] = {look(from[i]), look(from[i] + 1)};
     }
 #pragma unroll
@@ -140,7 +135,9 @@ __device__ __forceinline__ void make_groups(const Args& args, Fixed& fixed, cons
       await(columns[i].first, from[i], epoch);
       await(columns[i].second, from[i] + 1, epoch);
       __syncwarp();
-      const float4 v = columns[i].values();
+      const int group = at - column * groups;
+      const bool inside = group * (kGroupK / 4) + lane < fours;
+      const float4 v = inside ? columns[i].values() : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       const uint32_t amax = kGroups || finds ? amax_of_warp(v) : fixed.h_amax[column];
       if (finds) {
         if (lane_of_warp() == 0) {
@@ -150,9 +147,10 @@ __device__ __forceinline__ void make_groups(const Args& args, Fixed& fixed, cons
       }
       const float* gscale = args.fp8.gscale[1];
       const Rounding rounding =
-          dynamic ? dynamic_rounding(amax)
-                  : given_rounding(gscale[args.fp8.rounding[1] == ActScale::kExpert ? entry.expert : 0]);
-      store_group<kGroups>(h + column * args.h_stride, args.fp8.scales_at[1], at - column * groups, v, rounding);
+          mx        ? mx_rounding(amax_of_eight(v))
+          : dynamic ? dynamic_rounding(amax)
+                    : given_rounding(gscale[args.fp8.rounding[1] == ActScale::kExpert ? entry.expert : 0]);
+      store_group<kGroups>(h + column * args.h_stride, args.fp8.scales_at[1], group, fours, v, rounding);
     }
   }
 }
@@ -160,7 +158,7 @@ __device__ __forceinline__ void make_groups(const Args& args, Fixed& fixed, cons
 template <bool kGroups>
 __device__ __forceinline__ void make_rounded_rows(const Args& args, Fixed& fixed, const Work& work, uint8_t* h) {
   const Entry entry = fixed.entries[work.entry];
-  const bool finds = !kGroups && args.fp8.rounding[1] == ActScale::kToken;
+  const bool finds = !kGroups && args.fp8.rounding[1] == ActScale::kToken && !args.mx;
   if (finds) {
     make_groups<kGroups>(args, fixed, work, entry, true, h);
     sync_helpers();

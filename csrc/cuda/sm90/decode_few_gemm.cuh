@@ -101,12 +101,29 @@ struct Multiplier {
   }
 };
 
+// Sums are multiplied by the scales of the tokens that they are of.
+template <class Weights>
+struct Multiplier<BesideE4m3<Weights>> : Multiplier<Weights> {
+  using Multiplier<Weights>::Multiplier;
+
+  __device__ __forceinline__ void finish_unit(const Place& place, Sums& sums) const {
+    const float x[2] = {load_scales<float>(place.scales[0]), load_scales<float>(place.scales[1])};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        sums.v[i][j] *= x[j % 2];
+      }
+    }
+  }
+};
+
 // A warp's sums of a unit, the `number`-th of this block, for the helpers. The two rows that a thread has of 16 are
-// eight apart; of e4m3 weights they are neighbours, but for gate and up.
+// eight apart; in the layout of w4a8_layout.h they are neighbours, but for gate and up.
 template <class Format, Kind kKind>
 __device__ __forceinline__ void leave_sums(const Args& args, Fixed& fixed, uint8_t* base, int gemm,
                                            const float* factors, int count, int number, int groups, Sums& sums) {
-  const bool apart = !kIsFp8<Format> || (gemm == 0 && Case<kKind>::gated(args.p));
+  const bool apart = !kIsOfW4a8<Format> || (gemm == 0 && Case<kKind>::gated(args.p));
   const int lane = lane_of_warp(), warp = threadIdx.x / 32, buffer = number % 2;
   barrier_wait(shared_address(&fixed.freed[buffer]), number / 2 % 2 ^ 1);
   const int column = lane % 4 * 2;
@@ -153,7 +170,7 @@ template <class Format, Kind kKind>
 __device__ __forceinline__ void find_scales(const Args& args, const Fixed& fixed, uint8_t* base, int gemm,
                                             const Work& work, const Entry& entry, Place& place) {
   // A part of GEMM1's K begins within its row of groups; GEMM2's operand is the part.
-  const bool parted = Format::kGroups && Case<kKind>::kShared && gemm == 0;
+  const bool parted = kRoundsGroups<Format> && Case<kKind>::kShared && gemm == 0;
   const int begin = parted ? work.part * work.part_tiles / 2 * static_cast<int>(sizeof(float)) : 0;
   const int buffer = (place.run - 1) & (args.h_buffers - 1);
 #pragma unroll
@@ -192,7 +209,7 @@ __device__ __forceinline__ void find_row(const Args& args, const Fixed& fixed, u
     place.row = shared_address(base) + args.h_offset + (buffer * args.columns + column) * args.h_stride + lane % 4 * 32;
     place.factors = fixed.h_factor[buffer];
   }
-  if constexpr (kIsFp8<Format>) {
+  if constexpr (kRoundsToE4m3<Format>) {
     find_scales<Format, kKind>(args, fixed, base, gemm, work, entry, place);
   }
 }

@@ -36,7 +36,7 @@ __device__ __forceinline__ void send_hidden(const Args& args, const Fixed& fixed
   }
   if (inside && !is_up) {
     const int64_t line = static_cast<int64_t>(slot) * args.row_tiles[0] * kTileRows;
-    if constexpr (kIsFp8<Format>) {
+    if constexpr (kRoundsToE4m3<Format>) {
       send_pair(args, line / 2 + pair, h.a, h.b, fixed.epoch);
     } else {
       send_rounded(args, line + pair, h.a, h.b, fixed.epoch);
@@ -135,8 +135,8 @@ __device__ __forceinline__ void help(const Args& args, Fixed& fixed, uint8_t* ba
     if (making.count > 0) {
       const int buffer = run & last;
       uint8_t* h = base + args.h_offset + buffer * args.columns * args.h_stride;
-      if constexpr (kIsFp8<Format>) {
-        make_rounded_rows<Format::kGroups>(args, fixed, making, h);
+      if constexpr (kRoundsToE4m3<Format>) {
+        make_rounded_rows<kRoundsGroups<Format>>(args, fixed, making, h);
       } else {
         make_rows<kKind>(args, fixed, making, buffer, h);
       }

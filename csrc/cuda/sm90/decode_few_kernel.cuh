@@ -14,6 +14,7 @@
 #include "decode_few_fp8_gemm.cuh"
 #include "decode_few_gemm.cuh"
 #include "decode_few_help.cuh"
+#include "decode_few_packed_gemm.cuh"
 #include "decode_few_prepare.cuh"
 
 namespace moeq::sm90::few {
@@ -41,8 +42,8 @@ static_assert(kHelperThreads >= kMaxSlots, "a thread for each slot");
 template <class Format, Kind kKind>
 __device__ __forceinline__ void work(const Args& args, Fixed& fixed, uint8_t* base) {
   barrier_wait(shared_address(&fixed.tokens), 0);
-  if constexpr (kIsFp8<Format>) {
-    round_tokens<Format::kGroups>(args, fixed, base + args.x_offset);
+  if constexpr (kRoundsToE4m3<Format>) {
+    round_tokens<kRoundsGroups<Format>>(args, fixed, base + args.x_offset);
   } else if (Case<kKind>::quantizes_tokens(args.p)) {
     quantize_tokens<kKind>(args, fixed, base + args.x_offset);
   }

@@ -12,7 +12,7 @@ struct Tiles {
 };
 
 constexpr Tiles tiles_of(Codes codes) {
-  return codes == Codes::kFourBits ? Tiles{1, kTileBytes, 16, 8} : Tiles{2, kFp8TileBytes, 8, 4};
+  return are_fp8(codes) ? Tiles{2, kFp8TileBytes, 8, 4} : Tiles{are_of_w4a8(codes) ? 2 : 1, kTileBytes, 16, 8};
 }
 
 constexpr int part_of(Codes codes, int k_tiles, int bits) {
@@ -48,7 +48,7 @@ int longest_part(Codes codes, const Args& args) {
 }
 
 float accumulator_scale(Codes codes, Format format) {
-  return codes != Codes::kFourBits  ? 1.0f
+  return are_of_w4a8(codes)         ? 1.0f
          : format == Format::kNvfp4 ? Nvfp4Format::kAccumulatorScale
          : format == Format::kMxfp4 ? Mxfp4Format::kAccumulatorScale
                                     : kInt4AccumulatorScale;
@@ -76,7 +76,7 @@ bool fits_kernel(const Problem& p) {
 // Bytes of an operand's row: values, then scales of e4m3 ones. The odd 16 bytes spread eight tokens' reads over all
 // banks.
 constexpr int operand_stride(Codes codes, int k_tiles) {
-  const int scales = codes == Codes::kFourBits ? 0 : codes == Codes::kFp8Rows ? 1 : ceil_div(k_tiles, 2);
+  const int scales = codes == Codes::kFourBits ? 0 : codes == Codes::kFp8Groups ? ceil_div(k_tiles, 2) : 1;
   return k_tiles * kTileK * 2 + ceil_div(scales * static_cast<int>(sizeof(float)), 128) * 128 + 16;
 }
 
@@ -155,8 +155,10 @@ void deal_units(Codes codes, Args& args, int grid, bool shares) {
 // units that blocks share are cut: whole sums can be activated and rounded where they are.
 bool choose_parts(Plan& plan) {
   Args& args = plan.args;
+  const bool scales_of_rows =
+      plan.codes == Codes::kBesideFp8 || plan.codes == Codes::kFp8Rows || plan.codes == Codes::kPacked;
   const bool whole_rows =
-      args.p.a2 == ActScale::kToken || (plan.codes == Codes::kFp8Rows && args.fp8.rounding[1] == ActScale::kToken);
+      args.p.a2 == ActScale::kToken || (scales_of_rows && args.fp8.rounding[1] == ActScale::kToken);
   const int grid = plan.grid;
   const int64_t hidden_pairs = int64_t{args.slots} * args.row_tiles[0] * (kTileRows / 2);
   const int64_t output_pairs = int64_t{args.slots} * args.row_tiles[1] * (kTileRows / 2);
@@ -227,6 +229,7 @@ cudaError_t make_plan(const Problem& p, Codes codes, const Fp8& fp8, Plan& plan,
   Args& args = plan.args;
   args.p = p;
   args.fp8 = fp8;
+  args.mx = codes == Codes::kBesideMxfp8;
   plan.codes = codes;
   args.exchange = p.partition.whole_device ? nullptr : static_cast<uint4*>(p.workspace);
   args.epochs = nullptr;

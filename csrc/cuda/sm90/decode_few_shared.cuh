@@ -15,10 +15,39 @@ struct Fp8Format {
   static constexpr bool kGroups = kGroups_;
 };
 
+// NVFP4 weights of policy `packed`.
+struct PackedFormat {
+  static constexpr int kTileScaleBytes = w4a8::kScaleBytes / 2;   // of 64 values of K
+};
+
+// A format of formats.cuh whose tokens and intermediate are rounded to e4m3.
+template <class Weights_>
+struct BesideE4m3 : Weights_ {
+  using Weights = Weights_;
+};
+
 template <class Format>
 constexpr bool kIsFp8 = false;
 template <bool kGroups>
 constexpr bool kIsFp8<Fp8Format<kGroups>> = true;
+
+// Whether tokens and intermediate are rounded to e4m3, and whether each 128 of their values have a scale.
+template <class Format>
+constexpr bool kRoundsToE4m3 = kIsFp8<Format>;
+template <class Weights>
+constexpr bool kRoundsToE4m3<BesideE4m3<Weights>> = true;
+template <class Format>
+constexpr bool kRoundsGroups = false;
+template <>
+constexpr bool kRoundsToE4m3<PackedFormat> = true;
+template <>
+constexpr bool kRoundsGroups<Fp8Format<true>> = true;
+
+// Whether weights lie as w4a8_layout.h says, and what lies behind a row tile's scales.
+template <class Format>
+constexpr bool kIsOfW4a8 = kIsFp8<Format> || std::is_same_v<Format, PackedFormat>;
+template <class Format>
+constexpr int kBytesBehindRow = std::is_same_v<Format, PackedFormat> ? kTileRows : 0;
 
 // Of 64 rows by 64 values of K: codes, and what a stage has for them.
 template <class Format>

@@ -191,8 +191,10 @@ __device__ __forceinline__ void finish_gated(const GemmArgs& args, GemmShared<C>
   const Problem& p = args.problem;
   s.synchronize();   // nobody reads the staging any more
   apply_activation<C, finish>(args, work, acc, s);
-  if constexpr (Sizes<C>::kQuantizes) {
+  if constexpr (kRounds<typename C::Format>) {
     if (args.h_wide != nullptr) return store_wide_gated<C>(args, work, acc, s);
+  }
+  if constexpr (Sizes<C>::kQuantizes) {
     if (p.a2 != ActScale::kNone) quantize_gated<C>(args, shared, work, acc, s);
   }
   stage_gated<C>(work, acc, s);

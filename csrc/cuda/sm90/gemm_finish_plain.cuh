@@ -67,7 +67,7 @@ __device__ __forceinline__ void finish_plain(const GemmArgs& args, const Work& w
     stage_operand_factors(args, work, s);
     activate_plain<C>(p, work, acc[m], s, scales, real);
     s.synchronize();
-    if (Sizes<C>::kQuantizes && args.h_wide != nullptr) {
+    if (kRounds<typename C::Format> && args.h_wide != nullptr) {
       store_wide<C>(acc[m], s, args.inter_padded - tile * kTileRows, [&](int token) {
         const int64_t row = work.first_row + token;
         return token < work.rows ? args.h_wide + row * args.inter_padded + tile * kTileRows : nullptr;

@@ -64,6 +64,10 @@ __device__ __forceinline__ void fetch_alphas(const Problem& p, const Work& work,
 template <class Format>
 inline constexpr bool kKeepsOrder = false;
 
+// Whether activations beside these weights may be rounded to fewer than 16 bits: beside all of 4 bits.
+template <class Format>
+inline constexpr bool kRounds = !kKeepsOrder<Format>;
+
 // Staged rows of 64 intermediates -> h in that order, swizzled.
 __device__ __forceinline__ void store_intermediate_in_order(const Work& work, const Staging& s, __nv_bfloat16* to) {
   const int piece = s.thread % 8;

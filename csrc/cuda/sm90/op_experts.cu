@@ -3,6 +3,7 @@
 #include "formats.cuh"
 #include "layout.h"
 #include "op_layer.cuh"
+#include "rounded_problem.h"
 
 namespace moeq::sm90 {
 namespace {
@@ -46,22 +47,22 @@ void bind_weights(Problem& p, const LayerCall& call) {
 }
 
 template <Shape shape>
-size_t prefill_workspace_of(const Problem& p) {
+size_t prefill_workspace_of(const RoundedProblem& p) {
   return prefill_workspace(p, shape);
 }
 
 template <Shape shape>
-cudaError_t prefill_run_of(const Problem& p) {
+cudaError_t prefill_run_of(const RoundedProblem& p) {
   return prefill_run(p, shape);
 }
 
 template <Shape shape>
-constexpr Kernels<Problem> prefill_of() {
+constexpr Kernels<RoundedProblem> prefill_of() {
   return {kKernelNames[1 + static_cast<int>(shape)], prefill_workspace_of<shape>, prefill_run_of<shape>, nullptr};
 }
 
 // By their numbers, in the order of kKernelNames.
-constexpr Kernels<Problem> kKernels[] = {
+constexpr Kernels<RoundedProblem> kKernels[] = {
     {kKernelNames[0], decode_workspace, decode_run, decode_takes_logits},
     prefill_of<Shape::kSlim>(),
     prefill_of<Shape::kNarrow>(),
@@ -75,19 +76,23 @@ void check_kernel(int64_t kernel, const Problem& p) {
                   decode_max_tokens(p), " tokens with top_k ", p.top_k, ", got ", p.tokens);
 }
 
-// Fills out [tokens, hidden] from ids and weights, or from logits.
+// Fills out [tokens, hidden] from ids and weights, or from logits. quantize_hidden, quantize_intermediate: to
+// act_format. hidden_states_scale: float32 [tokens, 1], which multiplies hidden states that are values of codes.
 void experts_sm90(const ExpertsSm90Call& call) {
-  Problem p{};
+  RoundedProblem p{};
+  p.act_format = named<ActFormat>(kOp, "act_format", call.act_format);
   STD_TORCH_CHECK(call.kernel >= 0 && call.kernel < kKernelCount, "moeq_C::", kOp, ": kernel must be 0 to below ",
                   kKernelCount, ", got ", call.kernel);
-  STD_TORCH_CHECK(!call.hidden_states_scale.has_value(), "moeq_C::", kOp, ": hidden_states_scale must be absent");
+  STD_TORCH_CHECK(!call.hidden_states_scale.has_value() || (!call.quantize_hidden && !call.router_weight_on_input),
+                  "moeq_C::", kOp, ": hidden_states_scale must be absent where hidden states are quantized or weighted");
   Layer layer(kOp, call);
   layer.router = &call;
   layer.quantize_hidden = call.quantize_hidden;
   layer.quantize_intermediate = call.quantize_intermediate;
-  run_layer(p, layer, kKernels[call.kernel], [&](Problem& problem) {
+  run_layer(p, layer, kKernels[call.kernel], [&](RoundedProblem& problem) {
     check_kernel(call.kernel, problem);
     bind_weights(problem, call);
+    problem.x_factor = floats_of(kOp, "hidden_states_scale", call.hidden_states_scale, problem.tokens, call.out);
   });
 }
 

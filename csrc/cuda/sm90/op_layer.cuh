@@ -27,7 +27,7 @@ struct Kernels {
   const char* name;
   size_t (*workspace)(const AnyProblem&);
   cudaError_t (*run)(const AnyProblem&);
-  bool (*takes_logits)(const Problem&);  // null: never
+  bool (*takes_logits)(const AnyProblem&);  // null: never
 };
 
 inline void bind_sizes(Problem& p, const Layer& layer) {

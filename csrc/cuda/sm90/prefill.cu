@@ -45,8 +45,27 @@ GemmVariants variants_of(const Problem& p) {
 
 GemmVariant variant_for(const Problem& p, Shape shape) { return variants_of(p).of_shape[static_cast<int>(shape)]; }
 
+// Where rows of GEMM1's operand have factors of their own.
+void place_factors(const RoundedProblem& p, Arena& arena, Plan& plan) {
+  OperandArgs& operand = plan.operand;
+  GemmArgs& gemm = plan.gemm;
+  const bool nvfp4 = p.act_format == ActFormat::kNvfp4;
+  if (nvfp4 && p.a1 == ActScale::kToken) operand.row_gscale = arena.take<float>(p.tokens);
+  if (nvfp4 ? p.a1 == ActScale::kToken : p.act_format == ActFormat::kFp8 && p.a1 != ActScale::kNone) {
+    const bool by_slot = p.a1 == ActScale::kExpert;
+    operand.factor = arena.take<float>(int64_t{p.tokens} * (by_slot ? p.top_k : 1));
+    if (by_slot) gemm.problem.top_k = 1;   // the GEMMs' only use of it: a slot's place among the factors
+  }
+  gemm.operand_factor = p.x_factor != nullptr ? p.x_factor : operand.factor;
+}
+
+// Whether a launch between the GEMMs rounds the intermediate, which they have in float32 then.
+bool is_apart(const RoundedProblem& p) {
+  return p.a2 != ActScale::kNone && (p.act_format != ActFormat::kNvfp4 || p.a2 == ActScale::kToken);
+}
+
 // `p.tokens` of at most one piece.
-Plan make_plan(const Problem& p, Shape shape) {
+Plan make_plan(const RoundedProblem& p, Shape shape) {
   Plan plan{};
   plan.shape = shape;
   Arena arena(p.workspace);
@@ -54,26 +73,22 @@ Plan make_plan(const Problem& p, Shape shape) {
   const Schedule schedule = take_sorted_schedule(arena, slots, p.experts);
   const GemmVariant variant = variant_for(p, shape);
   GemmArgs& gemm = plan.gemm;
-  gemm = gemms_of(p, schedule, variant.block_tiles);
+  gemm = gemms_of(without_e4m3(p), schedule, variant.block_tiles);
   const int rows = gemm.rows;
   OperandArgs& operand = plan.operand;
-  operand = {p, schedule, nullptr, nullptr, nullptr, rows, gemm.hidden_padded, variant.max_width};
+  operand = {p, schedule, nullptr, nullptr, nullptr, rows, gemm.hidden_padded, variant.max_width, p.act_format};
   operand.operand = arena.take<__nv_bfloat16>(int64_t{rows} * gemm.hidden_padded);
-  if (p.a1 == ActScale::kToken) {
-    operand.row_gscale = arena.take<float>(p.tokens);
-    operand.factor = arena.take<float>(p.tokens);
-  }
+  place_factors(p, arena, plan);
   gemm.operand = operand.operand;
-  gemm.operand_factor = operand.factor;
   float* h_factor = nullptr;
-  if (p.a2 == ActScale::kToken) {
+  if (is_apart(p)) {
     gemm.h_wide = arena.take<float>(int64_t{rows} * gemm.inter_padded);
-    h_factor = arena.take<float>(rows);
+    h_factor = p.act_format == ActFormat::kMxfp8 ? nullptr : arena.take<float>(rows);
     gemm.h_factor = h_factor;
   }
   gemm.h = arena.take<__nv_bfloat16>(int64_t{rows} * gemm.inter_padded);
   gemm.y = arena.take<uint8_t>(int64_t{slots} * p.hidden * result_bytes(p));
-  plan.requantize = {p, schedule, gemm.h_wide, gemm.h, h_factor, rows, gemm.inter_padded};
+  plan.requantize = {p, schedule, gemm.h_wide, gemm.h, h_factor, rows, gemm.inter_padded, p.act_format};
   plan.combine = {p, gemm.y, gemm.y_wide, schedule.overdue};
   plan.bytes = arena.used();
   return plan;
@@ -102,27 +117,35 @@ cudaError_t launch_apart(const Plan& plan) {
   return error == cudaSuccess ? launch_gemms(args, plan.shape) : error;
 }
 
-cudaError_t run_piece(const Problem& p, Shape shape) {
+cudaError_t run_piece(const RoundedProblem& p, Shape shape) {
   const Plan plan = make_plan(p, shape);
   cudaError_t error = launch_schedule(plan.operand);
   if (error == cudaSuccess) error = launch_operand(plan.operand);
-  if (error == cudaSuccess) error = p.a2 == ActScale::kToken ? launch_apart(plan) : launch_gemms(plan.gemm, shape);
+  if (error == cudaSuccess) error = is_apart(p) ? launch_apart(plan) : launch_gemms(plan.gemm, shape);
   if (error == cudaSuccess) error = launch_combine(plan.combine);
   return error;
 }
 
+// Of tokens whose codes have scales.
+RoundedProblem with_factors(const RoundedProblem& whole, RoundedProblem piece) {
+  if (whole.x_factor != nullptr) piece.x_factor += (piece.topk_ids - whole.topk_ids) / whole.top_k;
+  return piece;
+}
+
 }  // namespace
 
-size_t prefill_workspace(const Problem& p, Shape shape) {
-  Problem piece = p;
+size_t prefill_workspace(const RoundedProblem& p, Shape shape) {
+  RoundedProblem piece = p;
   piece.tokens = tokens_of_piece(p);
   piece.workspace = nullptr;
   return make_plan(piece, shape).bytes;
 }
 
-cudaError_t prefill_run(const Problem& p, Shape shape) {
+cudaError_t prefill_run(const RoundedProblem& p, Shape shape) {
   if (p.experts > kMaxExperts) return cudaErrorInvalidValue;
-  return run_in_pieces(p, tokens_of_piece(p), [shape](const Problem& piece) { return run_piece(piece, shape); });
+  return run_in_pieces(p, tokens_of_piece(p), [&](const RoundedProblem& piece) {
+    return run_piece(with_factors(p, piece), shape);
+  });
 }
 
 }  // namespace moeq::sm90

@@ -3,7 +3,7 @@
 #include <cuda_bf16.h>
 
 #include "dependent_launch.h"
-#include "problem.h"
+#include "rounded_problem.h"
 #include "schedule.cuh"
 #include "workspace.h"
 
@@ -36,21 +36,23 @@ struct OperandArgs {
   Schedule schedule;
   __nv_bfloat16* operand;   // [hidden_padded / 64, rows, 64]
   float* row_gscale;        // [tokens]: where each token has its own
-  float* factor;            // [tokens]: 1 / row_gscale; null where there is none
+  float* factor;            // [tokens]: 1 / row_gscale; e4m3 with a gscale of each expert: [slots]; null: there is none
   int rows;                 // max_rows
   int hidden_padded;
   int max_width;            // tokens of a tile
+  ActFormat act_format;
 };
 
-// The intermediate with a scale of its own per row.
+// The intermediate where GEMM1 does not round it: with a scale of its own per row, or to e4m3.
 struct RequantizeArgs {
   Problem problem;
   Schedule schedule;
   const float* wide;        // [rows, inter_padded]
   __nv_bfloat16* h;         // [inter_padded / 64, rows, 64]: the same, quantized
-  float* factor;            // [rows]: 1 / gscale
+  float* factor;            // [rows]: 1 / gscale; null: there is none
   int rows;                 // max_rows
   int inter_padded;
+  ActFormat act_format;
 };
 
 struct CombineArgs {
@@ -62,6 +64,8 @@ struct CombineArgs {
 
 cudaError_t launch_schedule(const OperandArgs& args);
 cudaError_t launch_operand(const OperandArgs& args);
+cudaError_t launch_e4m3_operand(const OperandArgs& args);   // launch_operand's, and launch_requantize's
+cudaError_t launch_e4m3_requantize(const RequantizeArgs& args);
 cudaError_t launch_bf16_operand(const OperandArgs& args);   // K in its own order, nothing quantized
 cudaError_t launch_requantize(const RequantizeArgs& args);
 cudaError_t launch_combine(const CombineArgs& args);

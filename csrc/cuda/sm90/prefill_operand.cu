@@ -1,35 +1,11 @@
 // The second launch of a prefill: the operand of GEMM1.
 #include "gemm_async.cuh"
-#include "prefill_kernels.cuh"
-#include "prefill_quantize.cuh"
+#include "prefill_tokens.cuh"
 
 namespace moeq::sm90 {
 namespace {
 
 constexpr int kThreads = 256;
-
-__device__ void load_values(const OperandArgs& args, int token, int column, float (&values)[16]) {
-  const Problem& p = args.problem;
-  if (column >= p.hidden) {
-#pragma unroll
-    for (int i = 0; i < 16; i++) values[i] = 0.0f;
-    return;
-  }
-  const uint4* from = reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(p.x) +
-                                                     static_cast<int64_t>(token) * p.hidden + column);
-  const uint4 raw[2] = {from[0], from[1]};
-  const uint32_t* words = reinterpret_cast<const uint32_t*>(raw);
-  const float weight = p.weight_on_input ? p.topk_weights[token] : 1.0f;
-#pragma unroll
-  for (int i = 0; i < 8; i++) {
-    values[2 * i] = __uint_as_float(words[i] << 16);
-    values[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
-  }
-  if (p.weight_on_input) {
-#pragma unroll
-    for (int i = 0; i < 16; i++) values[i] = __bfloat162float(__float2bfloat16_rn(values[i] * weight));
-  }
-}
 
 // 16 values of K of a token for each of its experts.
 __global__ void __launch_bounds__(kThreads) operand_kernel(const __grid_constant__ OperandArgs args) {
@@ -41,7 +17,7 @@ __global__ void __launch_bounds__(kThreads) operand_kernel(const __grid_constant
   const bool real = unit < int64_t{p.tokens} * blocks_per_row;   // the same for a quad
   const int token = real ? unit / blocks_per_row : 0, block = real ? unit % blocks_per_row : threadIdx.x % 4;
   float x[16];
-  load_values(args, token, block * 16, x);
+  load_token(args, token, block * 16, x);
   uint4 pieces[2];
   if (p.a1 != ActScale::kExpert) {
     if (p.a1 != ActScale::kNone) {
@@ -51,22 +27,14 @@ __global__ void __launch_bounds__(kThreads) operand_kernel(const __grid_constant
     }
     exchange(x, pieces);
   }
-  __nv_bfloat16* k_tile = args.operand + int64_t{block / 4} * args.rows * 64;
-#pragma unroll 4
-  for (int j = 0; j < p.top_k; j++) {
-    const int64_t slot = int64_t{token} * p.top_k + j;
-    const auto [expert, rank] = args.schedule.rank[slot];
-    const int row = expert >= 0 ? args.schedule.first_row[expert] + rank : -1;
-    if (real && block == 0 && row >= 0) args.schedule.slot_of_row[row] = slot;
-    if (p.a1 == ActScale::kExpert) {
-      float values[16];
+  store_in_slots(args, token, block, real, pieces, [&](int64_t, int expert) {
+    if (p.a1 != ActScale::kExpert) return;
+    float values[16];
 #pragma unroll
-      for (int i = 0; i < 16; i++) values[i] = x[i];
-      quantize(values, expert >= 0 ? p.a1_gscale[expert] : 1.0f);
-      exchange(values, pieces);
-    }
-    if (real && row >= 0) store_pieces(k_tile, row, pieces);
-  }
+    for (int i = 0; i < 16; i++) values[i] = x[i];
+    quantize(values, expert >= 0 ? p.a1_gscale[expert] : 1.0f);
+    exchange(values, pieces);
+  });
 }
 
 // The largest magnitude of a token's row, one block a row.
@@ -79,7 +47,7 @@ __global__ void __launch_bounds__(kThreads) row_gscale_kernel(const __grid_const
   float amax = 0.0f;
   for (int column = threadIdx.x * 16; column < args.problem.hidden; column += kThreads * 16) {
     float values[16];
-    load_values(args, blockIdx.x, column, values);
+    load_token(args, blockIdx.x, column, values);
 #pragma unroll
     for (int i = 0; i < 16; i++) amax = max_magnitude(amax, values[i]);
   }
@@ -92,6 +60,7 @@ __global__ void __launch_bounds__(kThreads) row_gscale_kernel(const __grid_const
 }  // namespace
 
 cudaError_t launch_operand(const OperandArgs& args) {
+  if (args.act_format != ActFormat::kNvfp4 && args.problem.a1 != ActScale::kNone) return launch_e4m3_operand(args);
   if (args.problem.a1 == ActScale::kToken) {
     const cudaError_t error = launch_dependent(row_gscale_kernel, args, args.problem.tokens, kThreads, 0);
     if (error != cudaSuccess) return error;

@@ -58,6 +58,7 @@ __global__ void __launch_bounds__(kThreads) requantize_kernel(const __grid_const
 }  // namespace
 
 cudaError_t launch_requantize(const RequantizeArgs& args) {
+  if (args.act_format != ActFormat::kNvfp4) return launch_e4m3_requantize(args);
   return launch_dependent(requantize_kernel, args, args.rows, kThreads, 0);
 }
 

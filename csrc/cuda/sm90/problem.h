@@ -67,16 +67,7 @@ struct Problem {
   Partition partition;  // the stream's (partition.h)
 };
 
-// Whether decode_run routes a problem of this shape by itself; else route_run goes before it, as before prefill_run.
-bool decode_takes_logits(const Problem& p);
-// Writes ids and weights [tokens, top_k] from p.router.
+// Writes ids and weights [tokens, top_k] from p.router; an error for a failed launch.
 cudaError_t route_run(const Problem& p, int32_t* ids, float* weights);
-
-// Each returns an error for a failed launch and never synchronizes. Sizes depend on shapes alone.
-int decode_max_tokens(const Problem& p);  // more than that, whatever p.tokens, decode_run does not take
-size_t decode_workspace(const Problem& p);
-cudaError_t decode_run(const Problem& p);
-size_t prefill_workspace(const Problem& p, Shape shape);
-cudaError_t prefill_run(const Problem& p, Shape shape);
 
 }  // namespace moeq::sm90

@@ -1,0 +1,29 @@
+// The kernels of a decode of very few tokens with 4-bit weights beside e4m3 activations, and what the host says to them.
+#include "decode_few_e4m3.h"
+#include "decode_few_kernel.cuh"
+
+namespace moeq::sm90::few {
+
+cudaError_t make_e4m3_plan(const RoundedProblem& p, Plan& plan, bool& fits) {
+  // Tokens whose scale depends on the expert, or that are codes already, are for the prefill kernels.
+  fits = (p.format == Format::kNvfp4 || p.format == Format::kMxfp4) && p.a1 != ActScale::kNone &&
+         p.a1 != ActScale::kExpert && p.a2 != ActScale::kNone;
+  if (!fits) {
+    return cudaSuccess;
+  }
+  Fp8 fp8{};
+  fp8.rounding[0] = p.a1, fp8.rounding[1] = p.a2;
+  fp8.gscale[0] = p.a1_gscale, fp8.gscale[1] = p.a2_gscale;
+  const Codes codes = p.act_format == ActFormat::kMxfp8 ? Codes::kBesideMxfp8 : Codes::kBesideFp8;
+  return make_plan(without_e4m3(p), codes, fp8, plan, fits);
+}
+
+cudaError_t run_e4m3(Plan& plan) {
+  static KnownDevices known[kFormats][kKinds];
+  const Format format = plan.args.p.format;
+  const void* kernel = format == Format::kMxfp4 ? kernel_of<BesideE4m3<Mxfp4Format>>(plan.kind)
+                                                : kernel_of<BesideE4m3<Nvfp4Format>>(plan.kind);
+  return launch(plan, kernel, known[static_cast<int>(format)][static_cast<int>(plan.kind)]);
+}
+
+}  // namespace moeq::sm90::few

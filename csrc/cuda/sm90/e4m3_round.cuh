@@ -1,0 +1,79 @@
+// Activations rounded to e4m3, as values: those of codes are exact in bfloat16.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "w4a8_round.cuh"
+
+namespace moeq::sm90 {
+
+// How values become those of codes.
+struct Rounding {
+  float by;       // they are divided by it (`divide`) or multiplied
+  float within;   // the values of codes are multiplied by it: of mxfp8, a power of two; else 1
+  float factor;   // sums of their products are: of mxfp8 1
+  bool divide;
+};
+
+__device__ __forceinline__ Rounding dynamic_rounding(uint32_t amax) {
+  const float scale = w4a8::scale_of(__uint_as_float(amax));
+  return {scale, 1.0f, scale, true};
+}
+
+__device__ __forceinline__ Rounding given_rounding(float gscale) { return {gscale, 1.0f, reciprocal(gscale), false}; }
+
+// 2^(byte - 127).
+__device__ __forceinline__ float power_of_byte(uint32_t byte) {
+  return __uint_as_float(byte == 0 ? 1u << 22 : byte << 23);
+}
+
+// Of a block of 32: the power of two next to fl(amax / 448), not below it; NaN where amax is not finite.
+__device__ __forceinline__ Rounding mx_rounding(float amax) {
+  if (!(amax <= 0x1.fffffep127f)) {
+    const float nan = __uint_as_float(0x7fffffffu);
+    return {nan, nan, 1.0f, false};
+  }
+  const uint32_t bits = __float_as_uint(__fdiv_rn(amax, w4a8::kMaxCode));
+  const uint32_t byte = bits <= 1u << 22 ? 0 : (bits + 0x7fffff) >> 23;
+  return {power_of_byte(254 - byte), power_of_byte(byte), 1.0f, false};
+}
+
+__device__ __forceinline__ float4 decode4(uint32_t codes) {
+  uint32_t low, high;
+  asm("{ .reg .b16 low, high;\n"
+      "mov.b32 {low, high}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, low;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, high; }"
+      : "=r"(low), "=r"(high)
+      : "r"(codes));
+  const float2 a = __half22float2(reinterpret_cast<const __half2&>(low));
+  const float2 b = __half22float2(reinterpret_cast<const __half2&>(high));
+  return make_float4(a.x, a.y, b.x, b.y);
+}
+
+// Multiples of four values.
+template <int count>
+__device__ __forceinline__ void round_to_e4m3(float (&values)[count], const Rounding& rounding) {
+  struct Codes {
+    uint32_t words[count / 4];
+  };
+  const Codes codes = w4a8::with_scaling(rounding.by, rounding.divide, [&](auto scaled) {
+    Codes made;
+#pragma unroll
+    for (int i = 0; i < count; i += 4) {
+      made.words[i / 4] =
+          w4a8::encode4(scaled(values[i]), scaled(values[i + 1]), scaled(values[i + 2]), scaled(values[i + 3]));
+    }
+    return made;
+  });
+#pragma unroll
+  for (int i = 0; i < count; i += 4) {
+    const float4 four = decode4(codes.words[i / 4]);
+    values[i] = four.x * rounding.within;
+    values[i + 1] = four.y * rounding.within;
+    values[i + 2] = four.z * rounding.within;
+    values[i + 3] = four.w * rounding.within;
+  }
+}
+
+}  // namespace moeq::sm90
