@@ -35,8 +35,17 @@ FORMATS: dict[str, tuple[Fields, ...]] = {
         {"top_k": 1, "router_weight_on_input": True, "activation": "relu2_no_mul"},
         QUANTIZED | {"a1": "expert", "a2": "expert", "activation": "swigluoai", "out_dtype": torch.float32},
         QUANTIZED | {"activation": "relu2_no_mul", "hidden": 192},
+        {"act_format": "fp8"},
+        {"act_format": "fp8", "activation": "relu2_no_mul", "hidden": 192, "foreign": True, "experts": 9, "top_k": 3},
     ),
-    "mxfp4": ({"bias": True}, {"activation": "gelu_no_mul", "hidden": 192, "inter": 96}, {"activation": "swigluoai"}),
+    "mxfp4": (
+        {"act_format": "mxfp8"},
+        {"act_format": "fp8", "a1": 90.0, "a2": "expert"},
+        {"act_format": "fp8", "a1": "expert", "bias": True},
+        {"bias": True},
+        {"activation": "gelu_no_mul", "hidden": 192, "inter": 96},
+        {"activation": "swigluoai"},
+    ),
     "int4": (
         {"weights": {"group": 32}},
         {"weights": {"group": 64}, "activation": "swigluoai"},
@@ -63,7 +72,7 @@ UNQUANTIZED: tuple[Fields, ...] = (
 )
 # Layers called from router logits: tokens, scheme, what `prepare` is told.
 LAYERS: dict[str, tuple[tuple[int, str, Fields], ...]] = {
-    "packed": ((70, "nvfp4", {"act_format": "fp8", "weight_policy": "packed"}),),
+    "packed": tuple((tokens, "nvfp4", {"act_format": "fp8", "weight_policy": "packed"}) for tokens in (70, 1, 3)),
     "folded": ((70, "nvfp4", {"act_format": "fp8", "weight_policy": "folded"}),),
     "fp8": tuple((tokens, "fp8", {"act_format": "fp8", "backend": "cuda_sm90_fp8"}) for tokens in (40, 1, 3)),
     "fp8_block": tuple(

@@ -1,7 +1,7 @@
 """The `cuda_sm90_packed` and `cuda_sm90_folded` backends: NVFP4 weights on fp8 activations, on Hopper's tensor cores.
 
 One backend a weight policy, as each has a layout of its own (csrc/cuda/sm90/w4a8_layout.h); the kernels are the same:
-grouped GEMMs made for many tokens, and for very few the decode kernel, which takes e4m3 weights only. docs/numerics.md
+grouped GEMMs made for many tokens, and for very few the decode kernel. docs/numerics.md
 says what the policies round, docs/hopper.md how exact the tensor cores' sums are.
 """
 
@@ -114,7 +114,7 @@ def run(weights: str, call: ExpertsCall, out: Tensor, decode_tokens: int = 0) ->
 
     Args:
         weights: one of SM90_WEIGHTS, as csrc/cuda/sm90/w4a8.h says.
-        decode_tokens: up to so many are for the decode kernel, which takes e4m3 weights, where it takes the layer.
+        decode_tokens: up to so many are for the decode kernel, where it takes the layer.
     """
     check_device(call)
     own = _own({"weights": weights, "decode_tokens": decode_tokens})
@@ -145,9 +145,9 @@ def _register(name: str, policy: str) -> Backend:
             prepare=partial(prepare, folded),
             restore=restore_folded if folded else restore_packed,
             decode=decode_folded if folded else None,
-            run=partial(run, "rows", decode_tokens=DECODE_TOKENS) if folded else partial(run, "packed"),
+            run=partial(run, "rows" if folded else "packed", decode_tokens=DECODE_TOKENS),
             hidden_dtypes=(torch.bfloat16,),
-            notes=lambda problem: f"{NOTES if folded else 'prefill kernels on fp8 tensor cores'}, {bits} bits a weight",
+            notes=lambda problem: f"{NOTES}, {bits} bits a weight",
         )
     )
 
