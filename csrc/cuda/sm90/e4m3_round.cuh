@@ -51,6 +51,17 @@ __device__ __forceinline__ float4 decode4(uint32_t codes) {
   return make_float4(a.x, a.y, b.x, b.y);
 }
 
+// The nearest values of codes.
+__device__ __forceinline__ float2 round_two_to_e4m3(float a, float b) {
+  uint32_t both;
+  asm("{ .reg .b16 codes;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 codes, %2, %1;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, codes; }"
+      : "=r"(both)
+      : "f"(a), "f"(b));
+  return __half22float2(reinterpret_cast<const __half2&>(both));
+}
+
 // Multiples of four values.
 template <int count>
 __device__ __forceinline__ void round_to_e4m3(float (&values)[count], const Rounding& rounding) {

@@ -23,6 +23,7 @@ struct GemmArgs {
   int tiles13, tiles2;  // of 64 rows, an expert
   int blocks13, blocks2;  // of as many tiles as a thread block multiplies at a time
   bool first, second;  // which of the GEMMs to do
+  bool mx;  // the intermediate is rounded to mxfp8
 };
 
 // A tile of tokens times a block of weight rows. GEMM2's wait until their expert's GEMM1 is finished: they come after

@@ -70,6 +70,8 @@ struct Sizes {
   static constexpr int kGatedColumns = Config::kWarpgroupTiles * kTileRows / 2;  // of a warpgroup
   // Activations are quantized to NVFP4 only beside NVFP4 weights.
   static constexpr bool kQuantizes = std::is_same_v<typename Config::Format, Nvfp4Format>;
+  // And to mxfp8 beside MXFP4 ones.
+  static constexpr bool kQuantizesMx = std::is_same_v<typename Config::Format, Mxfp4Format>;
 };
 
 }  // namespace moeq::sm90

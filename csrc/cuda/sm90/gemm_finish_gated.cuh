@@ -1,5 +1,6 @@
 // The end of GEMM1 of gated activations: both halves of a row are in one thread.
 #pragma once
+#include "e4m3_round.cuh"
 #include "gemm_activation.cuh"
 #include "gemm_staging.cuh"
 #include "gemm_variant.h"
@@ -146,6 +147,35 @@ __device__ __forceinline__ void quantize_gated(const GemmArgs& args, GemmShared<
   }
 }
 
+// Rounds the intermediates to mxfp8 values: a token's 32 columns of a tile are a block.
+template <class C>
+__device__ __forceinline__ void quantize_gated_mx(GemmShared<C>& shared, const Work& work, Accumulators<C>& acc,
+                                                  const Staging& s) {
+  auto& blocks = shared.blocks[s.warpgroup];
+  stage_maxima(shared, work, acc, s);
+  s.synchronize();
+  for (int i = s.thread; i < work.width * C::kWarpgroupTiles; i += 128) {
+    float2 (&maxima)[2] = blocks[i % C::kWarpgroupTiles][i / C::kWarpgroupTiles];
+    const Rounding rounding =
+        mx_rounding(max_magnitude(max_magnitude(maxima[0].x, maxima[0].y), max_magnitude(maxima[1].x, maxima[1].y)));
+    maxima[0] = make_float2(rounding.by, rounding.within);
+  }
+  s.synchronize();
+#pragma unroll
+  for (int m = 0; m < C::kWarpgroupTiles; m++) {
+#pragma unroll
+    for (int group = 0; group < C::kMaxWidth / 8; group++) {
+      if (group * 8 >= work.width) break;
+      const int token = group * 8 + s.lane % 4 * 2;
+      const float2 first = blocks[m][token][0], second = blocks[m][token + 1][0];
+      float &a = acc[m][group * 4], &b = acc[m][group * 4 + 1];
+      const float2 rounded = round_two_to_e4m3(multiply(a, first.x), multiply(b, second.x));
+      a = multiply(rounded.x, first.y);
+      b = multiply(rounded.y, second.y);
+    }
+  }
+}
+
 // Straight to memory, for those whose quantization has to see whole rows.
 template <class C>
 __device__ __forceinline__ void store_wide_gated(const GemmArgs& args, const Work& work, const Accumulators<C>& acc,
@@ -196,6 +226,9 @@ __device__ __forceinline__ void finish_gated(const GemmArgs& args, GemmShared<C>
   }
   if constexpr (Sizes<C>::kQuantizes) {
     if (p.a2 != ActScale::kNone) quantize_gated<C>(args, shared, work, acc, s);
+  }
+  if constexpr (Sizes<C>::kQuantizesMx) {
+    if (args.mx) quantize_gated_mx<C>(shared, work, acc, s);
   }
   stage_gated<C>(work, acc, s);
   s.synchronize();

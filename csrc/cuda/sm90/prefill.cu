@@ -59,9 +59,15 @@ void place_factors(const RoundedProblem& p, Arena& arena, Plan& plan) {
   gemm.operand_factor = p.x_factor != nullptr ? p.x_factor : operand.factor;
 }
 
+// Whether GEMM1 rounds the intermediate to mxfp8: where there are gates, a block is a warpgroup's.
+bool rounds_to_mx(const RoundedProblem& p) {
+  return p.act_format == ActFormat::kMxfp8 && p.a2 != ActScale::kNone && p.gated && p.format == Format::kMxfp4;
+}
+
 // Whether a launch between the GEMMs rounds the intermediate, which they have in float32 then.
 bool is_apart(const RoundedProblem& p) {
-  return p.a2 != ActScale::kNone && (p.act_format != ActFormat::kNvfp4 || p.a2 == ActScale::kToken);
+  if (p.act_format == ActFormat::kNvfp4) return p.a2 == ActScale::kToken;
+  return p.a2 != ActScale::kNone && !rounds_to_mx(p);
 }
 
 // `p.tokens` of at most one piece.
@@ -80,6 +86,7 @@ Plan make_plan(const RoundedProblem& p, Shape shape) {
   operand.operand = arena.take<__nv_bfloat16>(int64_t{rows} * gemm.hidden_padded);
   place_factors(p, arena, plan);
   gemm.operand = operand.operand;
+  gemm.mx = rounds_to_mx(p);
   float* h_factor = nullptr;
   if (is_apart(p)) {
     gemm.h_wide = arena.take<float>(int64_t{rows} * gemm.inter_padded);
