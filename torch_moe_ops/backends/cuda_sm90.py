@@ -33,7 +33,7 @@ from torch_moe_ops.tuning.tuned_kernels import key_of
 _own = own_of["experts_sm90"]
 FORMATS: dict[str, tuple[str, ...]] = {"nvfp4": ("nvfp4", "none", "fp8"), "mxfp4": ("none", "fp8", "mxfp8")}
 # Their weights are rounded to bfloat16, which is more than docs/numerics.md allows a strict backend.
-ROUNDED_FORMATS: dict[str, tuple[str, ...]] = {"mxint4": ("none",), "int4": ("none", "fp8")}
+ROUNDED_FORMATS: dict[str, tuple[str, ...]] = {"mxint4": ("none",), "int4": ("none",)}
 
 
 def run(call: ExpertsCall, out: Tensor) -> None:

@@ -26,7 +26,6 @@ FORMS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mxfp4_fp8_static_tokens": ("mxfp4", "fp8", {"a1": 90.0}),
     "mxfp4_fp8_expert_intermediate": ("mxfp4", "fp8", {"a2": "expert"}),
     "mxfp4_mxfp8": ("mxfp4", "mxfp8", {}),
-    "int4_fp8": ("int4", "fp8", {"weights": {"group": 64}}),
 }
 forms = pytest.mark.parametrize("form", FORMS)
 kernels = pytest.mark.parametrize("kernel", KERNELS)
@@ -64,8 +63,7 @@ def error(out: torch.Tensor, call: ExpertsCall) -> float:
     """By the bound of a strict backend; infinite where the result is not finite."""
     values = call.topk_ids.numel() * SCHEMES[call.scheme].logical_k(call.w2.shape[2])
     found = relative_error(out, call) if torch.isfinite(out).all() else float("inf")
-    backend = "cuda_sm90_int4" if call.scheme == "int4" else "cuda_sm90"
-    return found / layer_bound(backend, call.act_format, call.out_dtype, values, call.activation)
+    return found / layer_bound("cuda_sm90", call.act_format, call.out_dtype, values, call.activation)
 
 
 @kernels
@@ -80,15 +78,14 @@ def test_shapes(form: str, kernel: str, shape: tuple[int, ...]) -> None:
 
 @forms
 def test_very_few_tokens_take_one_launch(form: str) -> None:
-    """But with a scale for each expert, of which a token has several, and INT4."""
+    """But with a scale for each expert, of which a token has several."""
     tiled = in_tiles(case(form, tokens=3))
     run_on("decode", tiled)
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         run_on("decode", tiled)
         torch.cuda.synchronize()
     names = {event.key for event in profiled.key_averages()}
-    one = FORMS[form][2].get("a1") != "expert" and FORMS[form][0] != "int4"
-    assert any("decode_few_kernel" in name for name in names) == one
+    assert any("decode_few_kernel" in name for name in names) == (FORMS[form][2].get("a1") != "expert")
 
 
 @kernels
@@ -141,7 +138,7 @@ def test_router_weight_on_input(form: str, kernel: str, tokens: int) -> None:
 
 
 @kernels
-@pytest.mark.parametrize("form", ("nvfp4_fp8", "mxfp4_fp8", "mxfp4_mxfp8", "int4_fp8"))
+@pytest.mark.parametrize("form", ("nvfp4_fp8", "mxfp4_fp8", "mxfp4_mxfp8"))
 @pytest.mark.parametrize("tokens", (3, 50))
 def test_packed_hidden_states_give_the_same(form: str, kernel: str, tokens: int) -> None:
     call = case(form, tokens=tokens)
