@@ -73,18 +73,24 @@ bool shares_rightly(const few::Plan& plan) {
 // What every plan that fits must hold for.
 bool holds(const few::Plan& plan) {
   const few::Args& args = plan.args;
-  const bool e4m3 = plan.codes != few::Codes::kFourBits;
-  const int ring = args.stages * args.stage_tiles * (e4m3 ? few::kFp8TileBytes : few::kTileBytes);
+  const bool in_pairs = few::are_of_w4a8(plan.codes);
+  const int ring = args.stages * args.stage_tiles * (few::are_fp8(plan.codes) ? few::kFp8TileBytes : few::kTileBytes);
   bool right = plan.shared_bytes == shared_memory && args.ring_offset + ring <= shared_memory;
   right = right && args.stages >= few::kLeastStages && args.stages <= few::kMaxStages;
   right = right && args.h_offset + args.h_buffers * args.columns * args.h_stride <= args.ring_offset;
+  if (plan.codes != few::Codes::kFourBits) {   // a row has room for its scales, behind its values
+    const int scales = plan.codes == few::Codes::kFp8Groups ? args.k_tiles[0] / 2 : 1;
+    const int at = args.fp8.scales_at[0], end = at + scales * static_cast<int>(sizeof(float));
+    right = right && at >= args.k_tiles[0] * moeq::sm90::kTileK * 2 && end <= args.x_stride;
+    right = right && args.fp8.scales_at[1] + static_cast<int>(sizeof(float)) <= args.h_stride;
+  }
   for (int entries = 1; entries <= args.slots; ++entries) {
     for (int gemm = 0; gemm < 2; ++gemm) {
       const int bits = args.part_bits[gemm][entries], tiles = args.part_tiles[gemm][bits];
       right = right && tiles << bits >= args.k_tiles[gemm];
       right = right && args.part_stage_tiles[gemm][bits] <= args.stage_tiles;
       // Two tiles of 64 values of K lie together, and have a scale.
-      right = right && (!e4m3 || (tiles % 2 == 0 && args.part_stage_tiles[gemm][bits] % 2 == 0));
+      right = right && (!in_pairs || (tiles % 2 == 0 && args.part_stage_tiles[gemm][bits] % 2 == 0));
     }
     const int64_t outputs = int64_t{args.slots} * args.row_tiles[1] * (moeq::sm90::kTileRows / 2);
     const size_t end = args.outputs + (outputs << args.part_bits[1][entries]);
@@ -112,7 +118,8 @@ int answer(const Layer& layer, Found found) {
     fp8.rounding[0] = fp8.rounding[1] =
         layer.dynamic != 0 ? moeq::sm90::ActScale::kToken : moeq::sm90::ActScale::kTensor;
     p.a1 = p.a2 = moeq::sm90::ActScale::kNone;
-    p.inter = (p.inter + 127) / 128 * 128;
+    const int tile = few::are_of_w4a8(codes) ? 128 : 64;
+    p.inter = (p.inter + tile - 1) / tile * tile;
   }
   p.partition = {layer.sms, layer.sms == kWholeDevice};
   p.workspace = workspace;

@@ -73,11 +73,12 @@ bool fits_kernel(const Problem& p) {
   return few && !p.weight_on_input && p.a1 != ActScale::kExpert;
 }
 
-// Bytes of an operand's row: values, then scales of e4m3 ones. The odd 16 bytes spread eight tokens' reads over all
-// banks.
+// Bytes of an operand's row: values, then scales of e4m3 ones, of which a few fit into the odd 16 bytes that spread eight
+// tokens' reads over all banks.
 constexpr int operand_stride(Codes codes, int k_tiles) {
   const int scales = codes == Codes::kFourBits ? 0 : codes == Codes::kFp8Groups ? ceil_div(k_tiles, 2) : 1;
-  return k_tiles * kTileK * 2 + ceil_div(scales * static_cast<int>(sizeof(float)), 128) * 128 + 16;
+  const int more = scales * static_cast<int>(sizeof(float)) - 16;
+  return k_tiles * kTileK * 2 + ceil_div(more > 0 ? more : 0, 128) * 128 + 16;
 }
 
 constexpr int sums_bytes(int columns) { return 2 * kWorkers * columns * kTileRows * static_cast<int>(sizeof(float)); }

@@ -88,7 +88,7 @@ def test_very_few_tokens_on_the_decode_kernel(policy: str, shape: tuple[int, ...
     print(f"{policy} {shape} {tokens} {relative_error(out, call):.2e} prefill {relative_error(of_prefill, call):.2e}")
     assert error_over_bound(out, call) < 1
     assert relative_error(out, call) <= max(1.2 * relative_error(of_prefill, call), 1e-3)
-    assert not torch.equal(out, of_prefill)
+    assert tokens > 3 or not torch.equal(out, of_prefill)  # beyond, buffers of some do not fit
 
 
 @policies
