@@ -65,6 +65,11 @@ def experts_gradients(call: ExpertsCall, backend: Backend, sizes: Sizes, grad: T
     return Backward(call, backend, sizes, grad, wanted).run()
 
 
+def on_gpu_serves(call: ExpertsCall) -> bool:
+    """Whether a pass is one of Triton's kernels (on_gpu.py)."""
+    return call.act_format == "none" and triton_serves(call.hidden_states)
+
+
 class Backward(LayerPass):
     """One backward pass. The factors of `lora` add their gradients up themselves."""
 
@@ -77,15 +82,14 @@ class Backward(LayerPass):
 
     def run(self) -> Gradients:
         call, wanted = self.call, self.wanted
-        plain = call.act_format == "none" and self.lora == NO_LORA
-        if not (plain and triton_serves(call.hidden_states)):
+        if not on_gpu_serves(call):
             return self._in_pieces()
         hidden_dtype = self.wide if self.on_input else call.hidden_states.dtype
         weights = wanted.topk_weights and not self.on_input
         with device_of(self.grad):
             p = make_pass(call, self.sizes, self.grad, self.x, self.biases)
             of_x = hidden_dtype if self.of_inputs else None
-            found = run_pass(p, self.backend, of_x, weights, wanted.w13_bias, wanted.w2_bias)
+            found = run_pass(p, self.backend, of_x, weights, wanted.w13_bias, wanted.w2_bias, self.lora)
             return self._gradients(*found)
 
     def _in_pieces(self) -> Gradients:

@@ -6,6 +6,7 @@ keeps the ranks of its own adapter. So a row without an adapter gets exact zeros
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -40,33 +41,49 @@ class LoraArguments(NamedTuple):
 
 
 class Factors:
-    """One projection's adapters, in the dtype of products, ranks and rows padded by zeros, b with the scaling in it.
+    """One projection's adapters.
 
-    `da`, `db`: gradients that are added up, float32 or wider; None where not wanted.
+    given: a [experts, adapters * r, K] and b [experts, N, adapters * r] as they came, padded by zeros to the layout's
+    sizes. da, db: gradients that are added up, of `a` and `b`, float32 or wider; None until there are some.
+    found: gradients of `given`, where a pass makes those instead (ranks_on_gpu.py).
     """
+
+    found: tuple[Tensor | None, Tensor | None] | None = None
 
     def __init__(self, a: Tensor, b: Tensor, lora: LoraArguments, halves: int, size: int, x: Tensor) -> None:
         """halves, size: b has `halves` blocks of rows, padded to `size` each, if they are w13's; else a's K is."""
         self.shapes, self.adapters, self.halves = (a.shape, b.shape), lora.scaling.shape[0], halves
         self.scaling, self.ids, self.merged = lora.scaling, lora.ids, lora.merged
         self.ranks = a.shape[1] // self.adapters
-        dtype = product_dtype(x)
-        self.wide = torch.float64 if dtype == torch.float64 else torch.float32
-        b = b.to(self.wide) * self._of_ranks(self.ranks)  # before it is rounded
-        extra = -self.ranks % _RANK_MULTIPLE if dtype == torch.bfloat16 else 0
-        if halves:
+        self.dtype = product_dtype(x)
+        self.wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        if halves and b.shape[1] != halves * size:
             b = F.pad(b.unflatten(1, (halves, -1)), (0, 0, 0, size - b.shape[1] // halves)).flatten(1, 2)
-        else:
+        elif not halves and a.shape[2] != size:
             a = F.pad(a, (0, size - a.shape[2]))
-        self.a = F.pad(a.unflatten(1, (self.adapters, -1)), (0, 0, 0, extra)).flatten(1, 2).to(dtype).contiguous()
-        self.b = F.pad(b.unflatten(2, (self.adapters, -1)), (0, extra)).flatten(2).to(dtype).contiguous()
+        self.given = (a, b)
+        self.wants = (False, False)
         self.da: Tensor | None = None
         self.db: Tensor | None = None
 
+    @cached_property
+    def a(self) -> Tensor:
+        """[experts, adapters * padded ranks, K] in the dtype of products."""
+        parts = self.given[0].unflatten(1, (self.adapters, -1))
+        return F.pad(parts, (0, 0, 0, self._extra())).flatten(1, 2).to(self.dtype).contiguous()
+
+    @cached_property
+    def b(self) -> Tensor:
+        """[experts, N, adapters * padded ranks] in the dtype of products, the scaling in it."""
+        b = self.given[1].to(self.wide) * self._of_ranks(self.ranks)  # before it is rounded
+        return F.pad(b.unflatten(2, (self.adapters, -1)), (0, self._extra())).flatten(2).to(self.dtype).contiguous()
+
+    def _extra(self) -> int:
+        return -self.ranks % _RANK_MULTIPLE if self.dtype == torch.bfloat16 else 0
+
     def want(self, a: bool, b: bool) -> None:
-        """Which gradients to add up."""
-        self.da = torch.zeros_like(self.a, dtype=self.wide) if a else None
-        self.db = torch.zeros_like(self.b, dtype=self.wide) if b else None
+        """Which gradients `gradients` shall have."""
+        self.wants = (a, b)
 
     def addend(self, rows: Tensor, piece: Piece, first: int, token: Tensor) -> Tensor | float:
         """scaling * B A row of each row: [rows, N], wide. rows: [rows, K] in the dtype of products."""
@@ -85,26 +102,38 @@ class Factors:
         """
         b = self._of(self.b, piece, first)
         through = self._own(grouped_product(grad, b, piece, False), token)
-        if self.db is not None:
+        if self.wants[1]:
+            if self.db is None:
+                self.db = torch.zeros_like(self.b, dtype=self.wide)
             low = _weighted(self._down(rows, piece, first, token), weight)
             self.db[first : first + b.shape[0]] += grouped_outer(grad, low, piece)
-        if self.da is not None:
+        if self.wants[0]:
+            if self.da is None:
+                self.da = torch.zeros_like(self.a, dtype=self.wide)
             self.da[first : first + b.shape[0]] += grouped_outer(through, _weighted(rows, weight), piece)
         if self.merged:
             return 0.0
         return grouped_product(through, self._of(self.a, piece, first), piece, False).to(self.wide)
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None]:
-        """da and db in the shapes that a and b had."""
+        """Those that are wanted, in the shapes that a and b had."""
+        da, db = self.found if self.found is not None else self._of_pieces()
+        if da is not None:
+            da = da[:, :, : self.shapes[0][2]]
+        if db is not None and self.halves:
+            db = db.unflatten(1, (self.halves, -1))[:, :, : self.shapes[1][1] // self.halves].flatten(1, 2)
+        return da, db
+
+    def _of_pieces(self) -> tuple[Tensor | None, Tensor | None]:
+        """Gradients of `given`; zeros where no expert had a row."""
+        both = zip(self.given, self.wants, strict=True)
+        zeros = [torch.zeros_like(t, dtype=self.wide) if asked else None for t, asked in both]
         da, db = self.da, self.db
         if da is not None:
-            da = da.unflatten(1, (self.adapters, -1))[:, :, : self.ranks].flatten(1, 2)[:, :, : self.shapes[0][2]]
+            da = da.unflatten(1, (self.adapters, -1))[:, :, : self.ranks].flatten(1, 2)
         if db is not None:
             db = db.unflatten(2, (self.adapters, -1))[..., : self.ranks].flatten(2) * self._of_ranks(self.ranks)
-            if self.halves:
-                rows = self.shapes[1][1] // self.halves
-                db = db.unflatten(1, (self.halves, -1))[:, :, :rows].flatten(1, 2)
-        return da, db
+        return zeros[0] if da is None else da, zeros[1] if db is None else db
 
     def _down(self, rows: Tensor, piece: Piece, first: int, token: Tensor) -> Tensor:
         return self._own(grouped_product(rows, self._of(self.a, piece, first), piece, True), token)

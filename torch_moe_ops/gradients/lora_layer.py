@@ -17,11 +17,12 @@ from torch import Tensor
 from torch_moe_ops.backends.registry import Backend
 from torch_moe_ops.core.call import ExpertsCall
 from torch_moe_ops.core.layout import Sizes
-from torch_moe_ops.gradients.experts import Backward, Wanted
+from torch_moe_ops.gradients.experts import Backward, Wanted, on_gpu_serves
 from torch_moe_ops.gradients.layer_pass import LayerPass
 from torch_moe_ops.gradients.lora import Lora, LoraArguments
+from torch_moe_ops.gradients.on_gpu import make_pass, run_forward
 from torch_moe_ops.gradients.pairs import Piece
-from torch_moe_ops.gradients.products import grouped_product
+from torch_moe_ops.gradients.products import device_of, grouped_product
 
 
 class WantedLora(NamedTuple):
@@ -38,7 +39,10 @@ class WantedLora(NamedTuple):
 
 
 def lora_layer(call: ExpertsCall, backend: Backend, sizes: Sizes, lora: LoraArguments) -> Tensor:
-    """[num_tokens, hidden_size] in float32 or wider. Arguments as in `experts_gradients`; hidden states unquantized."""
+    """[num_tokens, hidden_size], rounded to the dtype of the output at most.
+
+    Arguments as in `experts_gradients`; hidden states unquantized.
+    """
     return _Forward(call, backend, sizes, Lora.of(lora, sizes, call.hidden_states)).run()
 
 
@@ -60,6 +64,10 @@ class _Forward(LayerPass):
 
     def run(self) -> Tensor:
         call = self.call
+        if on_gpu_serves(call):
+            with device_of(self.x):
+                p = make_pass(call, self.sizes, self.x, self.x, self.biases)
+                return run_forward(p, self.backend, self.lora, call.out_dtype or call.hidden_states.dtype)
         y = call.hidden_states.new_empty((self.local_pairs, self.sizes.hidden_size), dtype=self.wide)
         for piece, first, w13, w2 in self.weighted_pieces():
             self.put(y, piece, self._rows(piece, first, w13, w2))

@@ -18,7 +18,9 @@ from torch_moe_ops.backends.triton_engine.backward_pass import Pass
 from torch_moe_ops.core.call import ExpertsCall
 from torch_moe_ops.core.layout import Sizes
 from torch_moe_ops.core.schemes import ceil_div
+from torch_moe_ops.gradients.lora import NO_LORA, Lora
 from torch_moe_ops.gradients.pairs import sort_slots
+from torch_moe_ops.gradients.ranks_on_gpu import RanksOnGpu
 from torch_moe_ops.gradients.weights import (
     CHUNK_ELEMENTS,
     Projection,
@@ -52,46 +54,106 @@ def make_pass(
 
 
 def run_pass(
-    p: Pass, backend: Backend, hidden_dtype: torch.dtype | None, weights: bool, w13_bias: bool, w2_bias: bool
+    p: Pass,
+    backend: Backend,
+    hidden_dtype: torch.dtype | None,
+    weights: bool,
+    w13_bias: bool,
+    w2_bias: bool,
+    lora: Lora = NO_LORA,
 ) -> Found:
-    """hidden_dtype: None where that gradient is not wanted; as the others are where True."""
+    """hidden_dtype: None where that gradient is not wanted; as the others are where True.
+
+    Adapters get their gradients on the way (Factors.found).
+    """
     from torch_moe_ops.backends.triton_engine import backward_launch as engine
 
-    sizes, pairs = p.sizes, p.slots.order.shape[0]
+    sizes, pairs, token, ends = p.sizes, p.slots.order.shape[0], p.slots.token, p.slots.ends
+    of13, of2 = (None if f is None else RanksOnGpu(f, p) for f in lora)
     u = p.grad.new_empty((pairs, sizes.intermediate_size))
-    for first, w2, factor in _chunks(p, backend, "w2", exact=True):
-        engine.product(p.grad, p.slots.token, w2, p.slots.ends, first, False, u)
-        factor2 = factor
-    del w2  # a view of the workspace
+    if of2 is not None:
+        back2 = of2.new()
+        of2.back(p.grad, token, back2, 0, sizes.num_experts)
+    for chunk in _chunks(p, backend, "w2", exact=of2 is None):
+        addend = None if of2 is None else of2.backward_addend(back2, chunk.unit)
+        engine.product(p.grad, token, chunk.weights, ends, chunk.first, False, u, addend)
+        factor2 = chunk.factor
+    del chunk  # a view of the workspace
     z = p.grad.new_empty((pairs, projection_shape("w13", sizes)[0]))
     dx = p.grad.new_empty((0 if hidden_dtype is None else pairs, sizes.hidden_size))
     dw = torch.zeros(pairs if weights else 0, device=z.device)
-    for first, w13, factor in _chunks(p, backend, "w13", exact=not w13_bias):
-        engine.product(p.x, p.slots.token, w13, p.slots.ends, first, True, z)
-        engine.differentiate(p, z, u, dw, (factor, factor2), first, first + w13.shape[0])
+    if of13 is not None:
+        low13, back13 = of13.down(p.x, token), of13.new()
+    for chunk in _chunks(p, backend, "w13", exact=of13 is None and not w13_bias):
+        first, last, unit = chunk.first, chunk.first + chunk.weights.shape[0], chunk.unit
+        addend = None if of13 is None else of13.forward_addend(low13, unit)
+        engine.product(p.x, token, chunk.weights, ends, first, True, z, addend)
+        engine.differentiate(p, z, u, dw, (chunk.factor, factor2), first, last, keeps_h=of2 is not None)
+        if of13 is not None:
+            of13.back(z, None, back13, first, last)
+            addend = of13.backward_addend(back13, unit)
         if hidden_dtype is not None:
-            engine.product(z, None, w13, p.slots.ends, first, False, dx)
-        factor13 = factor
+            engine.product(z, None, chunk.weights, ends, first, False, dx, addend)
+    if of13 is not None:
+        of13.learn(p.x, True, back13, z, False, low13, None, unit)
+    if of2 is not None:  # where u was, the intermediate is
+        of_slots = p.call.topk_weights.reshape(-1) if p.weighted else None
+        of2.learn(u, False, back2, p.grad, True, of2.down(u, None), of_slots, 1.0)
     return Found(
         None if hidden_dtype is None else engine.combine(dx, p, hidden_dtype),
         dw if weights else None,
-        # Rows of z are multiplied by the factor, here a power of two.
-        engine.sums_of_experts(z, p, of_tokens=False) / factor13 if w13_bias else None,
+        # Rows of z are multiplied by the unit.
+        engine.sums_of_experts(z, p, of_tokens=False) / unit if w13_bias else None,
         engine.sums_of_experts(p.grad, p, of_tokens=True) if w2_bias else None,
     )
 
 
-def _chunks(p: Pass, backend: Backend, name: str, exact: bool) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(first expert, bfloat16 weights of it and following ones, float32 [E, 1 or halves] that multiplies all weights).
+def run_forward(p: Pass, backend: Backend, lora: Lora, dtype: torch.dtype) -> Tensor:
+    """[num_tokens, hidden_size] in `dtype`, of the layer with adapters. The gradient of the pass is not read."""
+    from torch_moe_ops.backends.triton_engine import backward_launch as engine
 
-    One workspace for all. exact: alphas multiply them too; else they are part of the rounded weights.
+    sizes, pairs, token, ends = p.sizes, p.slots.order.shape[0], p.slots.token, p.slots.ends
+    of13, of2 = (None if f is None else RanksOnGpu(f, p) for f in lora)
+    z = p.x.new_empty((pairs, projection_shape("w13", sizes)[0]))
+    h = p.x.new_empty((pairs, sizes.intermediate_size))
+    low13 = None if of13 is None else of13.down(p.x, token)
+    for chunk in _chunks(p, backend, "w13", exact=False):
+        addend = None if of13 is None or low13 is None else of13.forward_addend(low13, chunk.unit)
+        engine.product(p.x, token, chunk.weights, ends, chunk.first, True, z, addend)
+        engine.activate(p, z, h, chunk.unit, chunk.first, chunk.first + chunk.weights.shape[0])
+    del chunk, z
+    y = p.x.new_empty((pairs, sizes.hidden_size))
+    low2 = None if of2 is None else of2.down(h, None)
+    for chunk in _chunks(p, backend, "w2", exact=False):
+        addend = None if of2 is None or low2 is None else of2.forward_addend(low2, chunk.unit)
+        engine.product(h, None, chunk.weights, ends, chunk.first, True, y, addend)
+    return engine.combine(y, p, dtype, of_output=True, factor=chunk.unit)
+
+
+class _Chunk(NamedTuple):
+    """Weights of experts `first` and following as products take them, bfloat16.
+
+    unit: a power of two that all of them have to be multiplied by. factor: float32 [E, 1 or halves], what has to
+    multiply those of each expert, the unit in it.
+    """
+
+    first: int
+    weights: Tensor
+    unit: float
+    factor: Tensor
+
+
+def _chunks(p: Pass, backend: Backend, name: str, exact: bool) -> Iterator[_Chunk]:
+    """The weights of all experts, a few at a time, in one workspace for all.
+
+    exact: alphas are in the factor; else they are part of the rounded weights.
     """
     projection, count = projection_of(p.call, name, backend, p.sizes), p.sizes.num_experts
     stored = projection.stored
     pairs, all_experts = p.slots.order.shape[0], p.call.all_experts()
     step = count if stored.weight.dtype == torch.bfloat16 else at_once_on_gpu(projection, pairs, all_experts)
     space = p.grad.new_empty((step if projection.may_have_kernel else 0, *projection.shape))
-    factor = torch.ones((count, 1), device=p.grad.device)
+    factor, unit = torch.ones((count, 1), device=p.grad.device), 1.0
     for first in range(0, count, step):
         experts = slice(first, min(first + step, count))
         weights = space[: experts.stop - first]
@@ -99,10 +161,10 @@ def _chunks(p: Pass, backend: Backend, name: str, exact: bool) -> Iterator[tuple
         if found is None:
             weights = decode_projection(projection, experts, torch.bfloat16)
         elif first == 0:
-            factor = factor * found
+            factor, unit = factor * found, found
             if exact and stored.scale_2 is not None:
                 factor = factor * stored.scale_2.reshape(count, -1)
-        yield first, weights, factor
+        yield _Chunk(first, weights, unit, factor)
 
 
 def at_once_on_gpu(projection: Projection, rows: int, all_experts: int) -> int:

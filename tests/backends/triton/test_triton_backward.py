@@ -11,15 +11,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from problems import Case, make_batch, make_raw
+from problems import Case, make_raw
 from tolerances import relative_l2
 from triton_cases import DEVICE
+from triton_passes import LAYER, make_call
 
 from torch_moe_ops.backends import BACKENDS
 from torch_moe_ops.backends.triton_engine import backward_launch, grouped
 from torch_moe_ops.core.activations import ACTIVATIONS, apply_activation
-from torch_moe_ops.core.call import FIELDS, ExpertsCall
-from torch_moe_ops.core.layout import Sizes
 from torch_moe_ops.core.problem import Problem
 from torch_moe_ops.core.schemes import SCHEMES
 from torch_moe_ops.gradients import experts, layer_pass, linear, on_gpu, products
@@ -32,27 +31,6 @@ pytestmark = pytest.mark.skipif(
     DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU or TRITON_INTERPRET=1"
 )
 BOUND = 6e-3
-LAYER = Case(experts=3, hidden=64, inter=96, tokens=9, top_k=2)
-CONSTANTS = {"swigluoai": (1.702, 1.0, 1.5), "swiglustep": (1.0, 0.0, 0.75), "situ": (1.3, 0.8, float("inf"))}
-
-
-def make_call(case: Case, backend: str, **fields: Any) -> tuple[ExpertsCall, Sizes]:
-    """A checked call of a layer as a backend lays it out, which need not run here, on DEVICE."""
-    raw = make_raw(case)
-    x, ids, weights = make_batch(case)
-    given = dict.fromkeys(FIELDS) | BACKENDS[backend].prepare(raw)
-    alpha, beta, limit = CONSTANTS.get(case.activation, ACTIVATIONS[case.activation].constants)
-    given |= {"scheme": case.scheme, "act_format": "none", "weight_policy": "exact", "activation": case.activation}
-    given |= {"router_weight_on_input": False, "local_expert_offset": 0, "num_experts": 0, "out_dtype": case.dtype}
-    given |= {"swiglu_alpha": alpha, "swiglu_beta": beta, "swiglu_limit": limit}
-    given |= {"hidden_states": x, "topk_ids": ids, "topk_weights": weights}
-    if raw.w13_scale_2 is not None:
-        alphas = raw.w13_scale_2.squeeze(1) if raw.w13_scale_2.shape[1] == 1 else raw.w13_scale_2
-        given |= {"g1_alphas": alphas, "g2_alphas": raw.w2_scale_2}
-    given |= fields
-    given = {name: t.to(DEVICE) if isinstance(t, torch.Tensor) else t for name, t in given.items()}
-    inter = BACKENDS[backend].layout.intermediate_size(SCHEMES[case.scheme], tuple(given["w2"].shape))
-    return ExpertsCall(**given), Sizes(case.experts, case.hidden, inter, raw.is_gated, given["w13"].dtype)
 
 
 def check(case: Case, backend: str, wanted: Wanted, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:

@@ -58,6 +58,7 @@ def activation_kernel(
     HAS_BIAS2: tl.constexpr,
     WEIGHTED: tl.constexpr,
     WANTS_WEIGHTS: tl.constexpr,
+    WRITES_H: tl.constexpr,
     ROUNDED: tl.constexpr,
     BLOCK: tl.constexpr,
     USE_PTX: tl.constexpr,
@@ -66,8 +67,9 @@ def activation_kernel(
 
     z: what GEMM1 sums, over factor13 [E, FACTORS] and without bias13 float32 [E, columns]; the gradient is multiplied
     by factor13 again, as the next product has the same weights. u: [rows, INTER], the gradient of the intermediate
-    where the routing weight is 1, over factor2 [E]. ROUNDED: what the forward pass rounds the
-    intermediate to. bias2: float32 [E, H]; grad: [tokens, H]. Any number of programs, a row at a time.
+    where the routing weight is 1, over factor2 [E]; the intermediate takes its place if WRITES_H. ROUNDED: what the
+    forward pass rounds the intermediate to. bias2: float32 [E, H]; grad: [tokens, H]. Any number of programs, a row at
+    a time.
     """
     columns: tl.constexpr = 2 * INTER if IS_GATED else INTER
     begin, end = _range(ends_ptr, first, last)
@@ -100,8 +102,10 @@ def activation_kernel(
                 of_gate = gradient_plain(gate, ACTIVATION)
             d_gate = of_gate * (u * weight) * gate_factor
             tl.store(z + i, narrow(d_gate, z_ptr.dtype.element_ty, USE_PTX), mask=inside)
+            h = narrow(h, ROUNDED, USE_PTX).to(tl.float32)
+            if WRITES_H:
+                tl.store(u_ptr + row * INTER + i, narrow(h, u_ptr.dtype.element_ty, USE_PTX), mask=inside)
             if WANTS_WEIGHTS:
-                h = narrow(h, ROUNDED, USE_PTX).to(tl.float32)
                 dw += tl.where(inside, h * u, 0.0)
         if WANTS_WEIGHTS:
             total = tl.sum(dw)
@@ -152,16 +156,23 @@ def gather_sum_kernel(
     rows_ptr,
     place_ptr,
     ends_ptr,
+    expert_ptr,
+    weights_ptr,
+    bias_ptr,
     out_ptr,
     num_experts,
+    factor,
     TOP_K: tl.constexpr,
     H: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
     USE_PTX: tl.constexpr,
 ):
-    """out[t] = the sum of rows[place[t, j]], j ascending, in float32. Grid: (tokens, cdiv(H, BLOCK)).
+    """out[t] = the sum of factor * rows[place[t, j]], j ascending, in float32. Grid: (tokens, cdiv(H, BLOCK)).
 
-    Places from ends[num_experts - 1] on belong to experts that are not here.
+    Places from ends[num_experts - 1] on belong to experts that are not here. HAS_BIAS: the row's expert's, float32
+    [E, H], is added to it. WEIGHTED: the routing weight of the slot multiplies it then.
     """
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -169,8 +180,60 @@ def gather_sum_kernel(
     acc = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(TOP_K):
         place = tl.load(place_ptr + token * TOP_K + j)
-        row = tl.load(
-            rows_ptr + place.to(tl.int64) * H + n, mask=(n < H) & (tl.zeros_like(n) + place < local), other=0.0
-        )
-        acc += row.to(tl.float32)
+        here = (n < H) & (tl.zeros_like(n) + place < local)
+        row = tl.load(rows_ptr + place.to(tl.int64) * H + n, mask=here, other=0.0).to(tl.float32) * factor
+        if HAS_BIAS:
+            expert = tl.load(expert_ptr + place).to(tl.int64)
+            row += tl.load(bias_ptr + expert * H + n, mask=here, other=0.0)
+        if WEIGHTED:
+            # The weight of a slot whose expert is not here may be anything, NaN included.
+            row *= tl.where(here, tl.load(weights_ptr + token * TOP_K + j).to(tl.float32), 0.0)
+        acc += row
     tl.store(out_ptr + token * H + n, narrow(acc, out_ptr.dtype.element_ty, USE_PTX), mask=n < H)
+
+
+@triton.jit
+def forward_kernel(
+    z_ptr,
+    h_ptr,
+    expert_ptr,
+    ends_ptr,
+    bias_ptr,
+    first,
+    last,
+    factor,
+    alpha,
+    beta,
+    limit,
+    INTER: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    USE_PTX: tl.constexpr,
+):
+    """h [rows, INTER] = the activation of factor * z + bias float32 [E, columns], for rows of some experts.
+
+    ROUNDED: what h is rounded to before the dtype that it is stored in. Any number of programs, a row at a time.
+    """
+    columns: tl.constexpr = 2 * INTER if IS_GATED else INTER
+    begin, end = _range(ends_ptr, first, last)
+    for row in range(begin + tl.program_id(0), end, tl.num_programs(0)):
+        expert = tl.load(expert_ptr + row).to(tl.int64)
+        for at in range(0, INTER, BLOCK):
+            i = at + tl.arange(0, BLOCK)
+            inside = i < INTER
+            gate = tl.load(z_ptr + row * columns + i, mask=inside, other=0.0).to(tl.float32) * factor
+            if HAS_BIAS:
+                gate += tl.load(bias_ptr + expert * columns + i, mask=inside, other=0.0)
+            if IS_GATED:
+                up = tl.load(z_ptr + row * columns + INTER + i, mask=inside, other=0.0).to(tl.float32) * factor
+                if HAS_BIAS:
+                    up += tl.load(bias_ptr + expert * columns + INTER + i, mask=inside, other=0.0)
+                h = activate_gated(gate, up, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
+            else:
+                h = activate_plain(gate, ACTIVATION)
+            h = narrow(h, ROUNDED, USE_PTX).to(tl.float32)
+            tl.store(h_ptr + row * INTER + i, narrow(h, h_ptr.dtype.element_ty, USE_PTX), mask=inside)

@@ -29,7 +29,7 @@ _LARGE_SHARED = ((9, 0), (10, 0), (10, 3))  # devices whose shared memory holds 
 
 
 @triton.jit
-def _tile_of(tile, begin, upto, tiles, sizes, COLUMN_TILES: tl.constexpr):
+def tile_of(tile, begin, upto, tiles, sizes, COLUMN_TILES: tl.constexpr):
     """(expert, first row, rows behind it, column tile) of a tile, those of an expert's rows next to each other."""
     number = tile // COLUMN_TILES
     e = tl.arange(0, upto.shape[0])
@@ -42,17 +42,19 @@ def _tile_of(tile, begin, upto, tiles, sizes, COLUMN_TILES: tl.constexpr):
 
 
 @triton.jit
-def _multiply_tile(
-    rows_ptr, index_ptr, w_ptr, out_ptr, start, size, first_row, column_tile, K: tl.constexpr, N: tl.constexpr,
+def sum_products(
+    rows_ptr, index_ptr, w_ptr, start, size, first_row, n, K: tl.constexpr, N: tl.constexpr,
     TRANSPOSED: tl.constexpr, GATHER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr, USE_PTX: tl.constexpr,
 ):  # fmt: skip
-    """One tile of grouped_kernel: BLOCK_M rows of an expert's `size` that begin at `start`, from `first_row` on."""
+    """(sums [BLOCK_M, BLOCK_N] of columns n, places, which of them are live) of a tile.
+
+    Its rows are BLOCK_M of an expert's `size` that begin at `start`, from `first_row` on.
+    """
     row = first_row + tl.arange(0, BLOCK_M)
     live = row < size
     place = (start + tl.minimum(row, size - 1)).to(tl.int64)
     source = tl.load(index_ptr + place).to(tl.int64) if GATHER else place
-    n = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     x = rows_ptr + source[:, None] * K + k[None, :]
     # Not beyond N: what is contiguous along N has to be seen to be so, or it is not copied ahead.
@@ -70,8 +72,61 @@ def _multiply_tile(
         acc = dot(a, b if TRANSPOSED else b.trans(), acc, USE_PTX)
         x += BLOCK_K
         w += BLOCK_K if TRANSPOSED else BLOCK_K * N
+    return acc, place, live
+
+
+@triton.jit
+def _add_ranks(
+    acc, low_ptr, factor_ptr, scale, place, n, N: tl.constexpr, RANKS: tl.constexpr, TRANSPOSED: tl.constexpr,
+    STEP: tl.constexpr, USE_PTX: tl.constexpr,
+):  # fmt: skip
+    """acc + scale * low[place] @ factor, [RANKS, N], or .T of [N, RANKS] where TRANSPOSED."""
+    for at in tl.range(0, RANKS, STEP, num_stages=1):
+        r = at + tl.arange(0, STEP)
+        low = tl.load(low_ptr + place[:, None] * RANKS + r[None, :], mask=(r < RANKS)[None, :], other=0.0)
+        low *= scale
+        if TRANSPOSED:
+            factor = factor_ptr + n[:, None] * RANKS + r[None, :]
+            b = tl.load(factor, mask=(n < N)[:, None] & (r < RANKS)[None, :], other=0.0)
+        else:
+            factor = factor_ptr + r[:, None] * N + n[None, :]
+            b = tl.load(factor, mask=(r < RANKS)[:, None] & (n < N)[None, :], other=0.0)
+        # As two numbers of bfloat16: with one, its rounding would be the largest error of an addend.
+        high = narrow(low, tl.bfloat16, USE_PTX)
+        rest = narrow(low - high.to(tl.float32), tl.bfloat16, USE_PTX)
+        acc = dot(high, b if TRANSPOSED else b.trans(), acc, USE_PTX)
+        acc = dot(rest, b if TRANSPOSED else b.trans(), acc, USE_PTX)
+    return acc
+
+
+@triton.jit
+def _multiply_tile(
+    rows_ptr, index_ptr, w_ptr, low_ptr, factor_ptr, out_ptr, scale, start, size, first_row, column_tile,
+    K: tl.constexpr, N: tl.constexpr, RANKS: tl.constexpr, STEP: tl.constexpr, TRANSPOSED: tl.constexpr,
+    GATHER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    USE_PTX: tl.constexpr,
+):  # fmt: skip
+    """One tile of grouped_kernel: BLOCK_M rows of an expert's `size` that begin at `start`, from `first_row` on."""
+    n = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc, place, live = sum_products(
+        rows_ptr, index_ptr, w_ptr, start, size, first_row, n, K, N, TRANSPOSED, GATHER, BLOCK_M, BLOCK_N, BLOCK_K,
+        STAGES, USE_PTX,
+    )  # fmt: skip
+    if RANKS:
+        acc = _add_ranks(acc, low_ptr, factor_ptr, scale, place, n, N, RANKS, TRANSPOSED, STEP, USE_PTX)
     out = out_ptr + place[:, None] * N + n[None, :]
     tl.store(out, narrow(acc, out_ptr.dtype.element_ty, USE_PTX), mask=live[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def expert_tiles(ends_ptr, first, count, BINS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Of experts `first` and following: (their rows' begin, tiles of theirs and before, tiles, rows), [BINS] each."""
+    e = tl.arange(0, BINS)
+    end = tl.load(ends_ptr + first + e, mask=e < count, other=0)
+    begin = tl.load(ends_ptr + first + e - 1, mask=(e < count) & (first + e > 0), other=0)
+    sizes = end - begin
+    tiles = (sizes + (BLOCK_M - 1)) // BLOCK_M
+    return begin, tl.cumsum(tiles, 0), tiles, sizes
 
 
 @triton.jit
@@ -80,11 +135,16 @@ def grouped_kernel(
     index_ptr,
     w_ptr,
     ends_ptr,
+    low_ptr,
+    factor_ptr,
     out_ptr,
     first,
     count,
+    scale,
     K: tl.constexpr,
     N: tl.constexpr,
+    RANKS: tl.constexpr,
+    STEP: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     GATHER: tl.constexpr,
     BINS: tl.constexpr,
@@ -95,36 +155,51 @@ def grouped_kernel(
     STAGES: tl.constexpr,
     USE_PTX: tl.constexpr,
 ):
-    """out[r] = rows[index[r]] @ w[e - first], w [count, K, N], or .T of [count, N, K] where TRANSPOSED.
+    """out[r] = rows[index[r]] @ w[e - first] + scale * low[r] @ factor[e].
 
+    w: [count, K, N], or .T of [count, N, K] where TRANSPOSED; factor: likewise, of all experts, RANKS for K; 0: none.
     Of the rows r of experts e = first .. first + count - 1: from ends[e - 1] to ends[e]. Others are left as they are.
     Any number of programs. GATHER: index int32, else rows[r] is taken. TAIL_M: rows of a tile that is nearly empty.
     """
     column_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    e = tl.arange(0, BINS)
-    end = tl.load(ends_ptr + first + e, mask=e < count, other=0)
-    begin = tl.load(ends_ptr + first + e - 1, mask=(e < count) & (first + e > 0), other=0)
-    sizes = end - begin
-    tiles = (sizes + (BLOCK_M - 1)) // BLOCK_M
-    upto = tl.cumsum(tiles, 0)
+    begin, upto, tiles, sizes = expert_tiles(ends_ptr, first, count, BINS, BLOCK_M)
     total = tl.sum(tiles) * column_tiles
     for tile in range(tl.program_id(0), total, tl.num_programs(0)):
-        expert, start, size, inside, column_tile = _tile_of(tile, begin, upto, tiles, sizes, column_tiles)
+        expert, start, size, inside, column_tile = tile_of(tile, begin, upto, tiles, sizes, column_tiles)
         w = w_ptr + expert.to(tl.int64) * (K * N)
+        factor = factor_ptr + (first + expert).to(tl.int64) * (RANKS * N)
         if size - inside * BLOCK_M <= TAIL_M:
             _multiply_tile(
-                rows_ptr, index_ptr, w, out_ptr, start, size, inside * BLOCK_M, column_tile, K, N, TRANSPOSED, GATHER,
-                TAIL_M, BLOCK_N, BLOCK_K, STAGES, USE_PTX,
+                rows_ptr, index_ptr, w, low_ptr, factor, out_ptr, scale, start, size, inside * BLOCK_M, column_tile,
+                K, N, RANKS, STEP, TRANSPOSED, GATHER, TAIL_M, BLOCK_N, BLOCK_K, STAGES, USE_PTX,
             )  # fmt: skip
         else:
             _multiply_tile(
-                rows_ptr, index_ptr, w, out_ptr, start, size, inside * BLOCK_M, column_tile, K, N, TRANSPOSED, GATHER,
-                BLOCK_M, BLOCK_N, BLOCK_K, STAGES, USE_PTX,
+                rows_ptr, index_ptr, w, low_ptr, factor, out_ptr, scale, start, size, inside * BLOCK_M, column_tile,
+                K, N, RANKS, STEP, TRANSPOSED, GATHER, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, USE_PTX,
             )  # fmt: skip
 
 
+class Addend(NamedTuple):
+    """What a product gets besides: scale * low[r] @ factor[e], or @ factor[e].T where the product is transposed.
+
+    low: float32 [P, ranks]; factor: bfloat16 [experts, ranks, N], [experts, N, ranks] where transposed; contiguous.
+    """
+
+    low: Tensor
+    factor: Tensor
+    scale: float
+
+
 def grouped_product(
-    rows: Tensor, index: Tensor | None, weights: Tensor, ends: Tensor, first: int, transposed: bool, out: Tensor
+    rows: Tensor,
+    index: Tensor | None,
+    weights: Tensor,
+    ends: Tensor,
+    first: int,
+    transposed: bool,
+    out: Tensor,
+    addend: Addend | None = None,
 ) -> None:
     """Rows of some experts in `out` [P, N], those that are not theirs untouched.
 
@@ -134,6 +209,7 @@ def grouped_product(
         ends: int32 [experts], the row behind each expert's last one.
     """
     count, k, n = weights.shape[0], rows.shape[1], out.shape[1]
+    ranks = 0 if addend is None else addend.low.shape[1]
     tile, programs = _tile(out, k), 2
     if out.is_cuda:
         programs = torch.cuda.get_device_properties(out.device).multi_processor_count * tile.programs
@@ -142,11 +218,16 @@ def grouped_product(
         out if index is None else index,
         weights,
         ends,
+        out if addend is None else addend.low,
+        out if addend is None else addend.factor,
         out,
         first,
         count,
+        1.0 if addend is None else addend.scale,
         K=k,
         N=n,
+        RANKS=ranks,
+        STEP=min(64, max(16, triton.next_power_of_2(ranks))),
         TRANSPOSED=transposed,
         GATHER=index is not None,
         BINS=max(32, triton.next_power_of_2(count)),

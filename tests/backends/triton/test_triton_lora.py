@@ -1,0 +1,89 @@
+"""A pass with adapters by the Triton engine's kernels, on the GPU or in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from lora_cases import factors_of
+from problems import Case, make_raw
+from tolerances import relative_l2
+from torch import Tensor
+from triton_cases import DEVICE
+from triton_passes import LAYER, make_call
+
+from torch_moe_ops.backends import BACKENDS
+from torch_moe_ops.gradients import experts, layer_pass, lora, lora_layer, on_gpu
+from torch_moe_ops.gradients.lora import LoraArguments
+from torch_moe_ops.gradients.lora_layer import WantedLora
+
+pytestmark = pytest.mark.skipif(
+    DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU or TRITON_INTERPRET=1"
+)
+BOUND = 6e-3
+ALL = WantedLora(True, True, True, True, True, True, True, True)
+
+
+def _on_it(monkeypatch: pytest.MonkeyPatch, serves: bool) -> None:
+    """Whether Triton's kernels run; if not, products in float32."""
+    monkeypatch.setattr(experts, "triton_serves", lambda rows: serves)
+    for module in (layer_pass, lora):
+        monkeypatch.setattr(module, "product_dtype", lambda rows: torch.bfloat16 if serves else torch.float32)
+
+
+def _check(
+    case: Case, backend: str, adapters: int, rank: int, monkeypatch: pytest.MonkeyPatch, merged: bool = False,
+    only: tuple[str, ...] = ("a13", "b13", "a2", "b2"), dtype: torch.dtype = torch.bfloat16, **fields: Any,
+) -> None:  # fmt: skip
+    """Forward and backward against the same pass by plain torch in float32; twice, bit for bit."""
+    raw = make_raw(case)
+    call, sizes = make_call(case, backend, w13_bias=raw.w13_bias, w2_bias=raw.w2_bias, **fields)
+    given = factors_of(raw, adapters, rank, dtype)
+    g = torch.Generator().manual_seed(8)
+    ids = None if adapters == 1 else torch.randint(-1, adapters, (case.tokens,), generator=g).int().to(DEVICE)
+    factors = [getattr(given, name).to(DEVICE) if name in only else None for name in ("a13", "b13", "a2", "b2")]
+    scaling = torch.as_tensor(given.scaling, dtype=torch.float32).reshape(-1).to(DEVICE)
+    arguments = LoraArguments(*factors, scaling, ids, merged)
+    grad = torch.randn(call.hidden_states.shape, generator=g).to(DEVICE, case.dtype)
+    has = (True, True, raw.w13_bias is not None, raw.w2_bias is not None, *(f is not None for f in factors))
+    wanted = WantedLora(*has)
+
+    def run(serves: bool) -> list[Tensor | None]:
+        _on_it(monkeypatch, serves)
+        own = BACKENDS[backend] if serves else replace(BACKENDS[backend], dequantize=None)
+        out = lora_layer.lora_layer(call, own, sizes, arguments)
+        return [out, *lora_layer.lora_gradients(call, own, sizes, arguments, grad, wanted)]
+
+    expected, found, again = run(False), run(True), run(True)
+    names = ("output", *WantedLora._fields)
+    for name, got, want, same in zip(names, found, expected, again, strict=True):
+        assert (got is None) == (want is None)
+        if got is not None and want is not None and same is not None:
+            assert got.shape == want.shape
+            assert torch.isfinite(got).all()
+            print(f"{case.scheme:>8} {name:>14} {relative_l2(got, want):.2e}")
+            assert want.any()
+            assert relative_l2(got, want) <= BOUND, name
+            assert torch.equal(got, same)
+
+
+CASES = (
+    (replace(LAYER, foreign=True), "cuda_sm90", 1, 4),
+    (replace(LAYER, per_half=True, bias=True, foreign=True), "triton", 2, 5),
+    (replace(LAYER, scheme="none", activation="relu2_no_mul", bias=True), "triton", 3, 24),
+    (replace(LAYER, scheme="mxfp4", inter=64), "cuda_sm90", 1, 16),
+    (replace(LAYER, scheme="int4", inter=64), "cuda_sm90_int4", 2, 40),
+    (replace(LAYER, dtype=torch.float16), "triton", 1, 16),
+)
+
+
+@pytest.mark.parametrize(("case", "backend", "adapters", "rank"), CASES, ids=str)
+def test_whole_pass(case: Case, backend: str, adapters: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_gpu, "at_once_on_gpu", lambda *sizes: 2)
+    _check(case, backend, adapters, rank, monkeypatch)

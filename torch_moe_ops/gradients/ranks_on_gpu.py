@@ -1,0 +1,74 @@
+"""Adapters in a pass of Triton's kernels (on_gpu.py): all rows of all experts in one launch of each thin product.
+
+What a factor makes of rows, [pairs, ranks], is float32 with the scaling in it. The product beside which an adapter
+stands adds that times the other factor to its own sums, before it rounds them: no addend is ever written.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from torch_moe_ops.backends.triton_engine.backward_pass import Pass
+from torch_moe_ops.gradients.lora import Factors
+
+if TYPE_CHECKING:
+    from torch_moe_ops.backends.triton_engine.grouped import Addend
+
+
+class RanksOnGpu:
+    """The adapters of one projection in a pass."""
+
+    def __init__(self, factors: Factors, p: Pass) -> None:
+        from torch_moe_ops.backends.triton_engine import ranks
+
+        self.factors, self.p, self.engine = factors, p, ranks
+        self.a, self.b = (t.to(torch.bfloat16).contiguous() for t in factors.given)
+        self.owners = ranks.Ranks(factors.scaling, factors.ids)
+
+    def new(self) -> Tensor:
+        """float32 [pairs, ranks], not filled."""
+        return torch.empty((self.p.slots.order.shape[0], self.a.shape[1]), device=self.a.device)
+
+    def down(self, rows: Tensor, index: Tensor | None) -> Tensor:
+        """scaling * A row for every pair. rows, index: as products take them."""
+        out = self.new()
+        self.engine.low_rows(rows, index, self.a, self.p.slots, True, self.owners, 0, self.p.sizes.num_experts, out)
+        return out
+
+    def back(self, grad: Tensor, index: Tensor | None, out: Tensor, first: int, last: int) -> None:
+        """scaling * B.T grad for pairs of experts first .. last - 1, in `out`."""
+        self.engine.low_rows(grad, index, self.b, self.p.slots, False, self.owners, first, last - first, out)
+
+    def forward_addend(self, low: Tensor, unit: float) -> Addend | None:
+        """B times what `down` gave, for weights that `unit` multiplies."""
+        return self._addend(low, self.b, unit)
+
+    def backward_addend(self, low: Tensor, unit: float) -> Addend | None:
+        """A.T times what `back` gave, likewise."""
+        return self._addend(low, self.a, unit)
+
+    def _addend(self, low: Tensor, factor: Tensor, unit: float) -> Addend | None:
+        from torch_moe_ops.backends.triton_engine.grouped import Addend
+
+        return None if self.factors.merged else Addend(low, factor, 1 / unit)
+
+    def learn(
+        self, rows: Tensor, rows_of_tokens: bool, back: Tensor, grad: Tensor, grad_of_tokens: bool, low: Tensor,
+        weights: Tensor | None, unit: float,
+    ) -> None:  # fmt: skip
+        """The gradients of A and B that are wanted: back.T rows and grad.T low, over `unit`.
+
+        Args:
+            rows: what `down` multiplied, bfloat16; grad: what `back` did; of tokens or of pairs.
+            weights: float32 [slots], multiply both; None: nothing does.
+            unit: what back and grad are too large by.
+        """
+        a, b = self.factors.wants
+        sums, slots, given = self.engine.outer_sums, self.p.slots, self.factors.given
+        self.factors.found = (
+            sums(rows, rows_of_tokens, back, slots, weights, 1 / unit, True, given[0].dtype) if a else None,
+            sums(grad, grad_of_tokens, low, slots, weights, 1 / unit, False, given[1].dtype) if b else None,
+        )
