@@ -212,13 +212,17 @@ def measured(
     return found, gradients
 
 
-def measure(name: str, tokens: list[int], device: str, seconds: float) -> list[dict[str, Any]]:
-    """A row for each way and number of tokens; `error` is how far its gradients are from those of `bf16`."""
+def measure(
+    name: str, tokens: list[int], device: str, seconds: float, chosen: list[str] | None = None
+) -> list[dict[str, Any]]:
+    """A row for each way (of those chosen) and number of tokens; `error`: how far gradients are from the first one's."""
     shape, rows = SHAPES[name], []
     raw = random_layer(shape, device)
     raw_bytes = sum(t.nbytes for t in raw.tensors().values())
     expected: dict[int, list[Tensor]] = {}  # on the host, so that it counts as nobody's memory
     for way, make in ways(raw, shape.experts).items():
+        if chosen is not None and way not in chosen:
+            continue
         layer = make()
         for m in tokens:
             found, gradients = measured(layer, batch(shape, m, device), device, seconds)
@@ -240,12 +244,16 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="qwen3_30b,dsv3", help="comma list of " + ", ".join(SHAPES))
     parser.add_argument("--tokens", default="4096,16384")
+    parser.add_argument("--ways", help="comma list; all of them if left out")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=0.4, help="that each median may take")
     parser.add_argument("--out", type=Path, help="a JSON file of all rows")
     args = parser.parse_args(argv)
     tokens = [int(m) for m in args.tokens.split(",")]
-    rows = [row for name in args.shapes.split(",") for row in measure(name, tokens, args.device, args.seconds)]
+    chosen = args.ways.split(",") if args.ways else None
+    rows = []
+    for name in args.shapes.split(","):
+        rows += measure(name, tokens, args.device, args.seconds, chosen)
     if args.out:
         about = {"library": moe.__version__, "torch": torch.__version__}
         about["device"] = torch.cuda.get_device_name() if args.device == "cuda" else args.device
