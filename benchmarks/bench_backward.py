@@ -215,7 +215,7 @@ def measured(
 def measure(
     name: str, tokens: list[int], device: str, seconds: float, chosen: list[str] | None = None
 ) -> list[dict[str, Any]]:
-    """A row for each way (of those chosen) and number of tokens; `error`: how far gradients are from the first one's."""
+    """A row for each way that was chosen and number of tokens; `error`: how far gradients are from the first one's."""
     shape, rows = SHAPES[name], []
     raw = random_layer(shape, device)
     raw_bytes = sum(t.nbytes for t in raw.tensors().values())
