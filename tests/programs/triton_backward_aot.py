@@ -17,23 +17,29 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 import torch
 import triton
+from lora_cases import factors_of
 from problems import Case, make_batch, make_raw
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton_aot import signature_type
 
 from torch_moe_ops.backends import BACKENDS
-from torch_moe_ops.backends.triton_engine import backward_launch, dequantize, dequantize_tiles, grouped
+from torch_moe_ops.backends.triton_engine import backward_launch, dequantize, dequantize_tiles, grouped, ranks
 from torch_moe_ops.core.call import FIELDS, ExpertsCall
 from torch_moe_ops.core.layout import Sizes
 from torch_moe_ops.core.schemes import SCHEMES
 from torch_moe_ops.gradients import on_gpu
+from torch_moe_ops.gradients.lora import Lora, LoraArguments
+from torch_moe_ops.weights.raw_weights import RawWeights
 
 _KERNELS = (
     (grouped, "grouped_kernel"),
-    (backward_launch, "activation_kernel"),
+    (backward_launch, "hidden_kernel"),
+    (backward_launch, "weights_kernel"),
     (backward_launch, "bias_kernel"),
     (backward_launch, "gather_sum_kernel"),
+    (ranks, "low_kernel"),
+    (ranks, "outer_kernel"),
     (dequantize, "dequantize_kernel"),
     (dequantize_tiles, "dequantize_tiles_kernel"),
 )
@@ -58,7 +64,7 @@ class _Recorded:
 
 
 def launches(case: Case, backend: str, capability: int) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
-    """What a pass would launch on a GPU. Nothing runs."""
+    """What passes with and without adapters would launch on a GPU. Nothing runs."""
     raw = make_raw(case)
     x, ids, weights = make_batch(case)
     given = dict.fromkeys(FIELDS) | BACKENDS[backend].prepare(raw)
@@ -82,7 +88,21 @@ def launches(case: Case, backend: str, capability: int) -> list[tuple[Any, tuple
         biases = (raw.w13_bias, raw.w2_bias)
         p = on_gpu.make_pass(call, sizes, torch.ones_like(x), x, biases)
         on_gpu.run_pass(p, BACKENDS[backend], case.dtype, True, case.bias, case.bias)
+        lora = adapters(raw, sizes, x)
+        on_gpu.run_forward(p, BACKENDS[backend], lora, case.dtype)
+        on_gpu.run_pass(p, BACKENDS[backend], case.dtype, True, False, False, lora)
     return found
+
+
+def adapters(raw: RawWeights, sizes: Sizes, x: torch.Tensor) -> Lora:
+    """Two of rank 16, of which a token has one; all gradients are wanted."""
+    given = factors_of(raw, 2, 16, torch.bfloat16)
+    ids, scaling = torch.zeros(x.shape[0], dtype=torch.int32), torch.as_tensor(given.scaling)
+    lora = Lora.of(LoraArguments(given.a13, given.b13, given.a2, given.b2, scaling, ids), sizes, x)
+    for factors in lora:
+        if factors is not None:
+            factors.want(True, True)
+    return lora
 
 
 def compiled(launched: Any, capability: int) -> Iterator[tuple[str, CompiledKernel]]:

@@ -14,7 +14,10 @@ KERNELS = {"prologue_kernel", "gemm1_kernel", "requantize_kernel", "gemm2_kernel
 # Those of a backward pass.
 BACKWARD_KERNELS = {
     "grouped_kernel",
-    "activation_kernel",
+    "hidden_kernel",
+    "weights_kernel",
+    "low_kernel",
+    "outer_kernel",
     "bias_kernel",
     "gather_sum_kernel",
     "dequantize_kernel",

@@ -2,7 +2,8 @@
 
 Nothing waits for the device, so that a step can be captured, and sizes of buffers come from shapes alone. Rows are not
 gathered but read where they are. Weights are decoded a few experts at a time, w2 before w13, as they are exact in
-bfloat16; what multiplies them is applied in float32 to what a product gives, by the one kernel between the products.
+bfloat16; what multiplies them is applied in float32 to what a product sums. GEMM1's sums are differentiated where they
+are, in float32.
 """
 
 from __future__ import annotations
@@ -71,39 +72,35 @@ def run_pass(
     sizes, pairs, token, ends = p.sizes, p.slots.order.shape[0], p.slots.token, p.slots.ends
     of13, of2 = (None if f is None else RanksOnGpu(f, p) for f in lora)
     u = p.grad.new_empty((pairs, sizes.intermediate_size))
-    if of2 is not None:
-        back2 = of2.new()
-        of2.back(p.grad, token, back2, 0, sizes.num_experts)
-    for chunk in _chunks(p, backend, "w2", exact=of2 is None):
-        addend = None if of2 is None else of2.backward_addend(back2, chunk.unit)
-        engine.product(p.grad, token, chunk.weights, ends, chunk.first, False, u, addend)
-        factor2 = chunk.factor
+    back2 = None if of2 is None else of2.back(p.grad, token)
+    addend = None if of2 is None else of2.backward_addend(back2)
+    for chunk in _chunks(p, backend, "w2"):
+        engine.product(p.grad, token, chunk.weights, ends, chunk.first, False, u, chunk.factor, addend)
     del chunk  # a view of the workspace
     z = p.grad.new_empty((pairs, projection_shape("w13", sizes)[0]))
     dx = p.grad.new_empty((0 if hidden_dtype is None else pairs, sizes.hidden_size))
-    dw = torch.zeros(pairs if weights else 0, device=z.device)
-    if of13 is not None:
-        low13, back13 = of13.down(p.x, token), of13.new()
-    for chunk in _chunks(p, backend, "w13", exact=of13 is None and not w13_bias):
-        first, last, unit = chunk.first, chunk.first + chunk.weights.shape[0], chunk.unit
-        addend = None if of13 is None else of13.forward_addend(low13, unit)
-        engine.product(p.x, token, chunk.weights, ends, first, True, z, addend)
-        engine.differentiate(p, z, u, dw, (chunk.factor, factor2), first, last, keeps_h=of2 is not None)
+    parts = engine.parts_of(p) if weights else None
+    low13, back13 = (None, None) if of13 is None else (of13.down(p.x, token), of13.new())
+    addend = None if of13 is None else of13.forward_addend(low13)
+    back_addend = None if of13 is None else of13.backward_addend(back13)
+    one_factor = of13 is not None or w13_bias
+    for chunk in _chunks(p, backend, "w13", one_factor):
+        first, factor = chunk.first, chunk.factor
+        engine.differentiate(p, chunk.weights, factor, first, u, addend, z, parts, keeps_h=of2 is not None)
         if of13 is not None:
-            of13.back(z, None, back13, first, last)
-            addend = of13.backward_addend(back13, unit)
+            of13.back_some(z, first, first + chunk.weights.shape[0], back13)
         if hidden_dtype is not None:
-            engine.product(z, None, chunk.weights, ends, first, False, dx, addend)
+            scale = factor if factor.shape[1] == 1 else None  # two are in z
+            engine.product(z, None, chunk.weights, ends, first, False, dx, scale, back_addend)
     if of13 is not None:
-        of13.learn(p.x, True, back13, z, False, low13, None, unit)
+        of13.learn(p.x, True, back13, z, False, low13, None)
     if of2 is not None:  # where u was, the intermediate is
         of_slots = p.call.topk_weights.reshape(-1) if p.weighted else None
-        of2.learn(u, False, back2, p.grad, True, of2.down(u, None), of_slots, 1.0)
+        of2.learn(u, False, back2, p.grad, True, of2.down(u, None), of_slots)
     return Found(
         None if hidden_dtype is None else engine.combine(dx, p, hidden_dtype),
-        dw if weights else None,
-        # Rows of z are multiplied by the unit.
-        engine.sums_of_experts(z, p, of_tokens=False) / unit if w13_bias else None,
+        None if parts is None else engine.weights_gradient(p, parts),
+        engine.sums_of_experts(z, p, of_tokens=False) if w13_bias else None,
         engine.sums_of_experts(p.grad, p, of_tokens=True) if w2_bias else None,
     )
 
@@ -114,46 +111,41 @@ def run_forward(p: Pass, backend: Backend, lora: Lora, dtype: torch.dtype) -> Te
 
     sizes, pairs, token, ends = p.sizes, p.slots.order.shape[0], p.slots.token, p.slots.ends
     of13, of2 = (None if f is None else RanksOnGpu(f, p) for f in lora)
-    z = p.x.new_empty((pairs, projection_shape("w13", sizes)[0]))
     h = p.x.new_empty((pairs, sizes.intermediate_size))
-    low13 = None if of13 is None else of13.down(p.x, token)
-    for chunk in _chunks(p, backend, "w13", exact=False):
-        addend = None if of13 is None or low13 is None else of13.forward_addend(low13, chunk.unit)
-        engine.product(p.x, token, chunk.weights, ends, chunk.first, True, z, addend)
-        engine.activate(p, z, h, chunk.unit, chunk.first, chunk.first + chunk.weights.shape[0])
-    del chunk, z
+    addend = None if of13 is None else of13.forward_addend(of13.down(p.x, token))
+    for chunk in _chunks(p, backend, "w13"):
+        engine.hidden(p, chunk.weights, chunk.factor, chunk.first, h, addend)
+    del chunk  # a view of the workspace
     y = p.x.new_empty((pairs, sizes.hidden_size))
-    low2 = None if of2 is None else of2.down(h, None)
-    for chunk in _chunks(p, backend, "w2", exact=False):
-        addend = None if of2 is None or low2 is None else of2.forward_addend(low2, chunk.unit)
-        engine.product(h, None, chunk.weights, ends, chunk.first, True, y, addend)
-    return engine.combine(y, p, dtype, of_output=True, factor=chunk.unit)
+    addend = None if of2 is None else of2.forward_addend(of2.down(h, None))
+    for chunk in _chunks(p, backend, "w2"):
+        engine.product(h, None, chunk.weights, ends, chunk.first, True, y, chunk.factor, addend)
+    return engine.combine(y, p, dtype, of_output=True)
 
 
 class _Chunk(NamedTuple):
-    """Weights of experts `first` and following as products take them, bfloat16.
+    """Weights of experts `first` and following as products take them, bfloat16, and what has to multiply them.
 
-    unit: a power of two that all of them have to be multiplied by. factor: float32 [E, 1 or halves], what has to
-    multiply those of each expert, the unit in it.
+    factor: float32 [E, 1 or halves], of all experts.
     """
 
     first: int
     weights: Tensor
-    unit: float
     factor: Tensor
 
 
-def _chunks(p: Pass, backend: Backend, name: str, exact: bool) -> Iterator[_Chunk]:
+def _chunks(p: Pass, backend: Backend, name: str, one_factor: bool = False) -> Iterator[_Chunk]:
     """The weights of all experts, a few at a time, in one workspace for all.
 
-    exact: alphas are in the factor; else they are part of the rounded weights.
+    Alphas are in the factor; where gate and up have their own and one_factor is wanted, in the rounded weights.
     """
     projection, count = projection_of(p.call, name, backend, p.sizes), p.sizes.num_experts
     stored = projection.stored
     pairs, all_experts = p.slots.order.shape[0], p.call.all_experts()
     step = count if stored.weight.dtype == torch.bfloat16 else at_once_on_gpu(projection, pairs, all_experts)
-    space = p.grad.new_empty((step if projection.may_have_kernel else 0, *projection.shape))
-    factor, unit = torch.ones((count, 1), device=p.grad.device), 1.0
+    space = p.x.new_empty((step if projection.may_have_kernel else 0, *projection.shape))
+    exact = not one_factor or stored.scale_2 is None or stored.scale_2.numel() == count
+    factor = torch.ones((count, 1), device=p.x.device)
     for first in range(0, count, step):
         experts = slice(first, min(first + step, count))
         weights = space[: experts.stop - first]
@@ -161,10 +153,10 @@ def _chunks(p: Pass, backend: Backend, name: str, exact: bool) -> Iterator[_Chun
         if found is None:
             weights = decode_projection(projection, experts, torch.bfloat16)
         elif first == 0:
-            factor, unit = factor * found, found
+            factor = factor * found
             if exact and stored.scale_2 is not None:
                 factor = factor * stored.scale_2.reshape(count, -1)
-        yield _Chunk(first, weights, unit, factor)
+        yield _Chunk(first, weights, factor)
 
 
 def at_once_on_gpu(projection: Projection, rows: int, all_experts: int) -> int:

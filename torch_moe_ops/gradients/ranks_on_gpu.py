@@ -38,37 +38,42 @@ class RanksOnGpu:
         self.engine.low_rows(rows, index, self.a, self.p.slots, True, self.owners, 0, self.p.sizes.num_experts, out)
         return out
 
-    def back(self, grad: Tensor, index: Tensor | None, out: Tensor, first: int, last: int) -> None:
-        """scaling * B.T grad for pairs of experts first .. last - 1, in `out`."""
-        self.engine.low_rows(grad, index, self.b, self.p.slots, False, self.owners, first, last - first, out)
+    def back(self, grad: Tensor, index: Tensor) -> Tensor:
+        """scaling * B.T grad for every pair, likewise."""
+        out = self.new()
+        self.engine.low_rows(grad, index, self.b, self.p.slots, False, self.owners, 0, self.p.sizes.num_experts, out)
+        return out
 
-    def forward_addend(self, low: Tensor, unit: float) -> Addend | None:
-        """B times what `down` gave, for weights that `unit` multiplies."""
-        return self._addend(low, self.b, unit)
+    def back_some(self, grad: Tensor, first: int, last: int, out: Tensor) -> None:
+        """The same in `out` for pairs of experts first .. last - 1, from a row for each pair."""
+        self.engine.low_rows(grad, None, self.b, self.p.slots, False, self.owners, first, last - first, out)
 
-    def backward_addend(self, low: Tensor, unit: float) -> Addend | None:
-        """A.T times what `back` gave, likewise."""
-        return self._addend(low, self.a, unit)
+    def forward_addend(self, low: Tensor) -> Addend | None:
+        """B times what `down` gave."""
+        return self._addend(low, self.b)
 
-    def _addend(self, low: Tensor, factor: Tensor, unit: float) -> Addend | None:
+    def backward_addend(self, low: Tensor) -> Addend | None:
+        """A.T times what `back` gave."""
+        return self._addend(low, self.a)
+
+    def _addend(self, low: Tensor, factor: Tensor) -> Addend | None:
         from torch_moe_ops.backends.triton_engine.grouped import Addend
 
-        return None if self.factors.merged else Addend(low, factor, 1 / unit)
+        return None if self.factors.merged else Addend(low, factor)
 
     def learn(
         self, rows: Tensor, rows_of_tokens: bool, back: Tensor, grad: Tensor, grad_of_tokens: bool, low: Tensor,
-        weights: Tensor | None, unit: float,
+        weights: Tensor | None,
     ) -> None:  # fmt: skip
-        """The gradients of A and B that are wanted: back.T rows and grad.T low, over `unit`.
+        """The gradients of A and B that are wanted: back.T rows and grad.T low.
 
         Args:
             rows: what `down` multiplied, bfloat16; grad: what `back` did; of tokens or of pairs.
             weights: float32 [slots], multiply both; None: nothing does.
-            unit: what back and grad are too large by.
         """
         a, b = self.factors.wants
         sums, slots, given = self.engine.outer_sums, self.p.slots, self.factors.given
         self.factors.found = (
-            sums(rows, rows_of_tokens, back, slots, weights, 1 / unit, True, given[0].dtype) if a else None,
-            sums(grad, grad_of_tokens, low, slots, weights, 1 / unit, False, given[1].dtype) if b else None,
+            sums(rows, rows_of_tokens, back, slots, weights, True, given[0].dtype) if a else None,
+            sums(grad, grad_of_tokens, low, slots, weights, False, given[1].dtype) if b else None,
         )

@@ -55,41 +55,46 @@ def check(case: Case, backend: str, wanted: Wanted, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations(activation: str) -> None:
-    """The kernel between the products, in float32, against the formulas in torch."""
+    """GEMM1 and what follows it in its tiles, written in float32, against the formulas in torch."""
     case = replace(LAYER, scheme="none", activation=activation, bias=True, foreign=True)
     raw = make_raw(case, DEVICE)
     call, sizes = make_call(case, "triton", w13_bias=raw.w13_bias, w2_bias=raw.w2_bias)
+    assert raw.w13_bias is not None
+    assert raw.w2_bias is not None
     g = torch.Generator().manual_seed(4)
     columns, slots = raw.w13.shape[1], call.topk_ids.numel()
-    z, u = (torch.randn(slots, n, generator=g).to(DEVICE) for n in (columns, case.inter))
-    factors = (
-        (torch.rand(3, 2 if raw.is_gated else 1, generator=g) + 0.5).to(DEVICE),
-        torch.ones(3, 1, device=DEVICE) / 2,
-    )
+    u, z = torch.randn(slots, case.inter, generator=g).to(DEVICE), torch.full((slots, columns), 7.0, device=DEVICE)
+    factor = (torch.rand(3, 2 if raw.is_gated else 1, generator=g) + 0.5).to(DEVICE)
     grad = torch.randn(call.hidden_states.shape, generator=g).to(DEVICE, torch.bfloat16)
     p = on_gpu.make_pass(call, sizes, grad, call.hidden_states, (raw.w13_bias, raw.w2_bias))
-    found, dw = z.clone(), torch.zeros(slots, device=DEVICE)
-    backward_launch.differentiate(p, found, u, dw, factors, 0, 2)
-    backward_launch.differentiate(p, found, u, dw, factors, 2, 3)
+    parts, h, kept = backward_launch.parts_of(p), torch.full_like(u, 7.0), u.clone()
+    for some in (slice(0, 2), slice(2, 3)):
+        weights = raw.w13[some]
+        backward_launch.hidden(p, weights, factor, some.start, h, None)
+        backward_launch.differentiate(p, weights, factor, some.start, kept, None, z, parts, keeps_h=True)
+    dw = backward_launch.weights_gradient(p, parts)
 
     constants = (call.swiglu_alpha, call.swiglu_beta, call.swiglu_limit)
     local = int(p.slots.ends[-1])
     assert 0 < local < slots
     expert, order = p.slots.expert[:local].long(), p.slots.order[:local].long()
-    assert raw.w13_bias is not None
-    assert raw.w2_bias is not None
-    wide = factors[0].repeat_interleave(columns // factors[0].shape[1], 1)[expert]
-    real = z[:local] * wide + raw.w13_bias[expert]
+    sums = torch.stack([raw.w13[e].float() @ p.x[t].float() for e, t in zip(expert, order // case.top_k, strict=True)])
+    wide = factor.repeat_interleave(columns // factor.shape[1], 1)[expert]
+    real = sums * wide + raw.w13_bias[expert]
     gate, up = real.chunk(2, 1) if raw.is_gated else (None, real)
     weight = call.topk_weights.flatten()[order][:, None]
-    halves = activation_gradients(activation, gate, up, u[:local] / 2 * weight, *constants)
-    expected = torch.cat([t for t in halves if t is not None], 1) * wide
-    torch.testing.assert_close(found[:local], expected, rtol=1e-4, atol=2e-5)
-    assert torch.equal(found[local:], z[local:])
-    h = apply_activation(activation, gate, up, *constants).bfloat16().float()
+    halves = activation_gradients(activation, gate, up, u[:local] * weight, *constants)
+    expected = torch.cat([t for t in halves if t is not None], 1)
+    expected = expected * wide if raw.is_gated else expected
+    torch.testing.assert_close(z[:local], expected, rtol=1e-4, atol=2e-5)
+    rounded = apply_activation(activation, gate, up, *constants).bfloat16().float()
+    torch.testing.assert_close(h[:local], rounded, rtol=2.0**-7, atol=1e-6)  # may round to its neighbour
+    assert torch.equal(h[:local], kept[:local])
+    assert torch.equal(kept[local:], u[local:])
+    assert all((t[local:] == 7).all() for t in (h, z))
     of_bias = (grad.float()[order // case.top_k] * raw.w2_bias[expert]).sum(1)
-    want = torch.zeros(slots, device=DEVICE).index_copy(0, order, (h * u[:local] / 2).sum(1) + of_bias)
-    torch.testing.assert_close(dw, want, rtol=1e-3, atol=3e-2)  # h may round to its neighbour
+    want = torch.zeros(slots, device=DEVICE).index_copy(0, order, (rounded * u[:local]).sum(1) + of_bias)
+    torch.testing.assert_close(dw, want, rtol=1e-3, atol=3e-2)
 
 
 def _layouts() -> list[Any]:

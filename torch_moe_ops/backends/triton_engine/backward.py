@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_moe_ops.backends.triton_engine.activation_gradients import gradient_plain, gradients_gated
-from torch_moe_ops.backends.triton_engine.activations import activate_gated, activate_plain
 from torch_moe_ops.backends.triton_engine.elements import narrow
 
 
@@ -29,89 +27,35 @@ def _bias_part(grad_ptr, bias_ptr, token, expert, H: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
-def activation_kernel(
-    z_ptr,
-    u_ptr,
+def weights_kernel(
+    part_ptr,
     dw_ptr,
     order_ptr,
     expert_ptr,
     ends_ptr,
-    weights_ptr,
-    factor13_ptr,
-    factor2_ptr,
-    bias13_ptr,
-    bias2_ptr,
+    bias_ptr,
     grad_ptr,
-    first,
-    last,
+    num_experts,
     top_k,
-    alpha,
-    beta,
-    limit,
-    INTER: tl.constexpr,
     H: tl.constexpr,
-    FACTORS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    HAS_LIMIT: tl.constexpr,
-    HAS_BIAS13: tl.constexpr,
-    HAS_BIAS2: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    WANTS_WEIGHTS: tl.constexpr,
-    WRITES_H: tl.constexpr,
-    ROUNDED: tl.constexpr,
+    PARTS: tl.constexpr,
+    BINS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
-    USE_PTX: tl.constexpr,
 ):
-    """z [rows, gate and up] becomes its gradient, and dw[slot] that of its routing weight, for rows of some experts.
+    """dw[slot] = the sum of part [rows, PARTS] in its row, and <grad[token], bias[expert]> where there is one.
 
-    z: what GEMM1 sums, over factor13 [E, FACTORS] and without bias13 float32 [E, columns]; the gradient is multiplied
-    by factor13 again, as the next product has the same weights. u: [rows, INTER], the gradient of the intermediate
-    where the routing weight is 1, over factor2 [E]; the intermediate takes its place if WRITES_H. ROUNDED: what the
-    forward pass rounds the intermediate to. bias2: float32 [E, H]; grad: [tokens, H]. Any number of programs, a row at
-    a time.
+    bias: float32 [E, H]; grad: [tokens, H]. Any number of programs, a row at a time.
     """
-    columns: tl.constexpr = 2 * INTER if IS_GATED else INTER
-    begin, end = _range(ends_ptr, first, last)
+    begin, end = _range(ends_ptr, 0, num_experts)
+    part = tl.arange(0, BINS)
     for row in range(begin + tl.program_id(0), end, tl.num_programs(0)):
         slot = tl.load(order_ptr + row)
-        expert = tl.load(expert_ptr + row).to(tl.int64)
-        weight = tl.load(weights_ptr + slot).to(tl.float32) if WEIGHTED else 1.0
-        factor2 = tl.load(factor2_ptr + expert)
-        gate_factor = tl.load(factor13_ptr + expert * FACTORS)
-        up_factor = tl.load(factor13_ptr + expert * FACTORS + FACTORS - 1)
-        z = z_ptr + row * columns
-        dw = tl.zeros((BLOCK,), tl.float32)
-        for at in range(0, INTER, BLOCK):
-            i = at + tl.arange(0, BLOCK)
-            inside = i < INTER
-            u = tl.load(u_ptr + row * INTER + i, mask=inside, other=0.0).to(tl.float32) * factor2
-            gate = tl.load(z + i, mask=inside, other=0.0).to(tl.float32) * gate_factor
-            if HAS_BIAS13:
-                gate += tl.load(bias13_ptr + expert * columns + i, mask=inside, other=0.0)
-            if IS_GATED:
-                up = tl.load(z + INTER + i, mask=inside, other=0.0).to(tl.float32) * up_factor
-                if HAS_BIAS13:
-                    up += tl.load(bias13_ptr + expert * columns + INTER + i, mask=inside, other=0.0)
-                h = activate_gated(gate, up, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
-                of_gate, of_up = gradients_gated(gate, up, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
-                d_up = of_up * (u * weight) * up_factor
-                tl.store(z + INTER + i, narrow(d_up, z_ptr.dtype.element_ty, USE_PTX), mask=inside)
-            else:
-                h = activate_plain(gate, ACTIVATION)
-                of_gate = gradient_plain(gate, ACTIVATION)
-            d_gate = of_gate * (u * weight) * gate_factor
-            tl.store(z + i, narrow(d_gate, z_ptr.dtype.element_ty, USE_PTX), mask=inside)
-            h = narrow(h, ROUNDED, USE_PTX).to(tl.float32)
-            if WRITES_H:
-                tl.store(u_ptr + row * INTER + i, narrow(h, u_ptr.dtype.element_ty, USE_PTX), mask=inside)
-            if WANTS_WEIGHTS:
-                dw += tl.where(inside, h * u, 0.0)
-        if WANTS_WEIGHTS:
-            total = tl.sum(dw)
-            if HAS_BIAS2:
-                total += _bias_part(grad_ptr, bias2_ptr, (slot // top_k).to(tl.int64), expert, H, BLOCK)
-            tl.store(dw_ptr + slot, total)
+        total = tl.sum(tl.load(part_ptr + row * PARTS + part, mask=part < PARTS, other=0.0))
+        if HAS_BIAS:
+            expert = tl.load(expert_ptr + row).to(tl.int64)
+            total += _bias_part(grad_ptr, bias_ptr, (slot // top_k).to(tl.int64), expert, H, BLOCK)
+        tl.store(dw_ptr + slot, total)
 
 
 @triton.jit
@@ -161,7 +105,6 @@ def gather_sum_kernel(
     bias_ptr,
     out_ptr,
     num_experts,
-    factor,
     TOP_K: tl.constexpr,
     H: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -169,7 +112,7 @@ def gather_sum_kernel(
     BLOCK: tl.constexpr,
     USE_PTX: tl.constexpr,
 ):
-    """out[t] = the sum of factor * rows[place[t, j]], j ascending, in float32. Grid: (tokens, cdiv(H, BLOCK)).
+    """out[t] = the sum of rows[place[t, j]], j ascending, in float32. Grid: (tokens, cdiv(H, BLOCK)).
 
     Places from ends[num_experts - 1] on belong to experts that are not here. HAS_BIAS: the row's expert's, float32
     [E, H], is added to it. WEIGHTED: the routing weight of the slot multiplies it then.
@@ -181,7 +124,7 @@ def gather_sum_kernel(
     for j in tl.static_range(TOP_K):
         place = tl.load(place_ptr + token * TOP_K + j)
         here = (n < H) & (tl.zeros_like(n) + place < local)
-        row = tl.load(rows_ptr + place.to(tl.int64) * H + n, mask=here, other=0.0).to(tl.float32) * factor
+        row = tl.load(rows_ptr + place.to(tl.int64) * H + n, mask=here, other=0.0).to(tl.float32)
         if HAS_BIAS:
             expert = tl.load(expert_ptr + place).to(tl.int64)
             row += tl.load(bias_ptr + expert * H + n, mask=here, other=0.0)
@@ -190,50 +133,3 @@ def gather_sum_kernel(
             row *= tl.where(here, tl.load(weights_ptr + token * TOP_K + j).to(tl.float32), 0.0)
         acc += row
     tl.store(out_ptr + token * H + n, narrow(acc, out_ptr.dtype.element_ty, USE_PTX), mask=n < H)
-
-
-@triton.jit
-def forward_kernel(
-    z_ptr,
-    h_ptr,
-    expert_ptr,
-    ends_ptr,
-    bias_ptr,
-    first,
-    last,
-    factor,
-    alpha,
-    beta,
-    limit,
-    INTER: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    HAS_LIMIT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    USE_PTX: tl.constexpr,
-):
-    """h [rows, INTER] = the activation of factor * z + bias float32 [E, columns], for rows of some experts.
-
-    ROUNDED: what h is rounded to before the dtype that it is stored in. Any number of programs, a row at a time.
-    """
-    columns: tl.constexpr = 2 * INTER if IS_GATED else INTER
-    begin, end = _range(ends_ptr, first, last)
-    for row in range(begin + tl.program_id(0), end, tl.num_programs(0)):
-        expert = tl.load(expert_ptr + row).to(tl.int64)
-        for at in range(0, INTER, BLOCK):
-            i = at + tl.arange(0, BLOCK)
-            inside = i < INTER
-            gate = tl.load(z_ptr + row * columns + i, mask=inside, other=0.0).to(tl.float32) * factor
-            if HAS_BIAS:
-                gate += tl.load(bias_ptr + expert * columns + i, mask=inside, other=0.0)
-            if IS_GATED:
-                up = tl.load(z_ptr + row * columns + INTER + i, mask=inside, other=0.0).to(tl.float32) * factor
-                if HAS_BIAS:
-                    up += tl.load(bias_ptr + expert * columns + INTER + i, mask=inside, other=0.0)
-                h = activate_gated(gate, up, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
-            else:
-                h = activate_plain(gate, ACTIVATION)
-            h = narrow(h, ROUNDED, USE_PTX).to(tl.float32)
-            tl.store(h_ptr + row * INTER + i, narrow(h, h_ptr.dtype.element_ty, USE_PTX), mask=inside)

@@ -9,76 +9,152 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_moe_ops.backends.triton_engine.backward import (
-    activation_kernel,
-    bias_kernel,
-    forward_kernel,
-    gather_sum_kernel,
-)
+from torch_moe_ops.backends.triton_engine.backward import bias_kernel, gather_sum_kernel, weights_kernel
 from torch_moe_ops.backends.triton_engine.backward_pass import Pass
+from torch_moe_ops.backends.triton_engine.grouped import Addend, tile_for
 from torch_moe_ops.backends.triton_engine.grouped import grouped_product as product
+from torch_moe_ops.backends.triton_engine.hidden import hidden_kernel
 from torch_moe_ops.backends.triton_engine.plan import target_of
-from torch_moe_ops.core.activations import ACTIVATIONS
 
-__all__ = ["activate", "combine", "differentiate", "product", "sums_of_experts"]
+__all__ = ["combine", "differentiate", "hidden", "parts_of", "product", "sums_of_experts", "weights_gradient"]
 
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _ROWS_AT_ONCE = 16  # programs of a multiprocessor, a row each
 
 
-def differentiate(
+def hidden(
     p: Pass,
-    z: Tensor,
-    u: Tensor,
-    dw: Tensor,
-    factors: tuple[Tensor, Tensor],
+    weights: Tensor,
+    factor: Tensor,
     first: int,
-    last: int,
-    keeps_h: bool = False,
+    out: Tensor,
+    addend: Addend | None,
 ) -> None:
-    """z becomes its gradient, in rows of experts first .. last - 1, and dw that of their routing weights.
-
-    And u the intermediate, as GEMM2 multiplies it, if keeps_h.
+    """The intermediate of experts `first` and following in `out`, bfloat16 [pairs, intermediate_size].
 
     Args:
-        z, u: bfloat16 [pairs, rows of w13] and [pairs, intermediate_size], as products gave them.
-        dw: float32 [slots], empty where not wanted.
-        factors: float32 [experts, 1 or halves] and [experts, 1], what has to multiply z and u.
+        weights: of w13, bfloat16 [count, rows, hidden_size]; factor: float32 [experts, 1 or halves], multiplies them.
     """
-    call, (bias13, bias2) = p.call, p.biases
-    activation_kernel[(_row_programs(z),)](
-        z,
+    _launch_hidden(p, weights, factor, first, out, addend, None, None, False, True)
+
+
+def differentiate(
+    p: Pass,
+    weights: Tensor,
+    factor: Tensor,
+    first: int,
+    u: Tensor,
+    addend: Addend | None,
+    z: Tensor,
+    parts: Tensor | None,
+    keeps_h: bool,
+) -> None:
+    """z becomes the gradient of what GEMM1 gives, and parts what makes those of routing weights (weights_gradient).
+
+    Args:
+        weights, factor, first: as in `hidden`. Where factor has two columns, z is multiplied by them once more.
+        u: bfloat16 [pairs, intermediate_size], the gradient of the intermediate where the routing weight is 1; the
+            intermediate takes its place if keeps_h.
+        z: bfloat16 [pairs, rows]. parts: of parts_of, or None.
+    """
+    _launch_hidden(p, weights, factor, first, u, addend, z, parts, True, keeps_h)
+
+
+def _launch_hidden(
+    p: Pass,
+    weights: Tensor,
+    factor: Tensor,
+    first: int,
+    u: Tensor,
+    addend: Addend | None,
+    z: Tensor | None,
+    parts: Tensor | None,
+    backward: bool,
+    keeps_h: bool,
+) -> None:
+    call, (bias, _) = p.call, p.biases
+    count, tile = weights.shape[0], tile_for(u, p.sizes.hidden_size)
+    hidden_kernel[(tile.grid(u),)](
+        p.x,
+        p.slots.token,
+        weights,
+        p.slots.ends,
+        factor,
+        u if bias is None else bias,
+        u if addend is None else addend.low,
+        u if addend is None else addend.factor,
         u,
+        u if z is None else z,
+        u if parts is None else parts,
+        p.slots.order,
+        call.topk_weights,
+        first,
+        count,
+        call.swiglu_alpha,
+        call.swiglu_beta,
+        call.swiglu_limit,
+        K=p.sizes.hidden_size,
+        INTER=p.sizes.intermediate_size,
+        FACTORS=factor.shape[1],
+        RANKS=0 if addend is None else addend.ranks,
+        STEP=0 if addend is None else addend.step,
+        ACTIVATION=call.activation,
+        IS_GATED=p.sizes.is_gated,
+        HAS_LIMIT=not math.isinf(call.swiglu_limit),
+        HAS_BIAS=bias is not None,
+        BACKWARD=backward,
+        WEIGHTED=p.weighted,
+        WRITES_H=keeps_h,
+        WANTS_PARTS=parts is not None,
+        TIMES_FACTOR=factor.shape[1] == 2,
+        ROUNDED=_TYPES[call.hidden_states.dtype],
+        BINS=max(32, triton.next_power_of_2(count)),
+        BLOCK_M=tile.rows,
+        TAIL_M=64,
+        BLOCK_I=_columns(p, tile.columns),
+        BLOCK_K=tile.k,
+        STAGES=tile.num_stages,
+        USE_PTX=target_of(u.device)["USE_PTX"],
+        num_warps=tile.num_warps,
+    )
+
+
+def _columns(p: Pass, columns: int) -> int:
+    """Of the intermediate in a tile with so many columns of w13."""
+    return columns // 2 if p.sizes.is_gated else columns
+
+
+def parts_of(p: Pass) -> Tensor:
+    """What `differentiate` leaves of routing weights: float32 [pairs, tiles]."""
+    tile = tile_for(p.grad.new_empty((0, p.sizes.intermediate_size)), p.sizes.hidden_size)
+    tiles = triton.cdiv(p.sizes.intermediate_size, _columns(p, tile.columns))
+    return torch.empty((p.slots.order.shape[0], tiles), device=p.grad.device)
+
+
+def weights_gradient(p: Pass, parts: Tensor) -> Tensor:
+    """The gradient of the routing weights, float32 [slots]; zeros where an expert is not here."""
+    dw = torch.zeros(parts.shape[0], device=parts.device)
+    bias, hidden_size = p.biases[1], p.sizes.hidden_size
+    programs = 8
+    if dw.is_cuda:
+        programs = _ROWS_AT_ONCE * torch.cuda.get_device_properties(dw.device).multi_processor_count
+    weights_kernel[(programs,)](
+        parts,
         dw,
         p.slots.order,
         p.slots.expert,
         p.slots.ends,
-        call.topk_weights,
-        *factors,
-        z if bias13 is None else bias13,
-        z if bias2 is None else bias2,
+        parts if bias is None else bias,
         p.grad,
-        first,
-        last,
-        call.topk_ids.shape[1],
-        call.swiglu_alpha,
-        call.swiglu_beta,
-        call.swiglu_limit,
-        INTER=p.sizes.intermediate_size,
-        H=p.sizes.hidden_size,
-        FACTORS=factors[0].shape[1],
-        ACTIVATION=call.activation,
-        IS_GATED=ACTIVATIONS[call.activation].is_gated,
-        HAS_LIMIT=not math.isinf(call.swiglu_limit),
-        HAS_BIAS13=bias13 is not None,
-        HAS_BIAS2=bias2 is not None,
-        WEIGHTED=p.weighted,
-        WANTS_WEIGHTS=dw.numel() > 0,
-        WRITES_H=keeps_h,
-        ROUNDED=_TYPES[call.hidden_states.dtype],
-        BLOCK=_row_block(p),
-        USE_PTX=target_of(z.device)["USE_PTX"],
+        p.sizes.num_experts,
+        p.call.topk_ids.shape[1],
+        H=hidden_size,
+        PARTS=parts.shape[1],
+        BINS=triton.next_power_of_2(parts.shape[1]),
+        HAS_BIAS=bias is not None,
+        BLOCK=min(1024, max(128, triton.next_power_of_2(hidden_size))),
     )
+    return dw
 
 
 def sums_of_experts(rows: Tensor, p: Pass, of_tokens: bool) -> Tensor:
@@ -100,48 +176,8 @@ def sums_of_experts(rows: Tensor, p: Pass, of_tokens: bool) -> Tensor:
     return out
 
 
-def activate(p: Pass, z: Tensor, h: Tensor, factor: float, first: int, last: int) -> None:
-    """h becomes the activation of factor * z + bias, in rows of experts first .. last - 1.
-
-    Args:
-        z, h: bfloat16 [pairs, rows of w13] and [pairs, intermediate_size].
-    """
-    call, bias = p.call, p.biases[0]
-    forward_kernel[(_row_programs(z),)](
-        z,
-        h,
-        p.slots.expert,
-        p.slots.ends,
-        z if bias is None else bias,
-        first,
-        last,
-        factor,
-        call.swiglu_alpha,
-        call.swiglu_beta,
-        call.swiglu_limit,
-        INTER=p.sizes.intermediate_size,
-        ACTIVATION=call.activation,
-        IS_GATED=ACTIVATIONS[call.activation].is_gated,
-        HAS_LIMIT=not math.isinf(call.swiglu_limit),
-        HAS_BIAS=bias is not None,
-        ROUNDED=_TYPES[call.hidden_states.dtype],
-        BLOCK=_row_block(p),
-        USE_PTX=target_of(z.device)["USE_PTX"],
-    )
-
-
-def _row_programs(rows: Tensor) -> int:
-    if not rows.is_cuda:
-        return 8
-    return _ROWS_AT_ONCE * torch.cuda.get_device_properties(rows.device).multi_processor_count
-
-
-def _row_block(p: Pass) -> int:
-    return min(1024, max(128, triton.next_power_of_2(p.sizes.intermediate_size)))
-
-
-def combine(rows: Tensor, p: Pass, dtype: torch.dtype, of_output: bool = False, factor: float = 1.0) -> Tensor:
-    """[tokens, columns]: factor * the rows of each token's local slots added up, ascending, in float32.
+def combine(rows: Tensor, p: Pass, dtype: torch.dtype, of_output: bool = False) -> Tensor:
+    """[tokens, columns]: the rows of each token's local slots added up, ascending, in float32.
 
     of_output: with the biases of w2, and times the routing weights, where there are some.
     """
@@ -160,7 +196,6 @@ def combine(rows: Tensor, p: Pass, dtype: torch.dtype, of_output: bool = False, 
         rows if bias is None else bias,
         out,
         p.sizes.num_experts,
-        factor,
         TOP_K=top_k,
         H=rows.shape[1],
         WEIGHTED=of_output and p.weighted,

@@ -22,6 +22,12 @@ class _Tile(NamedTuple):
     num_stages: int
     programs: int  # of a multiprocessor
 
+    def grid(self, out: Tensor) -> int:
+        """Programs on the device of `out`."""
+        if not out.is_cuda:
+            return 2
+        return torch.cuda.get_device_properties(out.device).multi_processor_count * self.programs
+
 
 _LARGE, _SMALL = _Tile(128, 256, 64, 8, 4, 1), _Tile(128, 128, 32, 4, 3, 2)
 _SMALLEST = 128  # rows or columns of a product that are worth a tile of _LARGE
@@ -76,15 +82,14 @@ def sum_products(
 
 
 @triton.jit
-def _add_ranks(
-    acc, low_ptr, factor_ptr, scale, place, n, N: tl.constexpr, RANKS: tl.constexpr, TRANSPOSED: tl.constexpr,
+def add_ranks(
+    acc, low_ptr, factor_ptr, place, n, N: tl.constexpr, RANKS: tl.constexpr, TRANSPOSED: tl.constexpr,
     STEP: tl.constexpr, USE_PTX: tl.constexpr,
 ):  # fmt: skip
-    """acc + scale * low[place] @ factor, [RANKS, N], or .T of [N, RANKS] where TRANSPOSED."""
+    """acc + low[place] @ factor, [RANKS, N], or .T of [N, RANKS] where TRANSPOSED, at columns n."""
     for at in tl.range(0, RANKS, STEP, num_stages=1):
         r = at + tl.arange(0, STEP)
         low = tl.load(low_ptr + place[:, None] * RANKS + r[None, :], mask=(r < RANKS)[None, :], other=0.0)
-        low *= scale
         if TRANSPOSED:
             factor = factor_ptr + n[:, None] * RANKS + r[None, :]
             b = tl.load(factor, mask=(n < N)[:, None] & (r < RANKS)[None, :], other=0.0)
@@ -101,7 +106,7 @@ def _add_ranks(
 
 @triton.jit
 def _multiply_tile(
-    rows_ptr, index_ptr, w_ptr, low_ptr, factor_ptr, out_ptr, scale, start, size, first_row, column_tile,
+    rows_ptr, index_ptr, w_ptr, scale, low_ptr, factor_ptr, out_ptr, start, size, first_row, column_tile,
     K: tl.constexpr, N: tl.constexpr, RANKS: tl.constexpr, STEP: tl.constexpr, TRANSPOSED: tl.constexpr,
     GATHER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     USE_PTX: tl.constexpr,
@@ -112,8 +117,9 @@ def _multiply_tile(
         rows_ptr, index_ptr, w_ptr, start, size, first_row, n, K, N, TRANSPOSED, GATHER, BLOCK_M, BLOCK_N, BLOCK_K,
         STAGES, USE_PTX,
     )  # fmt: skip
+    acc *= scale
     if RANKS:
-        acc = _add_ranks(acc, low_ptr, factor_ptr, scale, place, n, N, RANKS, TRANSPOSED, STEP, USE_PTX)
+        acc = add_ranks(acc, low_ptr, factor_ptr, place, n, N, RANKS, TRANSPOSED, STEP, USE_PTX)
     out = out_ptr + place[:, None] * N + n[None, :]
     tl.store(out, narrow(acc, out_ptr.dtype.element_ty, USE_PTX), mask=live[:, None] & (n < N)[None, :])
 
@@ -135,14 +141,15 @@ def grouped_kernel(
     index_ptr,
     w_ptr,
     ends_ptr,
+    scale_ptr,
     low_ptr,
     factor_ptr,
     out_ptr,
     first,
     count,
-    scale,
     K: tl.constexpr,
     N: tl.constexpr,
+    SCALED: tl.constexpr,
     RANKS: tl.constexpr,
     STEP: tl.constexpr,
     TRANSPOSED: tl.constexpr,
@@ -155,9 +162,10 @@ def grouped_kernel(
     STAGES: tl.constexpr,
     USE_PTX: tl.constexpr,
 ):
-    """out[r] = rows[index[r]] @ w[e - first] + scale * low[r] @ factor[e].
+    """out[r] = scale[e] * rows[index[r]] @ w[e - first] + low[r] @ factor[e].
 
     w: [count, K, N], or .T of [count, N, K] where TRANSPOSED; factor: likewise, of all experts, RANKS for K; 0: none.
+    scale: float32 [E] if SCALED, else 1.
     Of the rows r of experts e = first .. first + count - 1: from ends[e - 1] to ends[e]. Others are left as they are.
     Any number of programs. GATHER: index int32, else rows[r] is taken. TAIL_M: rows of a tile that is nearly empty.
     """
@@ -168,27 +176,36 @@ def grouped_kernel(
         expert, start, size, inside, column_tile = tile_of(tile, begin, upto, tiles, sizes, column_tiles)
         w = w_ptr + expert.to(tl.int64) * (K * N)
         factor = factor_ptr + (first + expert).to(tl.int64) * (RANKS * N)
+        scale = tl.load(scale_ptr + first + expert) if SCALED else 1.0
         if size - inside * BLOCK_M <= TAIL_M:
             _multiply_tile(
-                rows_ptr, index_ptr, w, low_ptr, factor, out_ptr, scale, start, size, inside * BLOCK_M, column_tile,
+                rows_ptr, index_ptr, w, scale, low_ptr, factor, out_ptr, start, size, inside * BLOCK_M, column_tile,
                 K, N, RANKS, STEP, TRANSPOSED, GATHER, TAIL_M, BLOCK_N, BLOCK_K, STAGES, USE_PTX,
             )  # fmt: skip
         else:
             _multiply_tile(
-                rows_ptr, index_ptr, w, low_ptr, factor, out_ptr, scale, start, size, inside * BLOCK_M, column_tile,
+                rows_ptr, index_ptr, w, scale, low_ptr, factor, out_ptr, start, size, inside * BLOCK_M, column_tile,
                 K, N, RANKS, STEP, TRANSPOSED, GATHER, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, USE_PTX,
             )  # fmt: skip
 
 
 class Addend(NamedTuple):
-    """What a product gets besides: scale * low[r] @ factor[e], or @ factor[e].T where the product is transposed.
+    """What a product gets besides: low[r] @ factor[e], or @ factor[e].T where the product is transposed.
 
     low: float32 [P, ranks]; factor: bfloat16 [experts, ranks, N], [experts, N, ranks] where transposed; contiguous.
     """
 
     low: Tensor
     factor: Tensor
-    scale: float
+
+    @property
+    def ranks(self) -> int:
+        return self.low.shape[1]
+
+    @property
+    def step(self) -> int:
+        """Ranks that are multiplied at once: at least what a tensor core takes."""
+        return min(64, max(16, triton.next_power_of_2(self.ranks)))
 
 
 def grouped_product(
@@ -199,6 +216,7 @@ def grouped_product(
     first: int,
     transposed: bool,
     out: Tensor,
+    scale: Tensor | None = None,
     addend: Addend | None = None,
 ) -> None:
     """Rows of some experts in `out` [P, N], those that are not theirs untouched.
@@ -207,27 +225,26 @@ def grouped_product(
         rows: bfloat16 [R, K], contiguous; index: int32 [P], which row stands at a place; None: R = P.
         weights: bfloat16 [count, K, N], [count, N, K] where transposed; of experts `first` and following.
         ends: int32 [experts], the row behind each expert's last one.
+        scale: float32 [experts], multiplies the products; addend: is added to them then.
     """
     count, k, n = weights.shape[0], rows.shape[1], out.shape[1]
-    ranks = 0 if addend is None else addend.low.shape[1]
-    tile, programs = _tile(out, k), 2
-    if out.is_cuda:
-        programs = torch.cuda.get_device_properties(out.device).multi_processor_count * tile.programs
-    grouped_kernel[(programs,)](
+    tile = tile_for(out, k)
+    grouped_kernel[(tile.grid(out),)](
         rows,
         out if index is None else index,
         weights,
         ends,
+        out if scale is None else scale,
         out if addend is None else addend.low,
         out if addend is None else addend.factor,
         out,
         first,
         count,
-        1.0 if addend is None else addend.scale,
         K=k,
         N=n,
-        RANKS=ranks,
-        STEP=min(64, max(16, triton.next_power_of_2(ranks))),
+        SCALED=scale is not None,
+        RANKS=0 if addend is None else addend.ranks,
+        STEP=0 if addend is None else addend.step,
         TRANSPOSED=transposed,
         GATHER=index is not None,
         BINS=max(32, triton.next_power_of_2(count)),
@@ -241,7 +258,8 @@ def grouped_product(
     )
 
 
-def _tile(out: Tensor, k: int) -> _Tile:
+def tile_for(out: Tensor, k: int) -> _Tile:
+    """For a product of [P, K] that gives `out` [P, N]."""
     capability = _capability(out)
     if capability is None:
         return _Tile(64, 128, 64, 4, 1, 1)

@@ -99,7 +99,6 @@ def outer_kernel(
     weights_ptr,
     ends_ptr,
     out_ptr,
-    scale,
     W: tl.constexpr,
     RANKS: tl.constexpr,
     RANKS_FIRST: tl.constexpr,
@@ -111,7 +110,7 @@ def outer_kernel(
     STAGES: tl.constexpr,
     USE_PTX: tl.constexpr,
 ):
-    """out[e] = scale * the sum over the rows r of expert e of outer(rows[r], low[r]), ascending.
+    """out[e] = the sum over the rows r of expert e of outer(rows[r], low[r]), ascending.
 
     Grid: (cdiv(W, BLOCK_W), E, cdiv(RANKS, BLOCK_R)). rows: bfloat16 [*, W], by token[r] where GATHER. low: float32
     [P, RANKS], times the routing weight of the row's slot where WEIGHTED. out: [E, W, RANKS], [E, RANKS, W] where
@@ -132,7 +131,7 @@ def outer_kernel(
         thin = tl.load(low_ptr + place[:, None] * RANKS + r[None, :], mask=(r < RANKS)[None, :], other=0.0)
         if WEIGHTED:
             thin *= tl.load(weights_ptr + tl.load(order_ptr + place)).to(tl.float32)[:, None]
-        thin = narrow(tl.where(live[:, None], thin * scale, 0.0), tl.bfloat16, USE_PTX)
+        thin = narrow(tl.where(live[:, None], thin, 0.0), tl.bfloat16, USE_PTX)
         acc = dot(wide.trans(), thin.trans(), acc, USE_PTX)
     kept = (n < W)[:, None] & (r < RANKS)[None, :]
     if RANKS_FIRST:
@@ -195,10 +194,10 @@ def low_rows(
 
 
 def outer_sums(
-    rows: Tensor, gathers: bool, low: Tensor, slots: Slots, weights: Tensor | None, scale: float, ranks_first: bool,
+    rows: Tensor, gathers: bool, low: Tensor, slots: Slots, weights: Tensor | None, ranks_first: bool,
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """scale * rows[e].T @ low[e], of each expert's rows: [experts, W, ranks], [experts, ranks, W] if ranks_first.
+    """rows[e].T @ low[e], of each expert's rows: [experts, W, ranks], [experts, ranks, W] if ranks_first.
 
     Args:
         rows: bfloat16 [places, W], of tokens where `gathers`; low: float32 [places, ranks]; both contiguous.
@@ -217,7 +216,6 @@ def outer_sums(
         low if weights is None else weights,
         slots.ends,
         out,
-        scale,
         W=width,
         RANKS=ranks,
         RANKS_FIRST=ranks_first,
