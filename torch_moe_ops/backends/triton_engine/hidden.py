@@ -58,6 +58,62 @@ def _half(
 
 
 @triton.jit
+def _column_halves(x):
+    """The first and the second half of the columns, which tiles of tensor cores have in different registers."""
+    pairs = x.reshape(x.shape[0], 2, x.shape[1] // 2).permute(0, 2, 1)
+    return pairs.split()
+
+
+@triton.jit
+def _column_quarters(x):
+    first, second = _column_halves(x)
+    a, b = _column_halves(first)
+    c, d = _column_halves(second)
+    return a, b, c, d
+
+
+@triton.jit
+def _finish(
+    gate, up, first_column, place, live, weight, u_ptr, z_ptr, gate_factor, up_factor, alpha, beta, limit,
+    INTER: tl.constexpr, ACTIVATION: tl.constexpr, IS_GATED: tl.constexpr, HAS_LIMIT: tl.constexpr,
+    BACKWARD: tl.constexpr, WRITES_H: tl.constexpr, TIMES_FACTOR: tl.constexpr, ROUNDED: tl.constexpr,
+    USE_PTX: tl.constexpr,
+):  # fmt: skip
+    """Some columns of a tile from their gate and up: writes what hidden_kernel does, and returns <h, u> of each row.
+
+    Only some, as all of a tile's columns at once would need more registers than there are.
+    """
+    columns: tl.constexpr = 2 * INTER if IS_GATED else INTER
+    i = first_column + tl.arange(0, gate.shape[1])
+    kept = live[:, None] & (i < INTER)[None, :]
+    at_u = u_ptr + place[:, None] * INTER + i[None, :]
+    part = tl.zeros((gate.shape[0],), tl.float32)
+    if IS_GATED:
+        h = activate_gated(gate, up, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
+    else:
+        h = activate_plain(gate, ACTIVATION)
+    h = narrow(h, ROUNDED, USE_PTX).to(tl.float32)
+    if BACKWARD:
+        u = tl.load(at_u, mask=kept, other=0.0).to(tl.float32)
+        part = tl.sum(tl.where(kept, h * u, 0.0), axis=1)
+        u *= weight[:, None]
+        at_z = z_ptr + place[:, None] * columns + i[None, :]
+        if IS_GATED:
+            of_gate, of_up = gradients_gated(gate, up, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
+            of_up *= u * up_factor if TIMES_FACTOR else u
+            tl.store(at_z + INTER, narrow(of_up, z_ptr.dtype.element_ty, USE_PTX), mask=kept)
+        else:
+            of_gate = gradient_plain(gate, ACTIVATION)
+        of_gate *= u * gate_factor if TIMES_FACTOR else u
+        tl.store(at_z, narrow(of_gate, z_ptr.dtype.element_ty, USE_PTX), mask=kept)
+        if WRITES_H:
+            tl.debug_barrier()  # the thread that writes an element need not be the one that has read it
+    if WRITES_H:
+        tl.store(at_u, narrow(h, u_ptr.dtype.element_ty, USE_PTX), mask=kept)
+    return part
+
+
+@triton.jit
 def _hidden_tile(
     rows_ptr, token_ptr, w_ptr, factor_ptr, bias_ptr, low_ptr, b_ptr, u_ptr, z_ptr, part_ptr, order_ptr, weights_ptr,
     expert, start, size, first_row, column_tile, alpha, beta, limit, K: tl.constexpr, INTER: tl.constexpr,
@@ -81,40 +137,26 @@ def _hidden_tile(
         gate, factor_ptr, bias_ptr, low_ptr, b_ptr, place, expert, i, 0, INTER, columns, FACTORS, RANKS, STEP, HAS_BIAS,
         USE_PTX,
     )  # fmt: skip
+    up_factor = gate_factor
     if IS_GATED:
         up, up_factor = _half(
             up, factor_ptr, bias_ptr, low_ptr, b_ptr, place, expert, i, 1, INTER, columns, FACTORS, RANKS, STEP,
             HAS_BIAS, USE_PTX,
         )  # fmt: skip
-        h = activate_gated(gate, up, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
-    else:
-        h = activate_plain(gate, ACTIVATION)
-    h = narrow(h, ROUNDED, USE_PTX).to(tl.float32)
-    kept = live[:, None] & (i < INTER)[None, :]
-    at_u = u_ptr + place[:, None] * INTER + i[None, :]
-    if BACKWARD:
-        u = tl.load(at_u, mask=kept, other=0.0).to(tl.float32)
-        if WRITES_H:
-            tl.debug_barrier()  # the thread that writes an element need not be the one that reads it
-        if WANTS_PARTS:
-            tl.store(part_ptr + place * tiles + column_tile, tl.sum(tl.where(kept, h * u, 0.0), axis=1), mask=live)
-        if WEIGHTED:
-            u *= tl.load(weights_ptr + tl.load(order_ptr + place)).to(tl.float32)[:, None]
-        at_z = z_ptr + place[:, None] * columns + i[None, :]
-        if IS_GATED:
-            of_gate, of_up = gradients_gated(gate, up, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
-            of_up *= u
-            if TIMES_FACTOR:
-                of_up *= up_factor
-            tl.store(at_z + INTER, narrow(of_up, z_ptr.dtype.element_ty, USE_PTX), mask=kept)
-        else:
-            of_gate = gradient_plain(gate, ACTIVATION)
-        of_gate *= u
-        if TIMES_FACTOR:
-            of_gate *= gate_factor
-        tl.store(at_z, narrow(of_gate, z_ptr.dtype.element_ty, USE_PTX), mask=kept)
-    if WRITES_H:
-        tl.store(at_u, narrow(h, u_ptr.dtype.element_ty, USE_PTX), mask=kept)
+    weight = tl.full((BLOCK_M,), 1.0, tl.float32)
+    if BACKWARD and WEIGHTED:
+        weight = tl.load(weights_ptr + tl.load(order_ptr + place)).to(tl.float32)
+    part = tl.zeros((BLOCK_M,), tl.float32)
+    gates = _column_quarters(gate)
+    ups = _column_quarters(up)
+    for quarter in tl.static_range(4):
+        part += _finish(
+            gates[quarter], ups[quarter], column_tile * BLOCK_I + quarter * (BLOCK_I // 4), place, live, weight, u_ptr,
+            z_ptr, gate_factor, up_factor, alpha, beta, limit, INTER, ACTIVATION, IS_GATED, HAS_LIMIT, BACKWARD,
+            WRITES_H, TIMES_FACTOR, ROUNDED, USE_PTX,
+        )  # fmt: skip
+    if WANTS_PARTS:
+        tl.store(part_ptr + place * tiles + column_tile, part, mask=live)
 
 
 @triton.jit
