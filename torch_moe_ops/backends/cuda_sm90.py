@@ -93,6 +93,19 @@ def dequantize(stored: Any, scheme: str, halves: int, out: Tensor) -> float | No
     return dequantize_tiles(stored.weight, stored.scale, stored.scale_2, scheme, halves == 2, out)
 
 
+def few_rows(p: Any, projection: Any, rows: Tensor, index: Tensor | None, addend: Any, out: Tensor) -> bool:
+    """Products of few rows of an expert with tiles as they are packed (triton_engine/few.py), where Triton runs."""
+    from torch_moe_ops.backends import triton  # not at import, as in dequantize
+
+    if not triton.runs_on(out.device):
+        return False
+    from torch_moe_ops.backends.triton_engine import few
+
+    stored = projection.stored
+    few.few_rows(p, projection.name, stored.weight, stored.scale, stored.scale_2, rows, index, addend, out)
+    return True
+
+
 def _hidden_size_reason(problem: Problem) -> str | None:
     if problem.hidden_size % TILE == 0:
         return None
@@ -149,6 +162,7 @@ def _register(name: str, schemes: dict[str, tuple[str, ...]], accuracy: str) -> 
             hidden_dtypes=(torch.bfloat16,),
             notes=_notes if accuracy == STRICT else _notes_of_rounded,
             dequantize=dequantize,
+            few_rows=few_rows,
             accuracy=accuracy,
         )
     )

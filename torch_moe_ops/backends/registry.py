@@ -51,6 +51,8 @@ class Backend:
     dequantize: (a projection of some experts as the layout has it, scheme, halves of its rows, out [E, rows, K]) ->
         what `out`, filled, has to be multiplied by, as gradients/weights.py says; None where it does not fill it, or
         here: never.
+    few_rows: (pass of adapters, projection, rows, index, addend, out) -> whether it filled out [pairs, N] from packed
+        weights, where an expert has few rows (triton_engine/few.py); None: experts are decoded.
     run_backward: (call, sizes, gradient of the output, which gradients are wanted) -> them, as gradients/experts.py has
         it; None where it does not run, or here: experts are decoded in chunks.
     one_input_scale: tokens are quantized once, so `prepare` takes the largest a13_input_scale for all experts.
@@ -74,6 +76,7 @@ class Backend:
     delegate: str = ""
     decode: Callable[[Mapping[str, Tensor], Sizes], dict[str, Tensor]] | None = None
     dequantize: Callable[[Any, str, int, Tensor], float | None] | None = None
+    few_rows: Callable[[Any, Any, Tensor, Tensor | None, Any, Tensor], bool] | None = None
     run_backward: Callable[[ExpertsCall, Sizes, Tensor, Any], Any] | None = None
     one_input_scale: bool = False
     accuracy: str = STRICT

@@ -31,6 +31,7 @@ from torch_moe_ops.gradients.weights import (
     projection_shape,
 )
 
+FEW_ROWS = 16  # of an expert in the mean: up to so many, weights are multiplied as they are packed
 _TILES = 160  # of 128 x 256 results that a product should have in the mean: enough for every multiprocessor
 
 
@@ -113,6 +114,13 @@ def run_forward(p: Pass, backend: Backend, lora: Lora, dtype: torch.dtype) -> Te
     of13, of2 = (None if f is None else RanksOnGpu(f, p) for f in lora)
     h = p.x.new_empty((pairs, sizes.intermediate_size))
     addend = None if of13 is None else of13.forward_addend(of13.down(p.x, token))
+    if pairs <= FEW_ROWS * p.call.all_experts() and backend.few_rows is not None:
+        w13, w2 = (projection_of(p.call, name, backend, sizes) for name in ("w13", "w2"))
+        if backend.few_rows(p, w13, p.x, token, addend, h):
+            y = torch.empty((pairs, sizes.hidden_size), device=h.device)
+            addend = None if of2 is None else of2.forward_addend(of2.down(h, None))
+            backend.few_rows(p, w2, h, None, addend, y)
+            return engine.combine(y, p, dtype, of_output=True)
     for chunk in _chunks(p, backend, "w13"):
         engine.hidden(p, chunk.weights, chunk.factor, chunk.first, h, addend)
     del chunk  # a view of the workspace

@@ -106,6 +106,60 @@ def _int4_scale(stored, UNIT: tl.constexpr):
 
 
 @triton.jit
+def tile_values(
+    w_ptr, scale_ptr, at_tile, first, SCALE: tl.constexpr, IN_ROW: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr,
+    DTYPE: tl.constexpr, USE_PTX: tl.constexpr,
+):  # fmt: skip
+    """A row of tiles' values from tile `first` along K on: (upper, lower) [32, 64 * TILES], row eight below in `lower`.
+
+    at_tile: the number of the row's first tile. Values lack the alphas and what dequantize_tiles returns; bfloat16 if
+    DTYPE is, or float32.
+    """
+    tiles_k: tl.constexpr = (K + 63) // 64
+    lanes: tl.constexpr = 16 * TILES
+    pair = tl.arange(0, 32)
+    lane = tl.arange(0, lanes)
+    tile = first + lane // 16
+    word = tl.load(
+        w_ptr + at_tile * 512 + pair[:, None] * 16 + (tile * 512 + lane % 16)[None, :],
+        mask=(tile < tiles_k)[None, :], other=0,
+    )  # fmt: skip
+    group = tl.arange(0, TILES * IN_ROW)
+    tile_of_group = first + group // IN_ROW
+    at_scale = ((at_tile + tile_of_group) * (32 * IN_ROW) + group % IN_ROW)[None, :] + pair[:, None] * IN_ROW
+    live = (tile_of_group < tiles_k)[None, :]
+    upper = tl.load(scale_ptr + 2 * at_scale, mask=live, other=0)
+    lower = tl.load(scale_ptr + 2 * at_scale + 1, mask=live, other=0)
+    if SCALE == "int4":
+        s, zero_s = _int4_scale(upper, 5192296858534827628530496329220096.0)  # 2^112
+        t, zero_t = _int4_scale(lower, 324518553658426726783156020576256.0)  # 2^108
+        s = spread(s, 32, lanes)
+        t = spread(t, 32, lanes)
+        if tl.int32 == upper.dtype:
+            zero_s = spread(zero_s, 32, lanes)
+            zero_t = spread(zero_t, 32, lanes)
+        a0, a1, a2, a3, b0, b1, b2, b3 = _int4_words(word, s, t, zero_s, zero_t)
+    else:
+        s = spread(_e2m1_factor(upper.to(tl.int32), SCALE), 32, lanes)
+        t = spread(_e2m1_factor(lower.to(tl.int32), SCALE), 32, lanes)
+        a0, a1, a2, a3, b0, b1, b2, b3 = _e2m1_words(word, s, t, USE_PTX, DTYPE)
+    return four_natural(a0, a1, a2, a3, 32, lanes), four_natural(b0, b1, b2, b3, 32, lanes)
+
+
+@triton.jit
+def tile_rows(row_tile, N: tl.constexpr, GATED: tl.constexpr):
+    """(upper rows, lower rows) [32] of a tile, of N in all: of gate and of up if GATED."""
+    pair = tl.arange(0, 32)
+    if GATED:
+        upper = row_tile * 32 + pair
+        lower = upper + N // 2
+    else:
+        upper = row_tile * 64 + pair // 8 * 16 + pair % 8
+        lower = upper + 8
+    return upper, lower
+
+
+@triton.jit
 def dequantize_tiles_kernel(
     w_ptr,
     scale_ptr,
@@ -129,62 +183,30 @@ def dequantize_tiles_kernel(
     64 * IN_ROW], each with that of the row eight below beside it. alpha: see store_scaled.
     """
     tiles_k: tl.constexpr = (K + 63) // 64
-    half: tl.constexpr = N // 2
-    lanes: tl.constexpr = 16 * TILES
     expert = (tl.program_id(0) // ROW_TILES).to(tl.int64)
     row_tile = tl.program_id(0) % ROW_TILES
     first = tl.program_id(1) * TILES
-    pair = tl.arange(0, 32)
-    lane = tl.arange(0, lanes)
-    tile = first + lane // 16
     at_tile = (expert * ROW_TILES + row_tile) * tiles_k
-    word = tl.load(
-        w_ptr + at_tile * 512 + pair[:, None] * 16 + (tile * 512 + lane % 16)[None, :],
-        mask=(tile < tiles_k)[None, :], other=0,
-    )  # fmt: skip
-    group = tl.arange(0, TILES * IN_ROW)
-    tile_of_group = first + group // IN_ROW
-    at_scale = ((at_tile + tile_of_group) * (32 * IN_ROW) + group % IN_ROW)[None, :] + pair[:, None] * IN_ROW
-    live = (tile_of_group < tiles_k)[None, :]
-    upper = tl.load(scale_ptr + 2 * at_scale, mask=live, other=0)
-    lower = tl.load(scale_ptr + 2 * at_scale + 1, mask=live, other=0)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    if SCALE == "int4":
-        s, zero_s = _int4_scale(upper, 5192296858534827628530496329220096.0)  # 2^112
-        t, zero_t = _int4_scale(lower, 324518553658426726783156020576256.0)  # 2^108
-        s = spread(s, 32, lanes)
-        t = spread(t, 32, lanes)
-        if tl.int32 == upper.dtype:
-            zero_s = spread(zero_s, 32, lanes)
-            zero_t = spread(zero_t, 32, lanes)
-        a0, a1, a2, a3, b0, b1, b2, b3 = _int4_words(word, s, t, zero_s, zero_t)
-    else:
-        s = spread(_e2m1_factor(upper.to(tl.int32), SCALE), 32, lanes)
-        t = spread(_e2m1_factor(lower.to(tl.int32), SCALE), 32, lanes)
-        a0, a1, a2, a3, b0, b1, b2, b3 = _e2m1_words(word, s, t, USE_PTX, dtype)
+    upper, lower = tile_values(w_ptr, scale_ptr, at_tile, first, SCALE, IN_ROW, K, TILES, dtype, USE_PTX)
+    above, below = tile_rows(row_tile, N, GATED)
     k = first * 64 + tl.arange(0, 64 * TILES)
-    if GATED:
-        above = row_tile * 32 + pair
-        inside = above < half
-        below = above + half
-    else:
-        above = row_tile * 64 + pair // 8 * 16 + pair % 8
-        inside = above < N
-        below = above + 8
-    mask = inside[:, None] & (k < K)[None, :]
+    mask = (above < (N // 2 if GATED else N))[:, None] & (k < K)[None, :]
     at = (expert * N + above)[:, None] * K + k[None, :]
-    store_scaled(
-        four_natural(a0, a1, a2, a3, 32, lanes), out_ptr, at, mask, expert, above, alpha_ptr, ALPHAS, N, UNIT, USE_PTX
-    )
+    store_scaled(upper, out_ptr, at, mask, expert, above, alpha_ptr, ALPHAS, N, UNIT, USE_PTX)
     if not GATED:
         mask = (below < N)[:, None] & (k < K)[None, :]
     at = (expert * N + below)[:, None] * K + k[None, :]
-    store_scaled(
-        four_natural(b0, b1, b2, b3, 32, lanes), out_ptr, at, mask, expert, below, alpha_ptr, ALPHAS, N, UNIT, USE_PTX
-    )
+    store_scaled(lower, out_ptr, at, mask, expert, below, alpha_ptr, ALPHAS, N, UNIT, USE_PTX)
 
 
 _SCALES = {"nvfp4": "e4m3", "mxfp4": "e8m0", "mxint4": "int4", "int4": "int4"}
+
+
+def kind_of(scheme: str) -> tuple[str, float]:
+    """(SCALE of the kernels, what values without alphas have to be multiplied by)."""
+    kind = _SCALES[scheme]
+    return kind, 1.0 if kind == "int4" else E2M1_UNIT
 
 
 def dequantize_tiles(
@@ -192,9 +214,8 @@ def dequantize_tiles(
 ) -> float:
     """As `dequantize.dequantize`, of weight uint8 [E, row tiles, K tiles, 2048] and the layout's scales."""
     experts, n, k = out.shape
-    kind = _SCALES[scheme]
+    kind, unit = kind_of(scheme)
     in_tile = scale.shape[-1]
-    unit = 1.0 if kind == "int4" else E2M1_UNIT
     alphas = 0 if scale_2 is None else scale_2.numel() // experts
     dequantize_tiles_kernel[experts * weight.shape[1], triton.cdiv(weight.shape[2], _TILES)](
         weight.view(torch.int32),
