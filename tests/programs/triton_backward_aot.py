@@ -24,7 +24,7 @@ from triton.compiler import ASTSource, CompiledKernel
 from triton_aot import signature_type
 
 from torch_moe_ops.backends import BACKENDS
-from torch_moe_ops.backends.triton_engine import backward_launch, dequantize, dequantize_tiles, grouped, ranks
+from torch_moe_ops.backends.triton_engine import backward_launch, dequantize, dequantize_tiles, few, grouped, ranks
 from torch_moe_ops.core.call import FIELDS, ExpertsCall
 from torch_moe_ops.core.layout import Sizes
 from torch_moe_ops.core.schemes import SCHEMES
@@ -38,6 +38,7 @@ _KERNELS = (
     (backward_launch, "weights_kernel"),
     (backward_launch, "bias_kernel"),
     (backward_launch, "gather_sum_kernel"),
+    (few, "few_kernel"),
     (ranks, "low_kernel"),
     (ranks, "outer_kernel"),
     (dequantize, "dequantize_kernel"),

@@ -16,6 +16,7 @@ BACKWARD_KERNELS = {
     "grouped_kernel",
     "hidden_kernel",
     "weights_kernel",
+    "few_kernel",
     "low_kernel",
     "outer_kernel",
     "bias_kernel",
