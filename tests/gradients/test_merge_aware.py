@@ -109,20 +109,23 @@ def test_steps_past_the_versions_are_seen() -> None:
     assert not merge_aware.update(lora)
 
 
-def test_weights_in_other_tensors_are_followed() -> None:
-    """Also where those were copied while they held the adapter: it is not merged a second time."""
+def test_merged_beside_the_layer() -> None:
+    """The layer's own weights stay as they are: they run and are saved while a backward pass is yet to come."""
     raw = make_raw(CASE)
-    w, lora = moe.prepare(raw, act_format="none"), factors_of(raw, 1, 4, torch.float32)
-    merge_aware = moe.MergeAware(w)
-    merge_aware.update(lora)
-    other = moe.prepare(moe.restore(w), act_format="none")
-    merge_aware.follow(other)
-    assert merge_aware.update()
-    assert moe.restore(other).equal(raw)
+    x, ids, topk = make_batch(CASE)
+    w, lora = moe.prepare(raw, act_format="none"), _learning(factors_of(raw, 1, 4, torch.float32))
+    plain = moe.fused_moe_routed(x, ids, topk, w)
+    merge_aware = moe.MergeAware.beside(w)
     assert merge_aware.update(lora)
-    assert moe.restore(other).equal(_merged(raw, lora))
-    merge_aware.follow(other)
+    out = moe.fused_moe_routed(x.requires_grad_(), ids, topk, merge_aware.w, lora=lora, lora_merged=True)
+    assert torch.equal(moe.fused_moe_routed(x, ids, topk, w), plain)
+    assert moe.restore(w).equal(raw)
+    assert moe.restore(merge_aware.w).equal(_merged(raw, lora))
+    out.sum().backward()
+    assert lora.b2.grad.any()
     assert not merge_aware.update(lora)
+    assert merge_aware.update()
+    assert moe.restore(merge_aware.w).equal(raw)
 
 
 def test_several_adapters_are_not_merged() -> None:

@@ -23,3 +23,12 @@ def test_ways_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(error < 2e-2 for row in rows for error in row["error"])
     assert all(row["step_ms"] > 0 and row["forward_ms"] > 0 for row in rows)
     assert any(error > 0 for row in rows for error in row["error"])  # bf16 products are not ours
+
+
+def test_some_of_the_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    bench = importlib.import_module("bench_backward")
+    out = tmp_path / "rows.json"
+    options = ["--device", "cpu", "--shapes", "tiny", "--tokens", "3", "--seconds", "0", "--ways", "lora,packed"]
+    assert bench.main([*options, "--out", str(out)]) == 0
+    assert [row["way"] for row in json.loads(out.read_text())["rows"]] == ["packed", "lora"]

@@ -247,8 +247,8 @@ def test_merge_aware_training_is_what_is_merged(tmp_path: Path) -> None:
 def test_merge_aware_merges_once_for_each_step(name: str) -> None:
     """Also where rows alternate: forward passes whose backward is yet to come must not be written over."""
     model = peft.get_peft_model(prepare_for_peft(packed(name), merge_aware=True), config(name))
-    weights = [found.module.moeq_weights.prepared.w13 for found in find_experts(model.get_base_model())]
     logits(model)
+    weights = [found.module.moeq_merge_aware.w.w13 for found in find_experts(model.get_base_model())]
     before = [w._version for w in weights]
     losses = [loss_of(model), loss_of(model)]
     for loss in losses:
@@ -258,6 +258,26 @@ def test_merge_aware_merges_once_for_each_step(name: str) -> None:
         next(iter(factors(model).values())).add_(0.1)
     logits(model)
     assert weights[0]._version > before[0]
+
+
+def test_merge_aware_without_the_adapter_before_the_backward_pass() -> None:
+    """As trainers that compare with the base model do; what is saved meanwhile is the base."""
+    base = packed()
+    plain = logits(base)
+    kept = {name: t.clone() for name, t in base.state_dict().items()}
+    model = peft.get_peft_model(prepare_for_peft(base, merge_aware=True), config())
+    found = []
+    for with_base in (False, True):
+        model.zero_grad()
+        loss = loss_of(model)
+        if with_base:
+            with model.disable_adapter():
+                assert torch.equal(logits(model), plain)
+        loss.backward()
+        found.append([p.grad.clone() for p in factors(model).values()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    saved = {name.replace(".base_layer", ""): t for name, t in model.get_base_model().state_dict().items()}
+    assert all(torch.equal(saved[name], t) for name, t in kept.items())
 
 
 def test_merge_aware_follows_weights_that_move() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -12,6 +13,7 @@ from torch_moe_ops.prepared.lora import Lora
 from torch_moe_ops.prepared.prepared_weights import PreparedWeights
 from torch_moe_ops.prepared.restoring import restore
 from torch_moe_ops.weights.merge_lora import merge_lora
+from torch_moe_ops.weights.raw_weights import RawWeights
 
 
 class MergeAware:
@@ -33,15 +35,26 @@ class MergeAware:
 
     def __init__(self, w: PreparedWeights) -> None:
         _count_steps()
-        self.w, self.base = w, restore(w)
+        self.w, self.origin = w, w
+        self._base: RawWeights | None = restore(w)
         self._seen: list[_Version] | None = []
 
-    def follow(self, w: PreparedWeights) -> None:
-        """Keep `w` from now on: the same layer in other tensors, as `model.to(device)` makes them, merged or not."""
-        if w is self.w:
-            return
-        base = self.base.to(w.device) if self.base.device.type != "meta" else restore(w)
-        self.w, self.base, self._seen = w, base, None
+    @classmethod
+    def beside(cls, base: PreparedWeights) -> MergeAware:
+        """In tensors of its own, `w`: `base` stays as it is, and its values are the W of every merge.
+
+        So the layer can run without its adapter while backward passes with it are yet to come.
+        """
+        _count_steps()
+        made = cls.__new__(cls)
+        made.w = dataclasses.replace(base, **{name: tensor.clone() for name, tensor in base.tensors().items()})
+        made._base, made._seen, made.origin = None, [], base
+        return made
+
+    @property
+    def base(self) -> RawWeights:
+        """The W of every merge."""
+        return restore(self.origin) if self._base is None else self._base
 
     @torch.no_grad()
     def update(self, *adapters: Lora, sources: Sequence[Tensor] = ()) -> bool:
@@ -56,7 +69,7 @@ class MergeAware:
         now = [version for adapter in adapters for version in _versions(adapter, sources)]
         if self._seen is not None and _same(now, self._seen):
             return False
-        raw, self._seen = self.base, None
+        raw, self._seen = self.base, None  # until all of it is done
         for adapter in adapters:
             named = {name: getattr(adapter, name) for name in ("a13", "b13", "a2", "b2")}
             found = {name: t.detach().to(raw.device) for name, t in named.items() if t is not None}

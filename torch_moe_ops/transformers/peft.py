@@ -75,23 +75,26 @@ def prepare_for_peft(model: Any, *, merge_aware: bool = False) -> Any:
         if not merge_aware:
             _as_it_was(found.module)
         elif _MERGED not in found.module.__dict__:
-            found.module.__dict__[_MERGED] = MergeAware(_weights_of(found.module))
+            found.module.__dict__[_MERGED] = None  # made by the first forward pass with an adapter
     return model
 
 
 def _as_it_was(module: Any) -> None:
-    merged = _merge_aware_of(module)
-    if merged is not None:
-        del module.__dict__[_MERGED]
-        merged.update()
+    module.__dict__.pop(_MERGED, None)
 
 
-def _merge_aware_of(module: Any) -> MergeAware | None:
-    """What keeps the weights of a module merged, of those that it has now: moving a model gives it others."""
-    merged: MergeAware | None = module.__dict__.get(_MERGED)
-    if merged is not None:
-        merged.follow(_weights_of(module))
-    return merged
+def _merged_weights(module: Any, active: dict[str, Factors]) -> PreparedWeights:
+    """The weights of a module with its active adapter merged, beside those that it has now: moving it gives it others.
+
+    The module's own stay what they are: for passes without the adapter, and for whoever saves the model.
+    """
+    merged: MergeAware | None = module.__dict__[_MERGED]
+    if merged is None or merged.origin is not _weights_of(module):
+        module.__dict__[_MERGED] = None  # before there are two
+        merged = module.__dict__[_MERGED] = MergeAware.beside(_weights_of(module))
+    adapters = [_lora_of(module, {name: factors}) for name, factors in active.items()]
+    merged.update(*adapters, sources=[t for factors in active.values() for t in factors.sources])
+    return merged.w
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
@@ -128,14 +131,12 @@ class _Shown:
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         active: dict[str, Factors] = self.__dict__.get(_ACTIVE) or {}
-        merged = _merge_aware_of(self)
-        if merged is not None:
-            adapters = [_lora_of(self, {name: factors}) for name, factors in active.items()]
-            merged.update(*adapters, sources=[t for factors in active.values() for t in factors.sources])
         if not active:
             return super().forward(hidden_states, top_k_index, top_k_weights)  # type: ignore[misc,no-any-return]
-        lora, options = _lora_of(self, active), dict[str, Any](lora_merged=merged is not None)
-        return fused_moe_routed(hidden_states, top_k_index, top_k_weights, _weights_of(self), lora=lora, **options)
+        merged = _MERGED in self.__dict__
+        w = _merged_weights(self, active) if merged else _weights_of(self)
+        lora, options = _lora_of(self, active), dict[str, Any](lora_merged=merged)
+        return fused_moe_routed(hidden_states, top_k_index, top_k_weights, w, lora=lora, **options)
 
 
 class _Gated(_Shown):
