@@ -73,31 +73,34 @@ def run_pass(
     sizes, pairs, token, ends = p.sizes, p.slots.order.shape[0], p.slots.token, p.slots.ends
     of13, of2 = (None if f is None else RanksOnGpu(f, p) for f in lora)
     u = p.grad.new_empty((pairs, sizes.intermediate_size))
-    back2 = None if of2 is None else of2.back(p.grad, token)
-    addend = None if of2 is None else of2.backward_addend(back2)
+    if of2 is not None:
+        of2.back(p.grad, token, 0, sizes.num_experts)
+    addend = None if of2 is None else of2.backward_addend()
     for chunk in _chunks(p, backend, "w2"):
         engine.product(p.grad, token, chunk.weights, ends, chunk.first, False, u, chunk.factor, addend)
     del chunk  # a view of the workspace
     z = p.grad.new_empty((pairs, projection_shape("w13", sizes)[0]))
     dx = p.grad.new_empty((0 if hidden_dtype is None else pairs, sizes.hidden_size))
     parts = engine.parts_of(p) if weights else None
-    low13, back13 = (None, None) if of13 is None else (of13.down(p.x, token), of13.new())
-    addend = None if of13 is None else of13.forward_addend(low13)
-    back_addend = None if of13 is None else of13.backward_addend(back13)
+    if of13 is not None:
+        of13.down(p.x, token)
+    addend = None if of13 is None else of13.forward_addend()
+    back_addend = None if of13 is None else of13.backward_addend()
     one_factor = of13 is not None or w13_bias
     for chunk in _chunks(p, backend, "w13", one_factor):
         first, factor = chunk.first, chunk.factor
         engine.differentiate(p, chunk.weights, factor, first, u, addend, z, parts, keeps_h=of2 is not None)
         if of13 is not None:
-            of13.back_some(z, first, first + chunk.weights.shape[0], back13)
+            of13.back(z, None, first, first + chunk.weights.shape[0])
         if hidden_dtype is not None:
             scale = factor if factor.shape[1] == 1 else None  # two are in z
             engine.product(z, None, chunk.weights, ends, first, False, dx, scale, back_addend)
     if of13 is not None:
-        of13.learn(p.x, True, back13, z, False, low13, None)
+        of13.learn(p.x, True, z, False, None)
     if of2 is not None:  # where u was, the intermediate is
         of_slots = p.call.topk_weights.reshape(-1) if p.weighted else None
-        of2.learn(u, False, back2, p.grad, True, of2.down(u, None), of_slots)
+        of2.down(u, None)
+        of2.learn(u, False, p.grad, True, of_slots)
     return Found(
         None if hidden_dtype is None else engine.combine(dx, p, hidden_dtype),
         None if parts is None else engine.weights_gradient(p, parts),
@@ -113,19 +116,25 @@ def run_forward(p: Pass, backend: Backend, lora: Lora, dtype: torch.dtype) -> Te
     sizes, pairs, token, ends = p.sizes, p.slots.order.shape[0], p.slots.token, p.slots.ends
     of13, of2 = (None if f is None else RanksOnGpu(f, p) for f in lora)
     h = p.x.new_empty((pairs, sizes.intermediate_size))
-    addend = None if of13 is None else of13.forward_addend(of13.down(p.x, token))
+    if of13 is not None:
+        of13.down(p.x, token)
+    addend = None if of13 is None else of13.forward_addend()
     if pairs <= FEW_ROWS * p.call.all_experts() and backend.few_rows is not None:
         w13, w2 = (projection_of(p.call, name, backend, sizes) for name in ("w13", "w2"))
         if backend.few_rows(p, w13, p.x, token, addend, h):
             y = torch.empty((pairs, sizes.hidden_size), device=h.device)
-            addend = None if of2 is None else of2.forward_addend(of2.down(h, None))
+            if of2 is not None:
+                of2.down(h, None)
+            addend = None if of2 is None else of2.forward_addend()
             backend.few_rows(p, w2, h, None, addend, y)
             return engine.combine(y, p, dtype, of_output=True)
     for chunk in _chunks(p, backend, "w13"):
         engine.hidden(p, chunk.weights, chunk.factor, chunk.first, h, addend)
     del chunk  # a view of the workspace
     y = p.x.new_empty((pairs, sizes.hidden_size))
-    addend = None if of2 is None else of2.forward_addend(of2.down(h, None))
+    if of2 is not None:
+        of2.down(h, None)
+    addend = None if of2 is None else of2.forward_addend()
     for chunk in _chunks(p, backend, "w2"):
         engine.product(h, None, chunk.weights, ends, chunk.first, True, y, chunk.factor, addend)
     return engine.combine(y, p, dtype, of_output=True)

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 class RanksOnGpu:
-    """The adapters of one projection in a pass."""
+    """The adapters of one projection in a pass.
+
+    low, through: what `down` and `back` gave for every pair, float32 [pairs, ranks].
+    """
 
     def __init__(self, factors: Factors, p: Pass) -> None:
         from torch_moe_ops.backends.triton_engine import ranks
@@ -27,34 +30,28 @@ class RanksOnGpu:
         self.factors, self.p, self.engine = factors, p, ranks
         self.a, self.b = (t.to(torch.bfloat16).contiguous() for t in factors.given)
         self.owners = ranks.Ranks(factors.scaling, factors.ids)
+        self.low, self.through = (
+            torch.empty((p.slots.order.shape[0], self.a.shape[1]), device=self.a.device) for _ in range(2)
+        )
 
-    def new(self) -> Tensor:
-        """float32 [pairs, ranks], not filled."""
-        return torch.empty((self.p.slots.order.shape[0], self.a.shape[1]), device=self.a.device)
+    def down(self, rows: Tensor, index: Tensor | None) -> None:
+        """low: scaling * A row. rows, index: as products take them."""
+        count = self.p.sizes.num_experts
+        self.engine.low_rows(rows, index, self.a, self.p.slots, True, self.owners, 0, count, self.low)
 
-    def down(self, rows: Tensor, index: Tensor | None) -> Tensor:
-        """scaling * A row for every pair. rows, index: as products take them."""
-        out = self.new()
-        self.engine.low_rows(rows, index, self.a, self.p.slots, True, self.owners, 0, self.p.sizes.num_experts, out)
-        return out
+    def back(self, grad: Tensor, index: Tensor | None, first: int, last: int) -> None:
+        """through: scaling * B.T grad, for pairs of experts first .. last - 1."""
+        self.engine.low_rows(
+            grad, index, self.b, self.p.slots, False, self.owners, first, last - first, self.through
+        )  # fmt: skip
 
-    def back(self, grad: Tensor, index: Tensor) -> Tensor:
-        """scaling * B.T grad for every pair, likewise."""
-        out = self.new()
-        self.engine.low_rows(grad, index, self.b, self.p.slots, False, self.owners, 0, self.p.sizes.num_experts, out)
-        return out
+    def forward_addend(self) -> Addend | None:
+        """B times low."""
+        return self._addend(self.low, self.b)
 
-    def back_some(self, grad: Tensor, first: int, last: int, out: Tensor) -> None:
-        """The same in `out` for pairs of experts first .. last - 1, from a row for each pair."""
-        self.engine.low_rows(grad, None, self.b, self.p.slots, False, self.owners, first, last - first, out)
-
-    def forward_addend(self, low: Tensor) -> Addend | None:
-        """B times what `down` gave."""
-        return self._addend(low, self.b)
-
-    def backward_addend(self, low: Tensor) -> Addend | None:
-        """A.T times what `back` gave."""
-        return self._addend(low, self.a)
+    def backward_addend(self) -> Addend | None:
+        """A.T times through."""
+        return self._addend(self.through, self.a)
 
     def _addend(self, low: Tensor, factor: Tensor) -> Addend | None:
         from torch_moe_ops.backends.triton_engine.grouped import Addend
@@ -62,10 +59,9 @@ class RanksOnGpu:
         return None if self.factors.merged else Addend(low, factor)
 
     def learn(
-        self, rows: Tensor, rows_of_tokens: bool, back: Tensor, grad: Tensor, grad_of_tokens: bool, low: Tensor,
-        weights: Tensor | None,
-    ) -> None:  # fmt: skip
-        """The gradients of A and B that are wanted: back.T rows and grad.T low.
+        self, rows: Tensor, rows_of_tokens: bool, grad: Tensor, grad_of_tokens: bool, weights: Tensor | None
+    ) -> None:
+        """The gradients of A and B that are wanted: through.T rows and grad.T low.
 
         Args:
             rows: what `down` multiplied, bfloat16; grad: what `back` did; of tokens or of pairs.
@@ -74,6 +70,6 @@ class RanksOnGpu:
         a, b = self.factors.wants
         sums, slots, given = self.engine.outer_sums, self.p.slots, self.factors.given
         self.factors.found = (
-            sums(rows, rows_of_tokens, back, slots, weights, True, given[0].dtype) if a else None,
-            sums(grad, grad_of_tokens, low, slots, weights, False, given[1].dtype) if b else None,
+            sums(rows, rows_of_tokens, self.through, slots, weights, True, given[0].dtype) if a else None,
+            sums(grad, grad_of_tokens, self.low, slots, weights, False, given[1].dtype) if b else None,
         )
