@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +48,8 @@ class MergeAware:
         """
         _count_steps()
         made = cls.__new__(cls)
-        made.w = dataclasses.replace(base, **{name: tensor.clone() for name, tensor in base.tensors().items()})
+        copies: dict[str, Any] = {name: tensor.clone() for name, tensor in base.tensors().items()}
+        made.w = dataclasses.replace(base, **copies)
         made._base, made._seen, made.origin = None, [], base
         return made
 
