@@ -182,7 +182,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "library": moe.__version__},
         "backends": sorted(weights),
-        "routers": "transformers" if args.own_router else "moeq::route",
+        "routers": "transformers" if args.own_router else "moeq::route_hidden",
         "build_s": round(time.perf_counter() - begin, 1),
         "model_gib": round(model.get_memory_footprint() / 2**30, 3),
         "parameters": model.num_parameters(),

@@ -12,8 +12,9 @@ import torch
 REPLAYS = 20
 # Parts of the names of this library's kernels: those compiled from C++ are in the namespace moeq, the rest is Triton's.
 ROUTE = "route_kernel"
+ROUTER = "route_hidden_kernel"  # product and routing
 EXPERTS = ("moeq::", "prologue_kernel", "schedule_kernel", "gemm1_kernel", "gemm2_kernel", "combine_kernel")
-# Parts of the names of kernels that multiply matrices: the last one before the experts gives the router's logits.
+# Parts of the names of others' kernels that multiply matrices: the last one before the experts gives the logits.
 PRODUCTS = ("gemm", "gemv", "nvjet", "cutlass", "dot_kernel")
 PROFILED = 3
 
@@ -105,7 +106,7 @@ def profile(replay: Callable[[], Any], layers: int, rewind: Callable[[], None] =
 def shares(kernels: list[Kernel], layers: int) -> dict[str, float]:
     """Microseconds a layer of router and experts within one step, from its kernels.
 
-    A layer's router begins with the matrix product that gives its logits: the last one before its experts' first
+    A layer's router begins with the kernel whose product gives its logits: the last one before its experts' first
     kernel. "block_us" is from there to the end of its experts' last kernel, gaps included; "router_us" and
     "experts_us" are durations alone, added up ("experts_us" counts overlapping kernels twice).
 
@@ -137,7 +138,9 @@ def _blocks(names: list[str]) -> list[tuple[int, int, int]]:
     found: list[tuple[int, int, int]] = []
     product: int | None = None  # the last one since experts ran
     for i, name in enumerate(names):
-        if ROUTE not in name and any(part in name for part in EXPERTS):
+        if ROUTER in name:
+            product = i
+        elif ROUTE not in name and any(part in name for part in EXPERTS):
             if product is not None or not found:
                 found.append((i if product is None else product, i, i + 1))
             else:

@@ -82,7 +82,7 @@ def build(
     Args:
         shape: a key of SHAPES.
         scheme: nvfp4 or mxfp4; None: the one of SHAPES.
-        route: whether routers choose by moeq::route.
+        route: whether routers are moeq::route_hidden.
         tiny: the architecture with TINY's sizes.
     """
     model_type, usual, sizes = SHAPES[shape]

@@ -19,6 +19,7 @@ from torch_moe_ops.backends.cpu_panels.pack import KERNEL_ACT_FORMATS, KERNEL_SC
 from torch_moe_ops.core import kernel_facts as facts
 from torch_moe_ops.core.activations import ACTIVATIONS
 from torch_moe_ops.core.call import KERNEL_FIELDS, ExpertsCall
+from torch_moe_ops.core.router_facts import ROUTE_HIDDEN_SM90, RouteHidden
 from torch_moe_ops.core.schemes import ACT_FORMATS, SCHEMES
 from torch_moe_ops.routing.reference import SCORES
 
@@ -35,6 +36,7 @@ TYPES = {
 # None where a router is given, which an ExpertsCall of Python's does not know.
 ABSENT_WITH_ROUTER = ("topk_ids", "topk_weights")
 Fields = dict[str, str]
+FILLED: Fields = {"ids": "Tensor", "weights": "Tensor"}  # by ops that route
 
 
 def constant(name: str) -> str:
@@ -219,7 +221,7 @@ def act_formats() -> str:
 def calls() -> str:
     call = {"out": "Tensor"} | {name: _annotated(ExpertsCall, name) for name in KERNEL_FIELDS}
     call |= dict.fromkeys(ABSENT_WITH_ROUTER, "Tensor | None")
-    router = {name: _annotated(facts.Router, name) for name in facts.Router._fields}
+    router = _router()
     parts = [
         ["using torch::stable::Tensor;", "using OptionalTensor = std::optional<Tensor>;"],
         [
@@ -232,10 +234,21 @@ def calls() -> str:
         routed = op in facts.TAKES_ROUTER
         bases = " : LayerCall, RouterCall" if routed else " : LayerCall"
         parts.append(_op(op, bases, call | (router if routed else {}) | own, own, ("out",)))
-    filled = {"ids": "Tensor", "weights": "Tensor"}
-    parts.append(_op("route_sm90", " : RouterCall", router | filled, filled, ("ids", "weights")))
+    parts.append(_op("route_sm90", " : RouterCall", router | FILLED, FILLED, ("ids", "weights")))
     includes = ["<torch/csrc/stable/tensor.h>\n", "<optional>", "<string>", "<tuple>"]
     return header("The arguments of compiled ops.", includes, space("moeq", *parts))
+
+
+def router() -> str:
+    own = FILLED | ROUTE_HIDDEN_SM90
+    op = _op("route_hidden_sm90", " : RouterCall", _router() | own, own, ("ids", "weights", "router_logits"))
+    body = space("moeq", op)
+    limits = space("moeq::sm90::hidden", numbers(RouteHidden))
+    return header("Of the kernel for hidden states of routers.", ['"calls.h"'], limits, body)
+
+
+def _router() -> Fields:
+    return {name: _annotated(facts.Router, name) for name in facts.Router._fields}
 
 
 def _annotated(table: Any, name: str) -> str:
@@ -252,7 +265,10 @@ def _struct(name: str, bases: str, fields: Fields) -> Iterator[str]:
 def _op(op: str, bases: str, fields: Fields, own: Fields, filled: tuple[str, ...]) -> list[str]:
     """An op's arguments as a struct, which knows its schema and the types of all arguments, in order."""
     *opening, end = _struct(f"{constant(op)[1:]}Call", bases, own)
-    mutable = {name: f"Tensor({letter}!)" for name, letter in zip(filled, "ab", strict=False)}
+    mutable = {
+        name: f"Tensor({letter}!){'?' * fields[name].endswith('None')}"
+        for name, letter in zip(filled, "abc", strict=False)
+    }
     schema = [f"{mutable.get(name, TYPES[kind][1])} {name}" for name, kind in fields.items()]
     types = [TYPES[kind][0] for kind in fields.values()]
     *first, last = wrapped(f"{op}({', '.join(schema)}) -> ()", '      "', '"')
@@ -270,7 +286,7 @@ def _op(op: str, bases: str, fields: Fields, own: Fields, filled: tuple[str, ...
 def headers() -> dict[str, str]:
     """The text of each file."""
     files = {"activations.h": activations(), "calls.h": calls(), "cpu.h": cpu(), "sm90.h": sm90()}
-    return files | {"sm90_act_formats.h": act_formats()}
+    return files | {"router.h": router(), "sm90_act_formats.h": act_formats()}
 
 
 def main() -> None:

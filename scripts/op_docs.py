@@ -27,8 +27,8 @@ fresh contiguous tensors, have fakes, and are capturable where their backend is.
 Weights, block scales and packed hidden states of dtype float8_e4m3fn may also be given as uint8 of the same shape: the
 same bits, the same result (e8m0 scales are uint8 anyway).
 
-The expert ops and `route` have gradients: to hidden states, routing weights, router logits, w13_bias and w2_bias,
-and to the factors of adapters.
+The expert ops, `route` and `route_hidden` have gradients: to hidden states, routing weights, router logits, a router's
+weight and bias, w13_bias and w2_bias, and to the factors of adapters.
 Packed weights and scales have none, nor have the `.out` overloads and the quantizers: asking for one in a backward
 pass is an error that names op and argument, as is forward-mode AD. Rounding of activations passes gradients through as
 if it were not there (straight-through). How to train with them: [howto/train.md](howto/train.md).
@@ -54,6 +54,11 @@ OTHER_OPS = {
     "route": "Router logits to expert ids and weights. Ties go to the lowest index; a NaN ranks last; ids are always "
     "top_k distinct experts. `routed_scaling_factor` is folded into the weights, once. Shared experts follow in "
     "columns of their own, with their weights as given.",
+    "route_hidden": "Hidden states to expert ids and weights, and the router's logits: `route` with the product in "
+    "front. Logits are float32 sums of the operands as they are, rounded once to logits_dtype, and `route` sees them "
+    "so. On Hopper one launch does it for few tokens of bfloat16, and a token's bits depend on no other token of the "
+    "launch; elsewhere it is a product and a launch of routing. Where operands and logits have one dtype, that product "
+    "is `torch.nn.functional.linear`.",
     "moe_routed_backward": "Gradients of every routed op, from its arguments and the gradient of its output; its "
     "backward pass calls it. What the forward pass made in between is made again. Sums in float32, in a fixed order.",
     "moe_routed_lora": "Experts of any scheme with the caller's routing, and low-rank adapters beside them: "
@@ -90,6 +95,9 @@ ARGUMENTS = {
     "contributes nothing, whatever its value.",
     "topk_weights": "[num_tokens, top_k] float32, final multipliers.",
     "router_logits": "[num_tokens, num_experts] bfloat16, float16 or float32; computed on in float32.",
+    "router_weight": "[num_experts, hidden_size] bfloat16, float16 or float32, as a linear has it.",
+    "router_bias": "None or [num_experts], the same dtypes: added to the logits, before they are rounded.",
+    "logits_dtype": "None (float32), or what the model rounds its logits to before it chooses.",
     "routing_bias": "None or float32 [num_experts]: added for the selection only.",
     "w13": "[local experts, 2 * intermediate_size, hidden_size storage], rows [gate; up]; only up where not gated.",
     "w13_scale": "Scales of w13; multiply.",

@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "../generated/calls.h"
+#include "../generated/router.h"
 
 STABLE_TORCH_LIBRARY_FRAGMENT(moeq_C, m) {
   m.def("quantize_nvfp4_cuda(Tensor x, Tensor gscale) -> (Tensor, Tensor)");
@@ -19,6 +20,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(moeq_C, m) {
   m.def(moeq::ExpertsSm90Bf16Call::kSchema);
   m.def(moeq::ExpertsSm90W4a8Call::kSchema);
   m.def(moeq::RouteSm90Call::kSchema);
+  m.def(moeq::RouteHiddenSm90Call::kSchema);
 }
 
 // Importing is for its side effect only: loading the library runs the registrations.

@@ -148,6 +148,8 @@ def _other_dtypes(op: str, name: str, given: dict[str, Tensor]) -> tuple[torch.d
         name == "hidden_states" and family and not packed
     ):
         return FLOATS
+    if op == "route_hidden" and name in ("hidden_states", "router_weight", "router_bias"):
+        return FLOATS
     weights = ("weight", "weight_scale", "w13_scale", "w2_scale")
     if op in ANY_SCHEME and name in weights and given[name].dtype in FLOATS:
         return FLOATS

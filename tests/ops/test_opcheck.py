@@ -32,13 +32,15 @@ def _opcheck(name: str, device: str, some: bool) -> None:
         torch.library.opcheck(overload(name), tuple(as_bytes(a) for a in args), fresh)
         leaves = _differentiated(name, args)
         if leaves is not None:
-            torch.library.opcheck(overload(name), leaves, fresh, test_utils=UTILS[: 3 if name == "route" else 4])
+            torch.library.opcheck(
+                overload(name), leaves, fresh, test_utils=UTILS[: 3 if name.startswith("route") else 4]
+            )
 
 
 def _differentiated(name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """The arguments, those that have a gradient as leaves that require one; None for an op without a derivative."""
     names, found = arguments(name)[0], [as_bytes(a) for a in args]
-    if not name.endswith(("moe", "moe_routed", "moe_routed_lora", "route", "grouped_linear")):
+    if not name.endswith(("moe", "moe_routed", "moe_routed_lora", "route", "route_hidden", "grouped_linear")):
         return None
     for i, (argument, value) in enumerate(zip(names, found, strict=False)):
         if argument in DIFFERENTIABLE and isinstance(value, torch.Tensor) and value.is_floating_point():
@@ -46,9 +48,18 @@ def _differentiated(name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     return tuple(found)
 
 
-# The last one adds the results up, integers first, which torch refuses for route: test_training.py compiles routers.
+# The last one adds the results up, integers first, which torch refuses for routers: test_training.py compiles them.
 UTILS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-DIFFERENTIABLE = ("x", "hidden_states", "topk_weights", "router_logits", "w13_bias", "w2_bias")
+DIFFERENTIABLE = (
+    "x",
+    "hidden_states",
+    "router_weight",
+    "router_bias",
+    "topk_weights",
+    "router_logits",
+    "w13_bias",
+    "w2_bias",
+)
 DIFFERENTIABLE += ("lora_a13", "lora_b13", "lora_a2", "lora_b2")
 
 

@@ -63,6 +63,7 @@ moeq::quantize_mxfp4(Tensor x, str rule="rceil") -> (Tensor codes, Tensor scale)
 moeq::quantize_mxfp8(Tensor x, str rule="rceil") -> (Tensor codes, Tensor scale)  [pt2_compliant_tag]
 moeq::quantize_nvfp4(Tensor x, Tensor gscale) -> (Tensor codes, Tensor scale)  [pt2_compliant_tag]
 moeq::route(Tensor router_logits, Tensor? routing_bias, str routing_method, int top_k, int n_group=0, int topk_group=0, float routed_scaling_factor=1., bool? renormalize=None, int num_shared_experts=0, Tensor? shared_expert_weights=None) -> (Tensor topk_ids, Tensor topk_weights)  [pt2_compliant_tag]
+moeq::route_hidden(Tensor hidden_states, Tensor router_weight, Tensor? router_bias, Tensor? routing_bias, str routing_method, int top_k, int n_group=0, int topk_group=0, float routed_scaling_factor=1., bool? renormalize=None, ScalarType? logits_dtype=None, int num_shared_experts=0, Tensor? shared_expert_weights=None) -> (Tensor topk_ids, Tensor topk_weights, Tensor router_logits)  [pt2_compliant_tag]
 moeq::swizzle_scale(Tensor scale) -> Tensor  [pt2_compliant_tag]
 moeq::unswizzle_scale(Tensor swizzled, int rows, int cols) -> Tensor  [pt2_compliant_tag]""",
         )

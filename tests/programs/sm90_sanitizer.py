@@ -127,6 +127,21 @@ def run_routing(method: str, experts: int, groups: tuple[int, int]) -> str | Non
     return None if torch.equal(ids.cpu(), route_reference(logits, bias, *options)[0]) else "other ids"
 
 
+def run_router(experts: int, hidden: int, tokens: int, method: str) -> str | None:
+    """Product and choice in one launch; sums in a cluster's shared memory."""
+    g = torch.Generator().manual_seed(0)
+    x, weight = (
+        torch.randn(tokens, hidden, generator=g).bfloat16(),
+        torch.randn(experts, hidden, generator=g).bfloat16(),
+    )
+    top_k = min(experts, 6)
+    ids, _, logits = torch.ops.moeq.route_hidden(x.cuda(), weight.cuda(), None, None, method, top_k)
+    exact, size = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
+    if ((logits.cpu() - exact).abs() > size * 2.0**-20).any():
+        return "other logits"
+    return None if torch.equal(ids, route_reference(logits, None, method, top_k)[0]) else "other ids"
+
+
 Run = tuple[Callable[..., "str | None"], tuple[Any, ...]]
 
 
@@ -136,6 +151,8 @@ def groups(kernels: list[str]) -> dict[str, list[Run]]:
     if "layers" in kernels:
         shapes = ((60, (5, 3)), (256, (8, 4)), (1000, (0, 0)))
         found["routing"] = [(run_routing, (method, *shape)) for method in ROUTING_METHODS for shape in shapes]
+        routers = ((128, 256, 3), (60, 1000, 17), (256, 1536, 9), (3, 8, 1))
+        found["router"] = [(run_router, (*shape, "renormalize")) for shape in routers]
         found["bf16"] = [(run_bf16, (fields,)) for fields in UNQUANTIZED]
         found |= {name: [(run_layer, layer) for layer in layers] for name, layers in LAYERS.items()}
     for kernel in (k for k in KERNELS if k in kernels):

@@ -242,8 +242,31 @@ def _others() -> list[Wrong]:
         ("unswizzle_scale", "cols", 9, swizzled),
         *_exchanged(),
         *_on_the_host(),
+        *_of_hidden(),
     ]
     return [Wrong(op, "sample", *row) for op, *row in rows]
+
+
+def _of_hidden() -> list[tuple[str, str, Any, str]]:
+    """A router's product of 5 tokens, hidden_size 24, and 16 experts, of which 4 are chosen."""
+    rows: list[tuple[str, Any, str]] = [
+        ("hidden_states", None, "hidden_states must be a Tensor, got None"),
+        ("hidden_states", lambda t: t[0], "hidden_states must have shape [num_tokens, hidden_size], got (24,)"),
+        ("hidden_states", lambda t: t.double(), "hidden_states must have one of the dtypes"),
+        ("hidden_states", lambda t: t[:, 1:], "router_weight must have shape [num_experts, 23] for such hidden_states"),
+        ("router_weight", lambda t: t[0], "router_weight must have shape [num_experts, 24], got (24,)"),
+        ("router_weight", lambda t: t.long(), "router_weight must have one of the dtypes"),
+        ("router_weight", torch.zeros(2049, 24), "num_experts must be in [1, 2048], got 2049"),
+        ("router_bias", torch.zeros(15), "router_bias must have shape (16,), got (15,)"),
+        ("router_bias", torch.zeros(16).double(), "router_bias must have one of the dtypes"),
+        ("routing_bias", torch.zeros(16), "routing_bias must be None for 'renormalize'"),
+        ("routing_method", "softmax", "routing_method must be one of"),
+        ("top_k", 17, "top_k must be in [1, 16], got 17"),
+        ("logits_dtype", torch.float64, "logits_dtype must be None or one of"),
+        ("num_shared_experts", 29, "num_shared_experts must be in [0, 28] with top_k=4, got 29"),
+        ("shared_expert_weights", torch.zeros(5, 1), "shared_expert_weights must be None unless num_shared_experts is"),
+    ]
+    return [("route_hidden", *row) for row in rows]
 
 
 def _lora() -> list[Wrong]:

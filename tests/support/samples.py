@@ -179,6 +179,20 @@ def _route(device: str) -> list[Sample]:
     ]
 
 
+def _route_hidden(device: str) -> list[Sample]:
+    x, weight = torch.randn(5, 24, device=device), torch.randn(16, 24, device=device)
+    bias, shared = torch.randn(16, device=device), torch.rand(5, 2, device=device)
+    low = (x.bfloat16(), weight.bfloat16())
+    return [
+        ((x, weight, None, None, "renormalize", 4), {}),
+        ((*low, bias, None, "default", 4), {"renormalize": True, "logits_dtype": torch.bfloat16}),
+        ((*low, bias.bfloat16(), bias, "deepseek_v3", 4, 4, 2, 2.5), {}),
+        ((x[:0], weight, None, None, "sigmoid", 2), {}),
+        ((x.half(), weight.half(), None, None, "llama4", 1), {}),
+        ((x.bfloat16(), weight, None, bias, "minimax2", 4, 0, 0, 2.5, None, None, 2, shared), {}),
+    ]
+
+
 def _quantize_nvfp4(device: str) -> list[Sample]:
     x = torch.randn(5, 32, device=device)
     scale = torch.tensor(100.0, device=device)
@@ -371,6 +385,7 @@ SAMPLES: dict[str, Callable[[str], list[Sample]]] = {
     "quantize_fp8": _quantize_fp8,
     "quantize_int8": _quantize_int8,
     "route": _route,
+    "route_hidden": _route_hidden,
     "moe_routed_backward": _routed_backward,
     "moe_routed_lora": _lora,
     "moe_routed_lora_backward": _lora_backward,

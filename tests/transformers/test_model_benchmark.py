@@ -30,7 +30,7 @@ def test_every_number_is_measured(shape: str, options: list[str], tmp_path: Path
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     subprocess.run(program, check=True, env=environment, capture_output=True, cwd=tmp_path)
     result = json.loads(out.read_text())
-    assert result["shape"] == shape and result["routers"] == ("transformers" if options else "moeq::route")
+    assert result["shape"] == shape and result["routers"] == ("transformers" if options else "moeq::route_hidden")
     assert result["parameters"] > 200_000 and str(tmp_path) not in out.read_text()
     measured = [(line["what"], line.get("batch")) for line in result["lines"]]
     steps = [(what, batch) for batch in (1, 2) for what in ("decode", "moe", "experts", "profile")]
@@ -81,6 +81,13 @@ def test_a_router_begins_with_its_product(model_graphs: Any, router: list[str], 
         3e-3 * found["block_us"]
     )
     assert found["step_ms"] == pytest.approx(1e-3 * (3.0 * len(kernels) - 1.0)) and found["kernels"] == len(kernels)
+
+
+def test_a_router_that_multiplies_itself(model_graphs: Any) -> None:
+    """It is no part of the experts, and no product before it is the router's."""
+    layer = [*ATTENTION, "void moeq::sm90::route_hidden_kernel<4>(RouteHidden)", *EXPERTS[1:]]
+    found = model_graphs.shares(_kernels(model_graphs, layer * 2), layers=2)
+    assert (found["router_us"], found["experts_us"], found["block_us"]) == (2.0, 4.0, 8.0)
 
 
 def test_kernels_of_experts_that_overlap_count_once_in_a_block(model_graphs: Any) -> None:

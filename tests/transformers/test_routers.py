@@ -1,4 +1,4 @@
-"""moeq::route in place of the routers of transformers: the same experts, the same weights."""
+"""moeq::route_hidden in place of the routers of transformers: the same experts, the same weights."""
 
 from __future__ import annotations
 
@@ -164,6 +164,22 @@ def test_of_equal_logits_the_lower_id_is_chosen(name: str, everywhere: None) -> 
     assert relative_l2(weights.sort(-1).values, their_weights.float().sort(-1).values) < 4e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_a_model_that_is_asked_for_router_logits_gives_its_own(name: str, dtype: torch.dtype, everywhere: None) -> None:
+    model = make(name).to(dtype)
+    moeq_transformers.quantize_model(model, "none", route=False)
+    with torch.no_grad():
+        want = model(input_ids=IDS, use_cache=False, output_router_logits=True).router_logits
+        routers.replace_routers(model, find_experts(model))
+        assert routers_of(model)
+        got = model(input_ids=IDS, use_cache=False, output_router_logits=True).router_logits
+    assert len(got) == len(want) == len(find_experts(model))
+    # The first ones come before any experts, whose weights differ by a rounding in bfloat16.
+    assert torch.equal(got[0], want[0]) and all(a.dtype == b.dtype for a, b in zip(got, want, strict=True))
+    assert all(relative_l2(a, b) < (F32 if dtype == torch.float32 else 2e-2) for a, b in zip(got, want, strict=True))
+
+
 def test_what_was_replaced_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "torch_moe_ops")
     moeq_transformers.quantize_model(tiny_model("qwen3_moe"), "none")
@@ -234,7 +250,7 @@ def test_one_graph(name: str, everywhere: None) -> None:
 
 
 def test_logits_that_are_no_plain_product_keep_the_router() -> None:
-    """A cap bends logits after the product, which moeq::route would not see."""
+    """A cap bends logits after the product, which moeq::route_hidden would not see."""
     linear = type(next(m for m in make("qwen3_moe").modules() if type(m).__name__.endswith("TopKRouter")))
     router = next(m for m in make("qwen3_moe").modules() if isinstance(m, linear))
     assert routers.find_options(router) is not None

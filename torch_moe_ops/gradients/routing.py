@@ -52,6 +52,29 @@ def logits_gradient(
     return grad.to(router_logits.dtype)
 
 
+def product_gradients(
+    grad_logits: Tensor,
+    hidden_states: Tensor,
+    router_weight: Tensor,
+    router_bias: Tensor | None,
+    needs: tuple[bool, ...],
+) -> dict[int, Tensor]:
+    """Gradients of the operands of router logits, each in its own dtype, by its position; sums in float32.
+
+    Args:
+        grad_logits: [num_tokens, num_experts] float32.
+        needs: whether hidden_states, router_weight and router_bias need one.
+    """
+    found = {}
+    if needs[0]:
+        found[0] = (grad_logits @ router_weight.float()).to(hidden_states.dtype)
+    if needs[1]:
+        found[1] = (grad_logits.T @ hidden_states.float()).to(router_weight.dtype)
+    if needs[2] and router_bias is not None:
+        found[2] = grad_logits.sum(0).to(router_bias.dtype)
+    return found
+
+
 def _of_renormalized(grad: Tensor, weights: Tensor) -> Tensor:
     """Of weights / (their sum + epsilon)."""
     total = weights.sum(-1, keepdim=True) + EPSILON

@@ -12,6 +12,7 @@ from torch_moe_ops.ops import (
     moe_routed,
     quantize,
     route,
+    route_hidden,
     swizzle,
 )
 
@@ -25,5 +26,6 @@ __all__ = [
     "moe_routed",
     "quantize",
     "route",
+    "route_hidden",
     "swizzle",
 ]

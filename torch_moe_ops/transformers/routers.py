@@ -1,4 +1,4 @@
-"""Routers of transformers whose choice of experts is `moeq::route`: one kernel in place of five to fifteen.
+"""Routers of transformers that are `moeq::route_hidden`: one kernel, or two, in place of five to fifteen.
 
 What a router computes is found by trying: a copy of it, on random weights, is compared with each routing method that
 its settings allow. A router that none of them reproduces is left alone.
@@ -187,12 +187,11 @@ def _route(router: Any, routing: RouterOptions, hidden_states: Tensor, *given: A
     """(logits, weights, ids), as routers of transformers give them."""
     weight, bias = router.weight, router._parameters.get("bias")
     rows = hidden_states.reshape(-1, weight.shape[1])
-    if routing.in_float32:
-        rows, weight, bias = rows.float(), weight.float(), None if bias is None else bias.float()
-    logits = nn.functional.linear(rows.to(weight.dtype), weight, bias)
     correction = None
     if routing.has_correction:
         correction = given[0] if given else router.e_score_correction_bias
         correction = correction.float()
-    ids, weights = torch.ops.moeq.route(logits, correction, *routing.options)
+    dtype = torch.float32 if routing.in_float32 else weight.dtype
+    rows = rows if routing.in_float32 else rows.to(weight.dtype)
+    ids, weights, logits = torch.ops.moeq.route_hidden(rows, weight, bias, correction, *routing.options, dtype)
     return logits, weights, ids

@@ -1,0 +1,95 @@
+"""The kernel of `moeq::route_hidden` for Hopper: router product and choice of few tokens in one launch."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_moe_ops.backends.sm90.common import CAPABILITY, router_of
+from torch_moe_ops.core import device_code, extension
+from torch_moe_ops.core.router_facts import RouteHidden
+
+# More tokens, or larger weights, are faster as a matrix product and a launch of routing behind it
+# (benchmarks/results/h200_route_hidden.jsonl).
+MAX_TOKENS = 64
+MAX_BYTES = 1 << 20
+_ALIGNMENT = 16  # bytes of a load
+_BYTES_OF_8 = 640 << 10  # weights that eight multiprocessors read as fast as sixteen
+
+
+class Plan(NamedTuple):
+    """How the kernel divides its work: blocks of a cluster, 8 or 16, and warps of each."""
+
+    blocks: int
+    warps: int
+
+
+def plan_of(num_experts: int, hidden_size: int) -> Plan:
+    """By the router's shape alone, so that a logit's bits do not depend on how many tokens there are."""
+    large = 2 * num_experts * hidden_size > _BYTES_OF_8
+    few_tiles = num_experts <= 32
+    return Plan(16 if large else 8, 8 if few_tiles else RouteHidden.MAX_WARPS)
+
+
+@cache
+def _runs_on(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
+        return False
+    return not extension.cuda_extension_reason() and device_code.missing(CAPABILITY, "a") is None
+
+
+def takes(hidden_states: Tensor, router_weight: Tensor, n_group: int) -> bool:
+    """Whether the kernel runs checked arguments of moeq::route_hidden on few tokens."""
+    if hidden_states.dtype is not torch.bfloat16 or router_weight.dtype is not torch.bfloat16:
+        return False
+    (tokens, hidden_size), experts = hidden_states.shape, router_weight.shape[0]
+    return (
+        0 < tokens <= MAX_TOKENS
+        and 2 * experts * hidden_size <= MAX_BYTES
+        and experts <= RouteHidden.MAX_ROUTER_EXPERTS
+        and hidden_size > 0
+        and hidden_size % RouteHidden.SIZE_MULTIPLE == 0
+        and n_group <= 32
+        and _runs_on(hidden_states.device)
+    )
+
+
+def run(
+    hidden_states: Tensor,
+    router_weight: Tensor,
+    router_bias: Tensor | None,
+    logits: Tensor,
+    routing: tuple[Any, ...],
+    num_shared_experts: int,
+    shared_expert_weights: Tensor | None,
+    plan: Plan | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(topk_ids, topk_weights) of arguments that `takes` takes; fills logits [num_tokens, num_experts].
+
+    Args:
+        routing: of moeq::route, from routing_bias to renormalize.
+    """
+    router = router_of((logits, *routing))
+    assert router is not None, "`takes` has seen that there are few groups"
+    tokens, (experts, hidden_size) = hidden_states.shape[0], router_weight.shape
+    columns = router.top_k + num_shared_experts
+    ids = torch.empty((tokens, columns), dtype=torch.int32, device=logits.device)
+    weights = torch.empty((tokens, columns), dtype=torch.float32, device=logits.device)
+    bias = None if router_bias is None else router_bias.contiguous()
+    shared = None if shared_expert_weights is None else shared_expert_weights.contiguous()
+    plan = plan or plan_of(experts, hidden_size)
+    operands = (_in_rows(hidden_states), _in_rows(router_weight), bias)
+    with torch.cuda.device(logits.device):
+        torch.ops.moeq_C.route_hidden_sm90(*router, ids, weights, *operands, num_shared_experts, shared, *plan)
+    return ids, weights
+
+
+def _in_rows(matrix: Tensor) -> Tensor:
+    """The matrix, or a copy where its rows do not start at multiples of 16 bytes."""
+    rows, columns = matrix.stride()
+    if columns == 1 and rows % RouteHidden.SIZE_MULTIPLE == 0 and matrix.data_ptr() % _ALIGNMENT == 0:
+        return matrix
+    return matrix.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,26 @@
+"""What Python and the kernel of `moeq::route_hidden` have to agree on; kernel_facts.py has it of other kernels.
+
+`python scripts/kernel_headers.py --write` writes csrc/generated/router.h from it.
+"""
+
+from __future__ import annotations
+
+
+class RouteHidden:
+    """The router's product and its choice in one launch, for Hopper."""
+
+    MAX_ROUTER_EXPERTS = 512  # a block has all logits of a token, and the parts that they are sums of
+    MAX_WARPS = 16  # of a block
+    SIZE_MULTIPLE = 8  # of the hidden size, in elements: loads have 16 bytes
+
+
+# What route_hidden_sm90 gets behind a Router, whose logits it fills, and ids and weights, which it fills too.
+ROUTE_HIDDEN_SM90 = {
+    "hidden_states": "Tensor",
+    "router_weight": "Tensor",
+    "router_bias": "Tensor | None",
+    "num_shared_experts": "int",
+    "shared_expert_weights": "Tensor | None",
+    "blocks": "int",
+    "warps": "int",
+}
