@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import shutil
@@ -17,6 +18,7 @@ from paths import ROOT, TESTS
 from problems import Case, make_raw
 
 import torch_moe_ops as moe
+from torch_moe_ops.backends import BACKENDS
 from torch_moe_ops.core import extension
 from torch_moe_ops.core.schemes import SCHEMES
 
@@ -186,6 +188,18 @@ def test_dtype_of_unquantized_experts_is_demanded_of_the_host_too() -> None:
     hidden, ids, weights = batch(case)
     with pytest.raises(RuntimeError, match=r"moeq::moe_routed: w13 must have dtype torch\.float32"):
         divided(case, 6)(hidden.float(), ids, weights)
+
+
+@needs_kernels
+def test_hidden_states_that_a_part_does_not_take_are_refused_by_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(experts=6)
+    monkeypatch.setitem(BACKENDS, "cpu", dataclasses.replace(BACKENDS["cpu"], hidden_dtypes=(torch.bfloat16,)))
+    layer, (hidden, ids, weights) = divided(case, 3), batch(case)
+    assert layer(hidden.bfloat16(), ids, weights).isfinite().all()
+    with pytest.raises(
+        RuntimeError, match=r"moeq::host_experts: hidden_states must have one of the dtypes \['torch\.bfloat16'\], got"
+    ):
+        layer(hidden.half(), ids, weights)
 
 
 # A driver with one function, which does at once what the real one does when the stream gets there: on another thread.

@@ -21,6 +21,7 @@ class HostLayer(Protocol):
 
     device: torch.device
     hidden_size: int
+    hidden_dtypes: tuple[torch.dtype, ...]  # what both of its parts take
 
     def run(self, hidden_states: Tensor, places: Tensor, topk_weights: Tensor, out_dtype: torch.dtype) -> Tensor:
         """[num_tokens, hidden_size] of checked arguments, of one token at least, contiguous, on the layer's device."""

@@ -53,7 +53,8 @@ class Factors:
     def __init__(self, a: Tensor, b: Tensor, lora: LoraArguments, halves: int, size: int, x: Tensor) -> None:
         """halves, size: b has `halves` blocks of rows, padded to `size` each, if they are w13's; else a's K is."""
         self.shapes, self.adapters, self.halves = (a.shape, b.shape), lora.scaling.shape[0], halves
-        self.scaling, self.ids, self.merged = lora.scaling, lora.ids, lora.merged
+        self.scaling, self.merged = lora.scaling.contiguous(), lora.merged  # kernels count elements from the first
+        self.ids = None if lora.ids is None else lora.ids.contiguous()
         self.ranks = a.shape[1] // self.adapters
         self.dtype = product_dtype(x)
         self.wide = torch.float64 if self.dtype == torch.float64 else torch.float32

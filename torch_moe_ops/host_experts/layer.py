@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_moe_ops.backends.registry import BACKENDS
 from torch_moe_ops.core.host_layers import name_layer
 from torch_moe_ops.host_experts import explaining
 from torch_moe_ops.host_experts.host_share import HostShare
@@ -69,6 +70,8 @@ class HostExperts:
         self.num_experts, self.num_shared_experts = raw.num_experts, raw.num_shared_experts
         self.hidden_size, self.intermediate_size = raw.hidden_size, raw.intermediate_size
         self.on_device, self.on_host = self._prepared(raw, backend, prepare_options)
+        taken = [BACKENDS[w.backend].hidden_dtypes for w in self.parts]
+        self.hidden_dtypes = tuple(dtype for dtype in taken[0] if all(dtype in others for others in taken))
         with torch.inference_mode(False):  # written later, in that mode and outside of it
             self._first, self._count, self._slots = (t.to(self.device) for t in self.split.tables().values())
             self.load = torch.zeros(self.num_experts, dtype=torch.int64, device=self.device)

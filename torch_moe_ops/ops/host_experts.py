@@ -33,7 +33,7 @@ def _checked(
         fail(_OP, "topk_weights", same, topk_weights.shape)
     check(topk_weights.shape[0] == places.shape[0], lambda: describe(_OP, "topk_weights", same, topk_weights.shape))
     for name, t, dtypes in (
-        ("hidden_states", hidden_states, FLOATS),
+        ("hidden_states", hidden_states, found.hidden_dtypes),
         ("places", places, (torch.int32,)),
         ("topk_weights", topk_weights, (torch.float32,)),
     ):

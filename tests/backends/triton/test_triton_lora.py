@@ -39,6 +39,11 @@ def _on_it(monkeypatch: pytest.MonkeyPatch, serves: bool) -> None:
         monkeypatch.setattr(module, "product_dtype", lambda rows: torch.bfloat16 if serves else torch.float32)
 
 
+def _strided(t: torch.Tensor) -> torch.Tensor:
+    """The same values, with others between them."""
+    return torch.stack((t, t + 1), 1)[:, 0]
+
+
 def _check(
     case: Case, backend: str, adapters: int, rank: int, monkeypatch: pytest.MonkeyPatch, merged: bool = False,
     only: tuple[str, ...] = ("a13", "b13", "a2", "b2"), dtype: torch.dtype = torch.bfloat16, **fields: Any,
@@ -59,8 +64,10 @@ def _check(
     def run(serves: bool) -> list[Tensor | None]:
         _on_it(monkeypatch, serves)
         own = BACKENDS[backend] if serves else replace(BACKENDS[backend], dequantize=None)
-        out = lora_layer.lora_layer(call, own, sizes, arguments)
-        return [out, *lora_layer.lora_gradients(call, own, sizes, arguments, grad, wanted)]
+        strided = arguments._replace(scaling=_strided(scaling), ids=None if ids is None else _strided(ids))
+        mine = strided if serves else arguments
+        out = lora_layer.lora_layer(call, own, sizes, mine)
+        return [out, *lora_layer.lora_gradients(call, own, sizes, mine, grad, wanted)]
 
     expected, found, again = run(False), run(True), run(True)
     names = ("output", *WantedLora._fields)
