@@ -53,7 +53,7 @@ size_t decode_workspace(const RoundedProblem& p) {
   bool few = false;
   if (make_few_plan(p, few_plan, few) != cudaSuccess || !few) {
     decode::Plan plan;
-    return is_for_prefill(p) ? prefill_workspace(p, kShapeOfE4m3)
+    return is_for_prefill(p)                           ? prefill_workspace(p, kShapeOfE4m3)
            : decode::make_plan(p, plan) == cudaSuccess ? plan.workspace
                                                        : 0;
   }

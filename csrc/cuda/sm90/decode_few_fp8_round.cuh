@@ -36,8 +36,8 @@ __device__ __noinline__ inline uint2 round_four(float4 v, Rounding rounding) {
   return make_uint2(reinterpret_cast<const uint32_t&>(first), reinterpret_cast<const uint32_t&>(second));
 }
 
-// A warp's group `group` of a row of `fours` times four values: four of each lane that is within, and the scale, if this
-// group has one or is the row's first.
+// A warp's group `group` of a row of `fours` times four values: four of each lane that is within, and the scale, if
+// this group has one or is the row's first.
 template <bool kGroups>
 __device__ __forceinline__ void store_group(uint8_t* row, int scales_at, int group, int fours, const float4& v,
                                             const Rounding& rounding) {

@@ -73,8 +73,8 @@ bool fits_kernel(const Problem& p) {
   return few && !p.weight_on_input && p.a1 != ActScale::kExpert;
 }
 
-// Bytes of an operand's row: values, then scales of e4m3 ones, of which a few fit into the odd 16 bytes that spread eight
-// tokens' reads over all banks.
+// Bytes of an operand's row: values, then scales of e4m3 ones, of which a few fit into the odd 16 bytes that spread
+// eight tokens' reads over all banks.
 constexpr int operand_stride(Codes codes, int k_tiles) {
   const int scales = codes == Codes::kFourBits ? 0 : codes == Codes::kFp8Groups ? ceil_div(k_tiles, 2) : 1;
   const int more = scales * static_cast<int>(sizeof(float)) - 16;
@@ -158,8 +158,7 @@ bool choose_parts(Plan& plan) {
   Args& args = plan.args;
   const bool scales_of_rows =
       plan.codes == Codes::kBesideFp8 || plan.codes == Codes::kFp8Rows || plan.codes == Codes::kPacked;
-  const bool whole_rows =
-      args.p.a2 == ActScale::kToken || (scales_of_rows && args.fp8.rounding[1] == ActScale::kToken);
+  const bool whole_rows = args.p.a2 == ActScale::kToken || (scales_of_rows && args.fp8.rounding[1] == ActScale::kToken);
   const int grid = plan.grid;
   const int64_t hidden_pairs = int64_t{args.slots} * args.row_tiles[0] * (kTileRows / 2);
   const int64_t output_pairs = int64_t{args.slots} * args.row_tiles[1] * (kTileRows / 2);

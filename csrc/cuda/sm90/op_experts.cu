@@ -84,7 +84,8 @@ void experts_sm90(const ExpertsSm90Call& call) {
   STD_TORCH_CHECK(call.kernel >= 0 && call.kernel < kKernelCount, "moeq_C::", kOp, ": kernel must be 0 to below ",
                   kKernelCount, ", got ", call.kernel);
   STD_TORCH_CHECK(!call.hidden_states_scale.has_value() || (!call.quantize_hidden && !call.router_weight_on_input),
-                  "moeq_C::", kOp, ": hidden_states_scale must be absent where hidden states are quantized or weighted");
+                  "moeq_C::", kOp,
+                  ": hidden_states_scale must be absent where hidden states are quantized or weighted");
   Layer layer(kOp, call);
   layer.router = &call;
   layer.quantize_hidden = call.quantize_hidden;

@@ -150,9 +150,8 @@ size_t prefill_workspace(const RoundedProblem& p, Shape shape) {
 
 cudaError_t prefill_run(const RoundedProblem& p, Shape shape) {
   if (p.experts > kMaxExperts) return cudaErrorInvalidValue;
-  return run_in_pieces(p, tokens_of_piece(p), [&](const RoundedProblem& piece) {
-    return run_piece(with_factors(p, piece), shape);
-  });
+  return run_in_pieces(p, tokens_of_piece(p),
+                       [&](const RoundedProblem& piece) { return run_piece(with_factors(p, piece), shape); });
 }
 
 }  // namespace moeq::sm90

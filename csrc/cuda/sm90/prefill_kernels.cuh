@@ -36,10 +36,10 @@ struct OperandArgs {
   Schedule schedule;
   __nv_bfloat16* operand;   // [hidden_padded / 64, rows, 64]
   float* row_gscale;        // [tokens]: where each token has its own
-  float* factor;            // [tokens]: 1 / row_gscale; e4m3 with a gscale of each expert: [slots]; null: there is none
-  int rows;                 // max_rows
+  float* factor;  // [tokens]: 1 / row_gscale; e4m3 with a gscale of each expert: [slots]; null: there is none
+  int rows;  // max_rows
   int hidden_padded;
-  int max_width;            // tokens of a tile
+  int max_width;  // tokens of a tile
   ActFormat act_format;
 };
 
@@ -47,26 +47,26 @@ struct OperandArgs {
 struct RequantizeArgs {
   Problem problem;
   Schedule schedule;
-  const float* wide;        // [rows, inter_padded]
-  __nv_bfloat16* h;         // [inter_padded / 64, rows, 64]: the same, quantized
-  float* factor;            // [rows]: 1 / gscale; null: there is none
-  int rows;                 // max_rows
+  const float* wide;  // [rows, inter_padded]
+  __nv_bfloat16* h;  // [inter_padded / 64, rows, 64]: the same, quantized
+  float* factor;  // [rows]: 1 / gscale; null: there is none
+  int rows;  // max_rows
   int inter_padded;
   ActFormat act_format;
 };
 
 struct CombineArgs {
   Problem problem;
-  const void* y;            // [slots, hidden]: bfloat16, or float32 if y_wide
+  const void* y;  // [slots, hidden]: bfloat16, or float32 if y_wide
   bool y_wide;
-  const int* overdue;       // of the schedule; null: no kernel before waits
+  const int* overdue;  // of the schedule; null: no kernel before waits
 };
 
 cudaError_t launch_schedule(const OperandArgs& args);
 cudaError_t launch_operand(const OperandArgs& args);
-cudaError_t launch_e4m3_operand(const OperandArgs& args);   // launch_operand's, and launch_requantize's
+cudaError_t launch_e4m3_operand(const OperandArgs& args);  // launch_operand's, and launch_requantize's
 cudaError_t launch_e4m3_requantize(const RequantizeArgs& args);
-cudaError_t launch_bf16_operand(const OperandArgs& args);   // K in its own order, nothing quantized
+cudaError_t launch_bf16_operand(const OperandArgs& args);  // K in its own order, nothing quantized
 cudaError_t launch_requantize(const RequantizeArgs& args);
 cudaError_t launch_combine(const CombineArgs& args);
 
