@@ -20,8 +20,10 @@ struct Multiplier<PackedFormat> {
     const int row_tiles = gemm == 0 ? args.row_tiles[0] : args.row_tiles[1];
     const int scale_bytes = (gemm == 0 ? args.k_tiles[0] : args.k_tiles[1]) * PackedFormat::kTileScaleBytes;
     const int64_t row = static_cast<int64_t>(fixed.entries[work.entry].expert) * row_tiles + work.row_tile;
-    const uint8_t* exponents = strips + row * (scale_bytes + kBytesBehindRow<PackedFormat>)+scale_bytes +
+    // clang-format off: it takes the closing parenthesis for a cast's
+    const uint8_t* exponents = strips + row * (scale_bytes + kBytesBehindRow<PackedFormat>) + scale_bytes +
                                threadIdx.x / 32 % 2 * 16 + lane_of_warp() / 4;
+    // clang-format on
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int biased = __ldg(exponents + i / 2 * 32 + i % 2 * 8);

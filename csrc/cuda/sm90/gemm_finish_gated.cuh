@@ -155,7 +155,9 @@ __device__ __forceinline__ void quantize_gated_mx(GemmShared<C>& shared, const W
   stage_maxima(shared, work, acc, s);
   s.synchronize();
   for (int i = s.thread; i < work.width * C::kWarpgroupTiles; i += 128) {
-    float2(&maxima)[2] = blocks[i % C::kWarpgroupTiles][i / C::kWarpgroupTiles];
+    // clang-format off: it takes the type for a function's name
+    float2 (&maxima)[2] = blocks[i % C::kWarpgroupTiles][i / C::kWarpgroupTiles];
+    // clang-format on
     const Rounding rounding =
         mx_rounding(max_magnitude(max_magnitude(maxima[0].x, maxima[0].y), max_magnitude(maxima[1].x, maxima[1].y)));
     maxima[0] = make_float2(rounding.by, rounding.within);
