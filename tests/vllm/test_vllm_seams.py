@@ -25,7 +25,7 @@ needs_sources = pytest.mark.skipif(not SOURCES, reason=WHY)
 
 
 @needs_sources
-@pytest.mark.parametrize("folder", SOURCES, ids=str)
+@pytest.mark.parametrize("folder", SOURCES, ids=lambda folder: "/".join(folder.parts[-2:]))
 def test_the_interfaces_are_as_the_plug_in_has_them(folder: Path) -> None:
     assert vllm_seams.broken(folder) == []
 
