@@ -42,6 +42,6 @@ def warmup(
         x = torch.randn(count, w.hidden_size, device=w.device).to(dtype)
         ids = torch.arange(count * top_k, device=w.device).view(count, top_k) % w.num_local_experts
         ids += w.local_expert_offset
-        weights = torch.full((count, top_k), 1 / top_k, device=w.device)
+        weights = torch.full((count, top_k), 1 / top_k, dtype=torch.float32, device=w.device)
         with tuner(True):
             fused_moe_routed(x, ids.to(torch.int32), weights, w)

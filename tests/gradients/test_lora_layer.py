@@ -203,6 +203,16 @@ def test_stacked_adapters_are_each_their_own() -> None:
     assert relative_l2(alone[0], alone[1]) > 1e-2
 
 
+def test_scalings_are_float32_whatever_the_default() -> None:
+    one, before = factors_of(make_raw(LARGE), 1, 2, torch.float32), torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        scaling = moe.Lora.stack([replace(one, scaling=0.3), one]).scaling
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(torch.as_tensor(scaling), torch.tensor([0.3, one.scaling]))
+
+
 def test_what_cannot_be_stacked() -> None:
     one = factors_of(make_raw(LARGE), 1, 2, torch.float32)
     for adapters in ([], [moe.Lora.stack([one, one]), one]):

@@ -122,7 +122,7 @@ def run_forward(p: Pass, backend: Backend, lora: Lora, dtype: torch.dtype) -> Te
     if pairs <= FEW_ROWS * p.call.all_experts() and backend.few_rows is not None:
         w13, w2 = (projection_of(p.call, name, backend, sizes) for name in ("w13", "w2"))
         if backend.few_rows(p, w13, p.x, token, addend, h):
-            y = torch.empty((pairs, sizes.hidden_size), device=h.device)
+            y = torch.empty((pairs, sizes.hidden_size), dtype=torch.float32, device=h.device)
             if of2 is not None:
                 of2.down(h, None)
             addend = None if of2 is None else of2.forward_addend()
@@ -162,7 +162,7 @@ def _chunks(p: Pass, backend: Backend, name: str, one_factor: bool = False) -> I
     step = count if stored.weight.dtype == torch.bfloat16 else at_once_on_gpu(projection, pairs, all_experts)
     space = p.x.new_empty((step if projection.may_have_kernel else 0, *projection.shape))
     exact = not one_factor or stored.scale_2 is None or stored.scale_2.numel() == count
-    factor = torch.ones((count, 1), device=p.x.device)
+    factor = torch.ones((count, 1), dtype=torch.float32, device=p.x.device)
     for first in range(0, count, step):
         experts = slice(first, min(first + step, count))
         weights = space[: experts.stop - first]

@@ -31,7 +31,8 @@ class RanksOnGpu:
         self.a, self.b = (t.to(torch.bfloat16).contiguous() for t in factors.given)
         self.owners = ranks.Ranks(factors.scaling, factors.ids)
         self.low, self.through = (
-            torch.empty((p.slots.order.shape[0], self.a.shape[1]), device=self.a.device) for _ in range(2)
+            torch.empty((p.slots.order.shape[0], self.a.shape[1]), dtype=torch.float32, device=self.a.device)
+            for _ in range(2)
         )
 
     def down(self, rows: Tensor, index: Tensor | None) -> None:

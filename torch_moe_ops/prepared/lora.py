@@ -58,7 +58,7 @@ class Lora:
                 padded.append(F.pad(t, (0, missing) if rank_at == 2 else (0, 0, 0, missing)))
             named[name] = torch.cat(padded, rank_at)
         device = next(iter(named.values())).device
-        scaling = torch.tensor([float(adapter.scaling) for adapter in adapters], device=device)
+        scaling = torch.tensor([float(adapter.scaling) for adapter in adapters], dtype=torch.float32, device=device)
         return Lora(**named, scaling=scaling)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Lora:

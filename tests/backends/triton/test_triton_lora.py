@@ -126,3 +126,30 @@ def test_whole_pass(case: Case, backend: str, adapters: int, rank: int, monkeypa
     monkeypatch.setattr(on_gpu, "at_once_on_gpu", lambda *sizes: 2)
     monkeypatch.setattr(on_gpu, "FEW_ROWS", 0)
     _check(case, backend, adapters, rank, monkeypatch)
+
+
+@pytest.mark.parametrize("few_rows", [0, 100])
+def test_the_default_dtype_changes_nothing(few_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models are often run with one of 16 bits: buffers of float32 must not follow it."""
+    case, backend = FEW[0]
+    raw = make_raw(case)
+    call, sizes = make_call(case, backend, w13_bias=raw.w13_bias, w2_bias=raw.w2_bias)
+    given = factors_of(raw, 1, 6, torch.bfloat16).to(DEVICE)
+    arguments = LoraArguments(given.a13, given.b13, given.a2, given.b2, torch.full((1,), 0.3, device=DEVICE), None)
+    grad = torch.randn(call.hidden_states.shape, generator=torch.Generator().manual_seed(8)).to(DEVICE, case.dtype)
+    _on_it(monkeypatch, True)
+    monkeypatch.setattr(on_gpu, "FEW_ROWS", few_rows)
+
+    def run() -> list[Tensor | None]:
+        out = lora_layer.lora_layer(call, BACKENDS[backend], sizes, arguments)
+        return [out, *lora_layer.lora_gradients(call, BACKENDS[backend], sizes, arguments, grad, ALL)]
+
+    plain, before = run(), torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        found = run()
+    finally:
+        torch.set_default_dtype(before)
+    for name, got, want in zip(("output", *WantedLora._fields), found, plain, strict=True):
+        assert got is not None and want is not None and got.dtype == want.dtype, name
+        assert torch.equal(got, want), name

@@ -128,12 +128,12 @@ def parts_of(p: Pass) -> Tensor:
     """What `differentiate` leaves of routing weights: float32 [pairs, tiles]."""
     tile = tile_for(p.grad.new_empty((0, p.sizes.intermediate_size)), p.sizes.hidden_size)
     tiles = triton.cdiv(p.sizes.intermediate_size, _columns(p, tile.columns))
-    return torch.empty((p.slots.order.shape[0], tiles), device=p.grad.device)
+    return torch.empty((p.slots.order.shape[0], tiles), dtype=torch.float32, device=p.grad.device)
 
 
 def weights_gradient(p: Pass, parts: Tensor) -> Tensor:
     """The gradient of the routing weights, float32 [slots]; zeros where an expert is not here."""
-    dw = torch.zeros(parts.shape[0], device=parts.device)
+    dw = torch.zeros(parts.shape[0], dtype=torch.float32, device=parts.device)
     bias, hidden_size = p.biases[1], p.sizes.hidden_size
     programs = 8
     if dw.is_cuda:
@@ -159,7 +159,7 @@ def weights_gradient(p: Pass, parts: Tensor) -> Tensor:
 
 def sums_of_experts(rows: Tensor, p: Pass, of_tokens: bool) -> Tensor:
     """float32 [experts, columns]: each expert's rows added up. of_tokens: rows of tokens, times the routing weight."""
-    out = torch.empty((p.sizes.num_experts, rows.shape[1]), device=rows.device)
+    out = torch.empty((p.sizes.num_experts, rows.shape[1]), dtype=torch.float32, device=rows.device)
     bias_kernel[p.sizes.num_experts, triton.cdiv(rows.shape[1], 128)](
         rows,
         p.slots.order,
