@@ -80,8 +80,58 @@ def test_attach_experts_puts_them_inside() -> None:
     assert relative_l2(_logits(moved), _logits(plain)) < F32
 
 
-def test_compiled_in_one_graph() -> None:
-    model = _load(FIXTURES / "deepseek_v3_modelopt_nvfp4", shared_experts=True)
+def test_a_gate_that_is_wrapped_later_counts(tmp_path: Path) -> None:
+    """As adapters wrap linears of a loaded model."""
+    folder = write_model(tmp_path, "qwen2_moe", "ModelOpt NVFP4").quantized
+    models = [_load(folder, shared_experts=inside) for inside in (False, True)]
+    before = _logits(models[0])
+    for model in models:
+        for found in find_experts(model):
+            block = model.get_submodule(found.name.rpartition(".")[0])
+            block.shared_expert_gate = nn.Sequential(block.shared_expert_gate, _Times(-9.0))
+    beside, inside = (_logits(model) for model in models)
+    assert relative_l2(beside, before) > 1e-3
+    assert relative_l2(inside, beside) < F32
+    assert relative_l2(_logits(copy.deepcopy(models[1])), beside) < F32
+
+
+def test_attaching_once_more_does_not_lose_them() -> None:
+    path = FIXTURES / "deepseek_v3_modelopt_nvfp4"
+    model = _load(path, shared_experts=True)
+    before = _logits(model)
+    for again in (False, True):
+        with pytest.raises(ValueError, match=r"shared_experts of .* got it inside experts that were attached before"):
+            moeq_transformers.attach_experts(model, path, check_linears=False, shared_experts=again)
+    assert torch.equal(_logits(model), before)
+
+
+def test_those_with_another_activation_stay_beside(caplog: pytest.LogCaptureFixture) -> None:
+    """Routed experts that clamp, beside shared ones that do not: HY-V4's."""
+    path = FIXTURES / "deepseek_v3_modelopt_nvfp4"
+    model = _load(path)
+    for found in find_experts(model):
+        found.module._apply_gate = _clamped
+    beside = copy.deepcopy(model)
+    options: dict[str, Any] = {"act_format": "none", "check_linears": False, "swiglu_limit": _LIMIT}
+    moeq_transformers.attach_experts(beside, path, **options)
+    with caplog.at_level(logging.INFO):
+        moeq_transformers.attach_experts(model, path, shared_experts=True, **options)
+    assert _inside(model) == 0
+    assert "MLP must have the activation of " in caplog.text
+    assert torch.equal(_logits(model), _logits(beside))
+
+
+_LIMIT = 0.01
+
+
+def _clamped(halves: Tensor) -> Tensor:
+    gate, up = halves.chunk(2, dim=-1)
+    return nn.functional.silu(gate.clamp(max=_LIMIT)) * up.clamp(-_LIMIT, _LIMIT)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_compiled_in_one_graph(architecture: str, tmp_path: Path) -> None:
+    model = _load(write_model(tmp_path, architecture, "ModelOpt NVFP4").quantized, shared_experts=True)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert relative_l2(_logits(compiled), _logits(model)) < F32
 
@@ -133,10 +183,28 @@ class _Block(nn.Module):
         return self.experts(hidden_states) + self.factor * self.shared_experts(hidden_states)
 
 
+class _Hashed(_Block):
+    """As in DeepSeek-V4, where early layers choose experts by the token."""
+
+    def forward(self, hidden_states: Tensor, input_ids: Any = None) -> Tensor:
+        return super().forward(hidden_states) + 0 * input_ids.reshape(-1, 1)
+
+
+class _Times(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values * self.factor
+
+
 def test_a_block_that_does_more_than_add_is_refused() -> None:
     assert shared_of(_Block(1.0), "experts", "shared_experts").gate is None
     with pytest.raises(ValueError, match="_Block must add its shared_experts as they are to its routed experts"):
         shared_of(_Block(0.5), "experts", "shared_experts")
+    with pytest.raises(ValueError, match=r"_Hashed must take hidden states alone: .*reshape"):
+        shared_of(_Hashed(1.0), "experts", "shared_experts")
     divided = _Block(1.0)
     divided.experts._is_expert_parallel = True
     with pytest.raises(ValueError, match="experts must be on one device, got them divided among ranks"):

@@ -22,10 +22,10 @@ from torch_moe_ops.transformers.experts import IMPLEMENTATION, ExpertWeights
 from torch_moe_ops.transformers.host_experts import HostChoice, HostExpertWeights, host_layer
 from torch_moe_ops.transformers.implementation import register_implementation
 from torch_moe_ops.transformers.linears import check_linears_loaded
-from torch_moe_ops.transformers.modules import ExpertsModule, find_experts, remove_parameters
+from torch_moe_ops.transformers.modules import ExpertsModule, find_experts, module_activation, remove_parameters
 from torch_moe_ops.transformers.routers import replace_routers
 from torch_moe_ops.transformers.saving import AttachedExperts
-from torch_moe_ops.transformers.shared_experts import load_with_shared
+from torch_moe_ops.transformers.shared_experts import block_of, load_with_shared
 from torch_moe_ops.weights.quantize_experts import quantized
 from torch_moe_ops.weights.raw_weights import RawWeights
 
@@ -113,6 +113,8 @@ def attach_to(
     prepare_options = known_dtype(model) | prepare_options
     attached, choices = {}, Choices()
     quantization = open_checkpoint(path).model.quantization
+    for found in modules:
+        block_of(model, found)
     for found in track(modules, "experts"):
         target = torch.device(device) if device is not None else _device_beside(model, found.name)
         joined = load_with_shared(model, found, path, input_scales) if shared_experts else None
@@ -222,13 +224,8 @@ def _check_activation(found: ExpertsModule, w: PreparedWeights) -> None:
     order = torch.randperm(2 * w.intermediate_size, generator=torch.Generator().manual_seed(0))
     gate, up = values[order.to(w.device)][None].chunk(2, dim=1)
     constants = (w.swiglu_alpha, w.swiglu_beta, w.swiglu_limit)
-    module = found.module
-    if module.has_gate:
-        halves = torch.cat((gate, up), 1) if module.is_concatenated else torch.stack((gate, up), 2).flatten(1)
-        theirs = module.act_fn(gate) * up if is_adapted(module) else module._apply_gate(halves)
-        ours = apply_activation(w.activation, gate, up, *constants)
-    else:
-        theirs, ours = module.act_fn(gate), apply_activation(w.activation, None, gate, *constants)
+    theirs = module_activation(found.module, gate, up)
+    ours = apply_activation(w.activation, gate if found.module.has_gate else None, up, *constants)
     if not torch.allclose(theirs, ours, rtol=1e-4, atol=1e-4):
         worst = (theirs - ours).abs().max().item()
         raise ValueError(

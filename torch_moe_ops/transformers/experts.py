@@ -142,6 +142,6 @@ def moeq_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, to
 
 def _with_shared(weights: Any, hidden_states: Tensor, ids: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
     """ids and factors with the columns of shared experts (shared_experts.py)."""
-    gate = weights.shared_gate[0]
-    of_tokens = None if gate is None else torch.sigmoid(gate(hidden_states))
+    block = weights.shared_gate_of[0]
+    of_tokens = None if block is None else torch.sigmoid(block.shared_expert_gate(hidden_states))
     return append_shared_experts(ids, factors, weights.prepared, of_tokens)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from torch_moe_ops.transformers.adapters import adapt, adapter_of
+from torch_moe_ops.transformers.adapters import adapt, adapter_of, is_adapted
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks)\.(\d+)\.")
 # Parameters of an experts module are named after these: the weights, their biases, and scales of FP8 weights.
@@ -60,6 +60,16 @@ def _sizes(module: Any) -> tuple[int, int, int] | None:
     if down.dtype == torch.int8:
         columns *= 2  # transformers keeps two 4-bit codes in each
     return (experts, columns, rows) if module.is_transposed else (experts, rows, columns)
+
+
+def module_activation(module: Any, gate: Tensor, up: Tensor) -> Tensor:
+    """What an experts module computes of its first product; `up` alone where it has no gate. [rows, intermediate]."""
+    if not module.has_gate:
+        return module.act_fn(up)  # type: ignore[no-any-return]
+    if is_adapted(module):
+        return module.act_fn(gate) * up  # type: ignore[no-any-return]
+    halves = torch.cat((gate, up), 1) if module.is_concatenated else torch.stack((gate, up), 2).flatten(1)
+    return module._apply_gate(halves)  # type: ignore[no-any-return]
 
 
 def remove_parameters(module: nn.Module) -> None:
