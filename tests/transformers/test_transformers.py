@@ -404,6 +404,28 @@ def test_activation_format_of_mixed_checkpoints() -> None:
     assert stored_act_format(moe.load_experts(CHECKPOINTS / QWEN, layer=0, input_scales=False), mixed) == "none"
 
 
+_DYNAMIC = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "of_int4", "of_int8"),
+    [
+        ({}, "int8", "int8"),
+        ({"symmetric": False}, "none", "none"),
+        ({"strategy": "group", "group_size": 128}, "none", "none"),
+        ({"strategy": "tensor"}, "none", "none"),
+        ({"strategy": "tensor", "dynamic": False}, "none", "int8"),
+        ({"strategy": "tensor", "dynamic": False, "symmetric": False}, "none", "none"),
+    ],
+)
+def test_integer_activations_that_no_op_rounds_so_are_not_chosen(
+    changes: dict[str, Any], of_int4: str, of_int8: str
+) -> None:
+    quantization = {"config_groups": {"group_0": {"input_activations": _DYNAMIC | changes}}}
+    for name, expected in (("qwen3_moe_ct_int4_g32", of_int4), ("qwen3_moe_ct_int8", of_int8)):
+        assert stored_act_format(moe.load_experts(CHECKPOINTS / name, layer=0), quantization) == expected
+
+
 def test_a_scale_that_a_format_does_not_use_is_not_dropped() -> None:
     """FP8 codes that were cast to floats look like a plain weight; the scale beside them says otherwise."""
     parts = {"weight": torch.zeros(4, 32), "weight_scale": torch.ones(())}

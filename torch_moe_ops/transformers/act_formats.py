@@ -55,7 +55,17 @@ def _of_group(group: Any, scheme: str) -> str:
         return "none"
     kind = f"{inputs.get('type', 'float')}{inputs.get('num_bits')}"
     blocks = {"float4": ("nvfp4", "mxfp4"), "float8": ("mxfp8",)}.get(kind, ())  # activations blocked as weights are
-    return scheme if scheme in blocks else {"float8": "fp8", "int8": "int8"}.get(kind, "none")
+    if kind == "int8":
+        return "int8" if _is_our_int8(inputs, scheme) else "none"
+    return scheme if scheme in blocks else {"float8": "fp8"}.get(kind, "none")
+
+
+def _is_our_int8(inputs: Mapping[str, Any], scheme: str) -> bool:
+    """Whether rounded as the ops do it: symmetrically, by each token's own scale, or by one scale of all tokens."""
+    is_static = inputs.get("dynamic", False) is False
+    if is_static and "int8" not in get_scheme(scheme).static_acts:
+        return False
+    return inputs.get("symmetric", True) is True and (is_static or inputs.get("strategy", "token") == "token")
 
 
 def chosen_act_format(raw: RawWeights, stored: str, device: torch.device, prepare_options: Mapping[str, Any]) -> str:
