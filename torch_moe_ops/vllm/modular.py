@@ -80,8 +80,8 @@ class MoeqExperts(mk.FusedMoEExpertsModular):
         expert_tokens_meta: Any,
         activation: Any,
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """None of vLLM's workspace (the op has its own), and the result [M, K]."""
-        return (0,), (0,), (M, K)
+        """None of vLLM's workspace (the op has its own), and the result, of the shape of the tokens."""
+        return (0,), (0,), self._shape_of_tokens(local_num_experts, M, K)
 
     def finalize_weight_and_reduce_impl(self) -> Any:
         return TopKWeightAndReduceNoOP()
@@ -104,13 +104,27 @@ class MoeqExperts(mk.FusedMoEExpertsModular):
         expert_tokens_meta: Any,
         apply_router_weight_on_input: bool,
     ) -> None:
-        """Write the sum over this rank's experts of hidden_states [M, K] into output [M, K].
+        """Write what this rank's experts make of hidden_states into output of the same shape: of rows, their sum.
 
+        hidden_states: rows [M, K], or batches [experts here, M, K].
         topk_ids: [M, top_k] global ids. With apply_router_weight_on_input, hidden_states have their weight already.
+        expert_tokens_meta: how many rows of each batch are tokens; the others become zero.
         """
+        if apply_router_weight_on_input:
+            topk_weights = torch.ones_like(topk_weights)
+        ids, factors = self._routing(hidden_states, topk_ids, topk_weights, expert_map, expert_tokens_meta)
+        size = output.shape[-1]
+        _run_into(output.view(-1, size), hidden_states.reshape(-1, size), ids, factors, self.weights)
+
+    def _shape_of_tokens(self, experts: int, rows: int, size: int) -> tuple[int, ...]:
+        return rows, size
+
+    def _routing(
+        self, tokens: Tensor, topk_ids: Tensor, topk_weights: Tensor, expert_map: Tensor | None, meta: Any
+    ) -> tuple[Tensor, Tensor]:
+        """(ids, weights) as the op takes them, of all rows of the tokens; arguments as in `apply`."""
         ids = places_of(topk_ids, expert_map) if self.maps_ids and expert_map is not None else topk_ids
-        factors = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
-        _run_into(output, hidden_states, ids, factors, self.weights)
+        return ids, topk_weights
 
 
 class MoeqBatchedExperts(MoeqExperts):
@@ -125,48 +139,18 @@ class MoeqBatchedExperts(MoeqExperts):
         # Who sends such batches refuses to defer quantization; by the config there is none.
         return False
 
-    def workspace_shapes(
-        self,
-        M: int,
-        N: int,
-        K: int,
-        topk: int,
-        global_num_experts: int,
-        local_num_experts: int,
-        expert_tokens_meta: Any,
-        activation: Any,
-    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        return (0,), (0,), (local_num_experts, M, K)
-
     def finalize_weight_and_reduce_impl(self) -> Any:
         return TopKWeightAndReduceDelegate()
 
-    def apply(
-        self,
-        output: Tensor,
-        hidden_states: Tensor,
-        w1: Tensor,
-        w2: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        activation: Any,
-        global_num_experts: int,
-        expert_map: Tensor | None,
-        a1q_scale: Tensor | None,
-        a2_scale: Tensor | None,
-        workspace13: Tensor,
-        workspace2: Tensor,
-        expert_tokens_meta: Any,
-        apply_router_weight_on_input: bool,
-    ) -> None:
-        """Write each expert's result for hidden_states [experts here, M, K] into output of the same shape.
+    def _shape_of_tokens(self, experts: int, rows: int, size: int) -> tuple[int, ...]:
+        return experts, rows, size
 
-        expert_tokens_meta: how many rows of each batch are tokens; the others become zero.
-        """
-        experts, rows, _ = hidden_states.shape
-        ids = ids_of_batches(expert_tokens_meta.expert_num_tokens[:experts], rows, self.weights.local_expert_offset)
-        ones = torch.ones_like(ids, dtype=torch.float32)
-        _run_into(output.flatten(0, 1), hidden_states.flatten(0, 1), ids, ones, self.weights)
+    def _routing(
+        self, tokens: Tensor, topk_ids: Tensor, topk_weights: Tensor, expert_map: Tensor | None, meta: Any
+    ) -> tuple[Tensor, Tensor]:
+        experts, rows, _ = tokens.shape
+        ids = ids_of_batches(meta.expert_num_tokens[:experts], rows, self.weights.local_expert_offset)
+        return ids, torch.ones_like(ids, dtype=torch.float32)
 
 
 def ids_of_batches(counts: Tensor, rows: int, first: int) -> Tensor:
