@@ -26,7 +26,7 @@ class HostShare:
     def __init__(self, w: PreparedWeights, staging: Staging) -> None:
         self.w, self.staging = w, staging
         self._jobs: dict[_Shape, int] = {}
-        weakref.finalize(self, _drop, self._jobs)
+        weakref.finalize(self, _drop, self._jobs, staging)
 
     def start(self, hidden_states: Tensor, places: Tensor, topk_weights: Tensor, out: Tensor) -> None:
         """Enqueue on the current stream, or on the CPU do, what brings the results to `out`.
@@ -38,15 +38,20 @@ class HostShare:
         most, top_k = self.staging.max_tokens, places.shape[1]
         for begin in range(0, out.shape[0], most):
             part = slice(begin, min(begin + most, out.shape[0]))
-            shape = (part.stop - begin, top_k, hidden_states.dtype)
-            rows, job = self.staging.rows(*shape), self._job(shape)
-            for there, here in zip(rows, (hidden_states, places, topk_weights), strict=False):
-                there.copy_(here[part], non_blocking=True)
-            if out.is_cuda:
-                torch.ops.moeq_C.enqueue_host_job(job, torch.cuda.current_stream(out.device).cuda_stream)
-            else:
-                torch.ops.moeq_C.run_host_job(job)
-            out[part].copy_(rows.out, non_blocking=True)
+            given = (hidden_states[part], places[part], topk_weights[part])
+            with self.staging.lock:
+                self._step(given, (part.stop - begin, top_k, hidden_states.dtype), out[part])
+
+    def _step(self, given: tuple[Tensor, Tensor, Tensor], shape: _Shape, out: Tensor) -> None:
+        """At most as many rows as cross at once."""
+        rows, job = self.staging.rows(*shape), self._job(shape)
+        for there, here in zip(rows, given, strict=False):
+            there.copy_(here, non_blocking=True)
+        if out.is_cuda:
+            torch.ops.moeq_C.enqueue_host_job(job, torch.cuda.current_stream(out.device).cuda_stream)
+        else:
+            torch.ops.moeq_C.run_host_job(job)
+        out.copy_(rows.out, non_blocking=True)
 
     def renew(self) -> None:
         """Bind every job again under its number, after the values of w changed: some arguments are made of others."""
@@ -61,16 +66,20 @@ class HostShare:
         return job
 
 
-def _drop(jobs: dict[_Shape, int]) -> None:
-    for job in jobs.values():
-        torch.ops.moeq_C.drop_host_job(job)
+def _drop(jobs: dict[_Shape, int], staging: Staging) -> None:
+    """After what is enqueued: a job that is not there when its turn comes leaves results that nobody computed."""
+    staging.unused.extend(jobs.values())
+    while staging.unused and staging.is_done():
+        torch.ops.moeq_C.drop_host_job(staging.unused.pop())
 
 
 def _check_once(w: PreparedWeights, shape: _Shape) -> None:
     """What the routed op refuses, such as another dtype than that of unquantized weights, is refused by it."""
     _, top_k, dtype = shape
-    ids = torch.full((1, top_k), -1, dtype=torch.int32)
-    fused_moe_routed(torch.zeros(1, w.hidden_size, dtype=dtype), ids, torch.zeros(1, top_k), w, out_dtype=torch.float32)
+    with torch.device("cpu"):  # whatever the default is
+        ids, weights = torch.full((1, top_k), -1, dtype=torch.int32), torch.zeros(1, top_k)
+        hidden_states = torch.zeros(1, w.hidden_size, dtype=dtype)
+    fused_moe_routed(hidden_states, ids, weights, w, out_dtype=torch.float32)
 
 
 def _new_job(w: PreparedWeights, rows: Rows) -> int:

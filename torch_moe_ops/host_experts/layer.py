@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -31,8 +31,9 @@ class HostExperts:
     Made once a layer, outside of CUDA graphs. Hidden states, expert ids and weights cross once a call, by copies on a
     stream of their own; a host function in that stream runs the CPU's kernels, so that a call can be captured: a
     replayed graph runs them again, without Python. The layer must outlive the graphs that hold it: one that is
-    dropped leaves the host's part of their results as it was. Calls of the layers of a GPU follow one another, on one
-    stream or ordered by events. Traces under torch.compile(fullgraph=True). Inference only.
+    dropped leaves the host's part of their results as it was. Calls take turns, from whatever threads and streams; a
+    replay must follow other replays and calls of the GPU's layers, on one stream or ordered by events. Traces under
+    torch.compile(fullgraph=True). Inference only; cannot be copied or pickled.
 
     Args:
         raw: the layer's experts, on any device. Not modified, and no memory is shared with it.
@@ -139,6 +140,9 @@ class HostExperts:
         )
         return self(hidden_states.reshape(-1, hidden_states.shape[-1]), ids, weights, out_dtype).reshape(*shape, -1)
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError("HostExperts: must not be copied or pickled, as its op knows it by name: make another one")
+
     def run(self, hidden_states: Tensor, places: Tensor, topk_weights: Tensor, out_dtype: torch.dtype) -> Tensor:
         """Of the op, on checked arguments."""
         given = (hidden_states, places, topk_weights)
@@ -156,10 +160,12 @@ class HostExperts:
         with torch.cuda.device(self.device):
             current = torch.cuda.current_stream()
             stream.wait_stream(current)
-            with torch.cuda.stream(stream):
-                self._host.start(*given, there)
-            here = self._on_device(*given)
-            current.wait_stream(stream)  # before anything of this call is freed, or read
+            try:
+                with torch.cuda.stream(stream):
+                    self._host.start(*given, there)
+                here = self._on_device(*given)
+            finally:  # before anything of this call is read, or freed, as where the device lacks memory
+                current.wait_stream(stream)
             return self._added(here, there, out_dtype)
 
     def _on_device(self, hidden_states: Tensor, places: Tensor, topk_weights: Tensor) -> Tensor | None:
@@ -201,6 +207,8 @@ class HostExperts:
         for table, values in zip((self._first, self._count, self._slots), new.tables().values(), strict=True):
             table.copy_(values)
         self.split = new
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # whatever stream the next call is on
 
     @property
     def parts(self) -> tuple[PreparedWeights, ...]:

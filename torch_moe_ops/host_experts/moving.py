@@ -26,7 +26,7 @@ def move_experts(on_device: PreparedWeights, on_host: PreparedWeights, old: Spli
 
 def _joined(here: RawWeights, there: RawWeights, split: Split) -> RawWeights:
     """All experts, in the router's order. What is one value for all experts is the same on both sides."""
-    order = torch.tensor(split.device + split.host).argsort()
+    order = torch.tensor(split.device + split.host, device="cpu").argsort()
     others = there.tensors()
     tensors: dict[str, Any] = {}
     for name, t in here.tensors().items():

@@ -33,9 +33,9 @@ class Split:
 
     def tables(self) -> dict[str, Tensor]:
         """`first`, `count`, `slots` of `moeq::ep_place`: the place of expert e is its slot."""
-        slots = torch.empty(self.num_experts, dtype=torch.int32)
-        slots[list(self.device + self.host)] = torch.arange(self.num_experts, dtype=torch.int32)
-        first = torch.arange(self.num_experts, dtype=torch.int32)
+        first = torch.arange(self.num_experts, dtype=torch.int32, device="cpu")
+        slots = torch.empty_like(first)
+        slots[list(self.device + self.host)] = first
         return {"first": first, "count": torch.ones_like(first), "slots": slots}
 
     def share(self, raw: RawWeights, experts: tuple[int, ...]) -> RawWeights:
@@ -75,7 +75,7 @@ def checked_ids(experts: Sequence[int], routed: int) -> tuple[int, ...]:
 
 def coldest(load: Tensor | Sequence[int] | None, n: int, routed: int) -> tuple[int, ...]:
     """The n routed experts with the least load, of equal ones the later; ascending."""
-    counts = torch.zeros(routed) if load is None else torch.as_tensor(load).cpu()
+    counts = torch.zeros(routed, device="cpu") if load is None else torch.as_tensor(load, device="cpu")
     if counts.ndim != 1 or counts.shape[0] < routed:
         raise ValueError(f"HostExperts: load must be [{routed}] counts (experts), got {tuple(counts.shape)}")
     values = counts[:routed].tolist()

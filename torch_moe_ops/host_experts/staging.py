@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import threading
 from typing import NamedTuple
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -26,16 +26,19 @@ class Staging:
     """Host memory for max_tokens rows, pinned where there is a GPU, and the GPU's stream for copies.
 
     One for all layers of a device that agree in both sizes: their calls follow one another, so that a layer has its
-    results before the next one writes its rows.
+    results before the next one writes its rows. Threads take turns by `lock`, from writing rows until what reads their
+    results is enqueued, or on a CPU is done.
     """
 
     def __init__(self, device: torch.device, max_tokens: int, hidden_size: int) -> None:
         self.max_tokens, self.hidden_size = max_tokens, hidden_size
+        self.lock = threading.Lock()
+        self.unused: list[int] = []  # jobs of layers that are gone
         pinned = device.type == "cuda"
 
         def make(size: int, dtype: torch.dtype) -> Tensor:
             with torch.inference_mode(False):  # they are written in that mode and outside of it
-                return torch.zeros(size, dtype=dtype, pin_memory=pinned)
+                return torch.zeros(size, dtype=dtype, device="cpu", pin_memory=pinned)
 
         self._hidden = make(max_tokens * hidden_size * _WIDEST, torch.uint8)
         self._places = make(max_tokens * MAX_TOP_K, torch.int32)
@@ -46,6 +49,15 @@ class Staging:
     @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in (self._hidden, self._places, self._weights, self._out))
+
+    def is_done(self) -> bool:
+        """Wait for all that is enqueued. False where a graph is being captured, which waiting would end."""
+        if self.stream is None:
+            return True
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        self.stream.synchronize()
+        return True
 
     def rows(self, count: int, top_k: int, dtype: torch.dtype) -> Rows:
         """Views of the first bytes, as `count` rows of a call."""
@@ -60,7 +72,8 @@ class Staging:
         )
 
 
-_KNOWN: WeakValueDictionary[tuple[torch.device, int, int], Staging] = WeakValueDictionary()
+# For good: the copies of a graph that outlives its layers write here, and not where others have memory by then.
+_KNOWN: dict[tuple[torch.device, int, int], Staging] = {}
 
 
 def staging_of(device: torch.device, max_tokens: int, hidden_size: int) -> Staging:
