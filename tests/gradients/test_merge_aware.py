@@ -128,6 +128,20 @@ def test_merged_beside_the_layer() -> None:
     assert moe.restore(merge_aware.w).equal(raw)
 
 
+def test_what_is_loaded_into_the_base_is_merged() -> None:
+    """In place, as load_state_dict does it, while the factors stay what they are."""
+    raw = make_raw(CASE)
+    other = _merged(raw, factors_of(raw, 1, 4, torch.float32, seed=9))
+    w, lora = moe.prepare(raw, act_format="none"), factors_of(raw, 1, 4, torch.float32)
+    merge_aware = moe.MergeAware.beside(w)
+    assert not merge_aware.update()
+    assert merge_aware.update(lora)
+    w.update_(other)
+    assert merge_aware.update(lora)
+    assert moe.restore(merge_aware.w).equal(_merged(other, lora))
+    assert not merge_aware.update(lora)
+
+
 def test_several_adapters_are_not_merged() -> None:
     raw = make_raw(CASE)
     x, ids, topk = make_batch(CASE)

@@ -50,7 +50,8 @@ class MergeAware:
         made = cls.__new__(cls)
         copies: dict[str, Any] = {name: tensor.clone() for name, tensor in base.tensors().items()}
         made.w = dataclasses.replace(base, **copies)
-        made._base, made._seen, made.origin = None, [], base
+        made._base, made.origin = None, base
+        made._seen = made._versions_of_base()
         return made
 
     @property
@@ -62,13 +63,14 @@ class MergeAware:
     def update(self, *adapters: Lora, sources: Sequence[Tensor] = ()) -> bool:
         """Merge these adapters into the base, each in its turn; without any, take the base back.
 
-        Nothing happens, and the result is False, where no factor was written to since the last call, and no optimizer
-        made a step. sources: what the factors are made of anew for each call, which then tells. What writes to `.data`
+        Nothing happens, and the result is False, where neither a factor nor `base` of `beside` was written to since the
+        last call, and no optimizer made a step. sources: what the factors are made of anew for each call, which then tells. What writes to `.data`
         of a factor outside an optimizer is not seen.
 
         Raises: ValueError for a stack of several adapters, and of `merge_lora`.
         """
-        now = [version for adapter in adapters for version in _versions(adapter, sources)]
+        now = self._versions_of_base()
+        now += [version for adapter in adapters for version in _versions(adapter, sources)]
         if self._seen is not None and _same(now, self._seen):
             return False
         raw, self._seen = self.base, None  # until all of it is done
@@ -79,6 +81,12 @@ class MergeAware:
         self.w.update_(raw)
         self._seen = now
         return True
+
+    def _versions_of_base(self) -> list[_Version]:
+        """Of what `beside` left as it is, which others may load into; an inference tensor has no version."""
+        if self._base is not None:
+            return []
+        return [(t, 0 if t.is_inference() else t._version, 0, 1.0) for t in self.origin.tensors().values()]
 
 
 _Version = tuple[Tensor, int, int, float]
