@@ -350,3 +350,15 @@ def test_transformers_trainer(tmp_path: Path) -> None:
     before = {name: p.detach().clone() for name, p in factors(model).items()}
     trainer.train()
     assert all(not torch.equal(p, before[name]) for name, p in factors(model).items())
+
+
+def test_shared_experts_inside_are_refused() -> None:
+    """Adapters are of the routed experts alone: a pass with them would leave the others out."""
+    folder = CHECKPOINTS / "deepseek_v3_modelopt_nvfp4"
+    moeq_transformers.register(act_format="none", shared_experts=True)
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    finally:
+        moeq_transformers.register(act_format="none")
+    with pytest.raises(ValueError, match="must hold routed experts alone, got 1 shared ones inside: attach_experts or"):
+        prepare_for_peft(model)

@@ -64,8 +64,8 @@ class MergeAware:
         """Merge these adapters into the base, each in its turn; without any, take the base back.
 
         Nothing happens, and the result is False, where neither a factor nor `base` of `beside` was written to since the
-        last call, and no optimizer made a step. sources: what the factors are made of anew for each call, which then tells. What writes to `.data`
-        of a factor outside an optimizer is not seen.
+        last call, and no optimizer made a step. sources: what the factors are made of anew for each call, which then
+        tells. What writes to `.data` of a factor outside an optimizer is not seen.
 
         Raises: ValueError for a stack of several adapters, and of `merge_lora`.
         """

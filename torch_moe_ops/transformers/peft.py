@@ -57,7 +57,8 @@ def prepare_for_peft(model: Any, *, merge_aware: bool = False) -> Any:
     Returns: the model.
     Raises:
         ImportError: no peft with `target_parameters`.
-        ValueError: no packed experts; experts that do not run through the experts interface (Llama 4).
+        ValueError: no packed experts; experts that do not run through the experts interface (Llama 4), or hold shared
+            ones too.
     """
     _intercept_wrappers()
     packed = [found for found in find_experts(model) if hasattr(found.module, HOLDER)]
@@ -68,6 +69,11 @@ def prepare_for_peft(model: Any, *, merge_aware: bool = False) -> Any:
             raise ValueError(
                 f"prepare_for_peft: {found.name} must run through the experts interface of transformers, got "
                 f"{type(found.module).__name__}"
+            )
+        if shared := getattr(found.module, HOLDER).prepared.num_shared_experts:
+            raise ValueError(
+                f"prepare_for_peft: {found.name} must hold routed experts alone, got {shared} shared ones inside: "
+                "attach_experts or register with shared_experts=False leaves them beside"
             )
     dtype = _dtype_of(model)
     for found in packed:
