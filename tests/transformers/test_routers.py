@@ -180,6 +180,37 @@ def test_a_model_that_is_asked_for_router_logits_gives_its_own(name: str, dtype:
     assert all(relative_l2(a, b) < (F32 if dtype == torch.float32 else 2e-2) for a, b in zip(got, want, strict=True))
 
 
+def test_a_router_whose_left_out_groups_may_be_chosen_keeps_its_own_operations() -> None:
+    """A.X-K2's counts them as 0, which is more than a score that a negative correction makes less."""
+    try:
+        config = transformers.AutoConfig.for_model("axk2", n_group=4, topk_group=2, num_experts_per_tok=2)
+    except (ValueError, KeyError):
+        pytest.skip(f"transformers {transformers.__version__} does not have it")
+    from transformers.models.axk2 import modeling_axk2
+
+    router = modeling_axk2.AXK2TopkRouter(config)
+    assert router.num_group == 4
+    assert routers.find_options(router) is None
+    config.n_group = None  # as in the light ones
+    found = routers.find_options(modeling_axk2.AXK2TopkRouter(config))
+    assert found is not None and found.options[0] == "deepseek_v3"
+
+
+def test_a_router_that_is_given_more_than_was_tried_runs_its_own_operations(
+    monkeypatch: pytest.MonkeyPatch, everywhere: None
+) -> None:
+    model = tiny_model("deepseek_v3")
+    moeq_transformers.quantize_model(model, "none")
+    calls = _calls(monkeypatch)
+    router = routers_of(model)[0]
+    hidden = torch.randn(3, router.weight.shape[1])
+    with torch.no_grad():
+        router(hidden)
+        with pytest.raises(TypeError, match="positional arguments"):
+            router(hidden, torch.ones(router.weight.shape[0]))
+    assert len(calls) == 1
+
+
 def test_what_was_replaced_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "torch_moe_ops")
     moeq_transformers.quantize_model(tiny_model("qwen3_moe"), "none")

@@ -12,7 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,11 +36,13 @@ class RouterOptions:
         options: routing_method, top_k, n_group, topk_group, routed_scaling_factor, renormalize.
         in_float32: logits are a product of float32 copies, whatever the model's dtype.
         has_correction: a correction bias of the scores belongs to the router, or is given to its forward.
+        given: how many arguments of its forward there are besides hidden states: 1 where that is the correction.
     """
 
     options: tuple[str, int, int, int, float, bool | None]
     in_float32: bool
     has_correction: bool
+    given: int = 0
 
 
 def replace_routers(model: nn.Module, modules: list[ExpertsModule]) -> None:
@@ -96,20 +98,41 @@ def find_options(router: nn.Module) -> RouterOptions | None:
     # Some are given the correction by the block that they are in.
     correction = torch.randn(weight.shape[0], generator=generator) * 0.2
     for given in ((), (correction,)):
-        try:
-            logits, weights, ids = _original(type(probe))(probe, hidden, *given)
-        except (TypeError, ValueError, IndexError, RuntimeError):  # takes other arguments, or gives other results
+        # Choices below 0 show what becomes of groups that are left out.
+        first, second = (_tried(probe, hidden, given, less) for less in (0.0, 2.0))
+        if first is None or second is None:
             continue
-        # A cap, a norm or a temperature would be lost. Older releases give other results, or in another order.
-        product = nn.functional.linear(hidden, weight, probe._parameters.get("bias"))
-        alike = isinstance(logits, Tensor) and logits.shape == product.shape
-        if not alike or not torch.allclose(logits.float(), product, rtol=1e-5, atol=1e-6):
-            continue
-        bias = given[0] if given else _correction(probe)
-        for options in _candidates(router, ids.shape[-1], bias is not None):
-            if _same(logits, bias, options, ids, weights):
-                return RouterOptions(options, _multiplies_in_float32(probe, hidden, given), bias is not None)
+        for options in _candidates(router, first.ids.shape[-1], first.bias is not None):
+            if _same(first, options) and _same(second, options):
+                in_float32 = _multiplies_in_float32(probe, hidden, given)
+                return RouterOptions(options, in_float32, first.bias is not None, len(given))
     return None
+
+
+class _Trial(NamedTuple):
+    logits: Tensor
+    bias: Tensor | None
+    ids: Tensor
+    weights: Tensor
+
+
+def _tried(router: nn.Module, hidden: Tensor, given: tuple[Tensor, ...], less: float) -> _Trial | None:
+    """What a router gives with its correction bias lowered by `less`; None where its logits are no plain product."""
+    probe, given = copy.deepcopy(router), tuple(tensor - less for tensor in given)
+    own = _correction(probe)
+    if own is not None:
+        own.data = own.data - less
+    try:
+        logits, weights, ids = _original(type(probe))(probe, hidden, *given)
+    except (TypeError, ValueError, IndexError, RuntimeError):  # takes other arguments, or gives other results
+        return None
+    # A cap, a norm or a temperature would be lost. Older releases give other results, or in another order.
+    weight: Any = probe._parameters["weight"]
+    product = nn.functional.linear(hidden, weight, probe._parameters.get("bias"))
+    alike = isinstance(logits, Tensor) and logits.shape == product.shape
+    if not alike or not torch.allclose(logits.float(), product, rtol=1e-5, atol=1e-6):
+        return None
+    return _Trial(logits, given[0] if given else own, ids, weights)
 
 
 def _multiplies_in_float32(probe: nn.Module, hidden: Tensor, given: tuple[Tensor, ...]) -> bool:
@@ -141,8 +164,9 @@ def _candidates(router: Any, top_k: int, has_bias: bool) -> Iterator[tuple[str, 
                     yield method.name, top_k, n_group, topk_group, factor, renormalize
 
 
-def _same(logits: Tensor, bias: Tensor | None, options: tuple[Any, ...], ids: Tensor, weights: Tensor) -> bool:
+def _same(trial: _Trial, options: tuple[Any, ...]) -> bool:
     """Whether `moeq::route` chooses the same experts with the same weights, in whatever order."""
+    logits, bias, ids, weights = trial
     try:
         our_ids, our_weights = torch.ops.moeq.route(logits.float(), bias, *options)
     except RuntimeError:  # options that do not go together, such as groups of one expert
@@ -173,6 +197,7 @@ def _intercept(kind: Any) -> None:
             routing is None
             or self.training
             or hidden_states.device.type not in KERNEL_DEVICES
+            or len(given) + len(named) != routing.given  # it has not been tried with such arguments
             or any(tensor is None for tensor in (*given, *named.values()))  # no correction
             or (torch.is_grad_enabled() and (hidden_states.requires_grad or self.weight.requires_grad))
         ):
