@@ -17,6 +17,8 @@ from problems import Case, make_batch, make_raw
 
 import torch_moe_ops as moe
 from torch_moe_ops.backends import BACKENDS
+from torch_moe_ops.backends.sm90 import scales
+from torch_moe_ops.core.same_bits import same_bits
 
 RUNNABLE = [
     name
@@ -206,6 +208,22 @@ def test_dequantized_experts_are_float32_whatever_the_default() -> None:
         assert {t.dtype for t in moe.dequantize_experts(raw)} == {torch.float32}
     finally:
         torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize(("backend", "scheme"), [("cuda_sm90_folded", "nvfp4"), ("cuda_sm90_int4", "int4")])
+def test_layouts_are_the_same_whatever_the_default(backend: str, scheme: str) -> None:
+    """Whoever loads a model often has its dtype as default meanwhile; float16 has no 2^112."""
+    raw, before = make_raw(Case(scheme=scheme, inter=64)), torch.get_default_dtype()
+    scales._units.cache_clear()  # a first call
+    try:
+        torch.set_default_dtype(torch.float16)
+        found = BACKENDS[backend].prepare(raw)
+    finally:
+        torch.set_default_dtype(before)
+        scales._units.cache_clear()
+    expected = BACKENDS[backend].prepare(raw)
+    assert {name: t.dtype for name, t in found.items()} == {name: t.dtype for name, t in expected.items()}
+    assert all(same_bits(found[name], t) for name, t in expected.items())
 
 
 def test_scalars_follow_the_stated_formulas() -> None:

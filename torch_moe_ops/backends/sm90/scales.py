@@ -158,7 +158,7 @@ def _in_rows(stored: Tensor, blocks: int) -> Tensor:
 @cache
 def _units(device: torch.device) -> Tensor:
     """What the scales of rows g and g + 8 are multiplied by, in the order of to_tiles."""
-    return torch.tensor([2.0**112, 2.0**108], device=device).view(2, 1, 1, 1)
+    return torch.tensor([2.0**112, 2.0**108], dtype=torch.float32, device=device).view(2, 1, 1, 1)
 
 
 @cache

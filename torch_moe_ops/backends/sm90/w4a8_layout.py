@@ -78,7 +78,7 @@ def fold(codes: Tensor, scale: Tensor, rows: int, gated: bool, name: str) -> tup
     """
     experts, _, columns = codes.shape
     out = codes.new_empty(codes_shape(experts, rows, 2 * columns, FP8_BYTES))
-    scales = torch.empty((experts, rows, 1), device=codes.device)
+    scales = torch.empty((experts, rows, 1), dtype=torch.float32, device=codes.device)
     for e in range(experts):
         _check_scales(scale[e], name, e)
         rounded, exponent = w4a8.round_weights(codes[e], scale[e])
