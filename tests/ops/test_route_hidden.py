@@ -143,3 +143,33 @@ def test_autocast_changes_nothing() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         got = route_hidden(x, weight, bias, None, "renormalize", 3)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_are_in_float32_under_autocast(compiled: bool) -> None:
+    """A compiler traces the backward pass where it traces the forward pass."""
+    generator = torch.Generator().manual_seed(5)
+    hidden, weight = (torch.randn(rows, 64, generator=generator) for rows in (7, 8))
+
+    def product(weight: Tensor) -> Tensor:
+        return torch.ops.moeq.route_hidden(hidden, weight, None, None, "default", 2)[2].square().sum()
+
+    def gradient(autocast: bool) -> Tensor:
+        leaf = weight.clone().requires_grad_()
+        called = torch.compile(product, fullgraph=True, backend="aot_eager") if compiled and autocast else product
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            result = called(leaf)
+            if not compiled:
+                result.backward()
+        if compiled:
+            result.backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    torch.testing.assert_close(gradient(True), gradient(False), rtol=1e-6, atol=1e-6)
+
+
+def test_gradients_on_the_meta_device() -> None:
+    leaf = torch.zeros(8, 64, device="meta", requires_grad=True)
+    route_hidden(torch.zeros(7, 64, device="meta"), leaf, None, None, "default", 2)[2].sum().backward()
+    assert leaf.grad is not None and leaf.grad.shape == (8, 64) and leaf.grad.is_meta

@@ -12,6 +12,7 @@ the op's body itself where nothing else is to come between them: dispatching a s
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +91,7 @@ class _Node(_SingleLevelFunction):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         needs = ctx.needs_input_grad[_OWN_ARGUMENTS:]
+        grad = next(g for g in grads if g is not None and g.is_floating_point())
         found: dict[int, Tensor] = {}
         constant: tuple[int, ...] = ()
         if ctx.rule is None:
@@ -99,13 +101,20 @@ class _Node(_SingleLevelFunction):
             args = tuple(next(saved) if plain is None else plain[0] for plain in ctx.plain)
             inputs, named = [(a.shape, a.dtype) if isinstance(a, Tensor) else None for a in args], True
             smooth = tuple(need and ctx.rule.differentiable(i, args) for i, need in enumerate(needs))
-            found = ctx.rule.backward(args, tuple(saved), grads, smooth) if any(smooth) else {}
+            if any(smooth):
+                with _without_autocast(grad.device.type):
+                    found = ctx.rule.backward(args, tuple(saved), grads, smooth)
             constant = ctx.rule.constant
-        grad = next(g for g in grads if g is not None and g.is_floating_point())
         for i, needed in enumerate(needs):
             if needed and i not in found and i not in constant:
                 found[i] = torch.ops.moeq_autograd.refuse(grad, *inputs[i], ctx.op, ctx.names[i] if named else "")
         return (*(None,) * _OWN_ARGUMENTS, *(found.get(i) for i in range(len(needs))))
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """For a rule's products, which a compiler traces under the forward pass's autocast, and which are in float32."""
+    on = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)  # meta has none
+    return torch.autocast(device_type, enabled=False) if on else nullcontext()
 
 
 _OWN_ARGUMENTS = 5  # of _Node.forward, before those of the op
