@@ -106,6 +106,18 @@ def test_sizes(backend: str, changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("only", [("a13", "b13"), ("a2", "b2")])
+@pytest.mark.parametrize("activation", ["silu", "relu2_no_mul"])
+def test_adapters_of_a_narrower_layer_that_the_layout_pads_alike(activation: str, only: tuple[str, str]) -> None:
+    case = replace(LARGE, scheme="none", hidden=64, inter=30, activation=activation)
+    other = factors_of(make_raw(replace(case, inter=26)), 1, 3, case.dtype)
+    lora = replace(other, **{name: None for name in ("a13", "b13", "a2", "b2") if name not in only})
+    w = moe.prepare(make_raw(case), act_format="none", activation=activation, backend="cpu")
+    x, ids, topk_weights = make_batch(case)
+    with pytest.raises(RuntimeError, match=r"lora\.(b13|a2) must have size \d+ in dimension \d, as the layer's inter"):
+        moe.fused_moe_routed(x, ids, topk_weights, w, lora=lora)
+
+
+@pytest.mark.parametrize("only", [("a13", "b13"), ("a2", "b2")])
 def test_one_projection(only: tuple[str, ...]) -> None:
     for scheme in ("nvfp4", "none"):
         _check(replace(LARGE, scheme=scheme, inter=24 if scheme == "none" else 96, dtype=torch.float32), "cpu", 1, only)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torch_moe_ops.core.activations import is_gated
 from torch_moe_ops.core.call import FIELDS
 from torch_moe_ops.prepared.prepared_weights import PreparedWeights
 
@@ -84,6 +85,7 @@ def run_with_lora(
     merged: bool,
 ) -> Tensor:
     """`torch.ops.moeq.moe_routed_lora` on prepared weights. Arguments as `fused_moe_routed` passes them to its op."""
+    _check_width(lora, w)
     scaling = lora.scaling
     if not isinstance(scaling, Tensor):
         scaling = torch.full((1,), scaling, dtype=torch.float32, device=hidden_states.device)
@@ -107,6 +109,19 @@ def run_with_lora(
         out_dtype,
         merged,
     )
+
+
+def _check_width(lora: Lora, w: PreparedWeights) -> None:
+    """The op sees a layout's padded sizes, into which adapters of narrower layers may fit too."""
+    width, halves = w.intermediate_size, 2 if is_gated(w.activation) else 1
+    for name, dim, wanted in (("a2", 2, width), ("b13", 1, halves * width)):
+        factor = getattr(lora, name)
+        if factor is not None and factor.ndim == 3 and factor.shape[dim] != wanted:
+            got = tuple(factor.shape)
+            raise RuntimeError(
+                f"fused_moe_routed: lora.{name} must have size {wanted} in dimension {dim}, as the layer's "
+                f"intermediate_size is {width}, got shape {got}"
+            )
 
 
 _WEIGHTS = FIELDS[FIELDS.index("w13") : FIELDS.index("backend")]
