@@ -8,7 +8,7 @@ VENV   ?= .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 
-SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/cpu/*.cpp csrc/cpu/*.h csrc/generated/* csrc/cuda/* csrc/cuda/expert_parallel/* csrc/cuda/sm90/*)
+SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/cpu/*.cpp csrc/cpu/*.h csrc/generated/* csrc/cuda/* csrc/cuda/expert_parallel/* csrc/cuda/sm90/*/*)
 
 CXX_SOURCES := find csrc tests/cpp -name '*.c[pu]*' -o -name '*.h'
 

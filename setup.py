@@ -179,7 +179,7 @@ def build_command(cpp: Any) -> Any:
                 ext.extra_objects = [o for isa in isas() for o in self.compile_isa(ext, isa)]
             if ext.name.endswith("._C_cuda"):
                 flags = {**ext.extra_compile_args, "nvcc": cuda_flags(cuda_targets.flags([cuda_targets.HOPPER], False))}
-                ext.extra_objects = self.compile_with(ext, "sm90", sources("cuda/sm90", "*.cu"), flags)
+                ext.extra_objects = self.compile_with(ext, "sm90", sources("cuda/sm90", "*/*.cu"), flags)
             super().build_extension(ext)
 
         def compile_isa(self, ext: Any, isa: str) -> list[str]:

@@ -12,7 +12,7 @@ export MOEQ_CUDA=${MOEQ_CUDA:-0}
 rm -rf dist build
 "$python" -m build --no-isolation --sdist --outdir dist .
 sdist=$(ls dist/*.tar.gz)
-for needed in csrc/cpu/isa_avx512bf16.cpp csrc/cpu/isa.h csrc/cuda/sm90/decode.cu torch_moe_ops/py.typed; do
+for needed in csrc/cpu/isa_avx512bf16.cpp csrc/cpu/isa.h csrc/cuda/sm90/decode/decode.cu torch_moe_ops/py.typed; do
   # Not grep -q: it would end tar's output early, which pipefail takes for a failure.
   tar -tzf "$sdist" | grep "/$needed\$" >/dev/null || { echo "build_wheels: $sdist lacks $needed" >&2; exit 1; }
 done

@@ -96,7 +96,7 @@ def test_the_generic_kernels_are_built_for_every_target(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_kernels_for_hopper_are_built_for_it_alone(tmp_path: Path) -> None:
-    assert _objects(tmp_path, "csrc/cuda/sm90/schedule.cu") == {"schedule": [{SM90A}]}
+    assert _objects(tmp_path, "csrc/cuda/sm90/prefill/schedule.cu") == {"schedule": [{SM90A}]}
 
 
 @pytest.mark.skipif(not extension.has_cuda_extension(), reason="torch_moe_ops._C_cuda is not installed")

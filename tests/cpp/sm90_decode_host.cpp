@@ -1,8 +1,8 @@
 // The decoders of the Hopper kernels behind a C interface, so that a test can run them without a GPU: what each of a
 // tile's 128 threads makes of its codes and scales, in the natural order of rows and K.
-#include "../../csrc/cuda/sm90/decode_e4m3.cuh"
-#include "../../csrc/cuda/sm90/formats.cuh"
-#include "../../csrc/cuda/sm90/layout.h"
+#include "../../csrc/cuda/sm90/formats/decoder_e4m3.cuh"
+#include "../../csrc/cuda/sm90/formats/formats.cuh"
+#include "../../csrc/cuda/sm90/layout/layout.h"
 
 namespace {
 

@@ -58,7 +58,7 @@ cudaError_t entry_point(const char* name, void** function, unsigned int, unsigne
 #define cudaGetDevice next_device
 #define cudaDeviceGetAttribute attribute
 #define cudaGetDriverEntryPointByVersion entry_point
-#include "../../csrc/cuda/sm90/partition.cu"
+#include "../../csrc/cuda/sm90/launch/partition.cu"
 
 // Multiprocessors, negative unless they are the whole device; 0: an error.
 extern "C" int partition(const Machine* given) {

@@ -25,14 +25,14 @@ cudaError_t given_attribute(int* value, cudaDeviceAttr, int) {
 
 }  // namespace
 
-#include "../../csrc/cuda/sm90/decode_few.h"
+#include "../../csrc/cuda/sm90/decode_few/decode_few.h"
 #pragma push_macro("__device__")
 #undef __device__
 #define __device__
 #define blockIdx this_block
 #define gridDim this_grid
 #define __float2int_rz(value) static_cast<int>(value)
-#include "../../csrc/cuda/sm90/decode_few_deal.cuh"
+#include "../../csrc/cuda/sm90/decode_few/decode_few_deal.cuh"
 #undef __float2int_rz
 #undef gridDim
 #undef blockIdx
@@ -40,7 +40,7 @@ cudaError_t given_attribute(int* value, cudaDeviceAttr, int) {
 
 #define cudaGetDevice no_device
 #define cudaDeviceGetAttribute given_attribute
-#include "../../csrc/cuda/sm90/decode_few_plan.cu"
+#include "../../csrc/cuda/sm90/decode_few/decode_few_plan.cu"
 
 namespace few = moeq::sm90::few;
 

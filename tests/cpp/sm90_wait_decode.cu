@@ -1,8 +1,8 @@
 // Waits of the decode kernels for what nobody ever does, by their own code; the argument says which.
 #include <cstring>
 
-#include "../../csrc/cuda/sm90/decode_exchange.cuh"
-#include "../../csrc/cuda/sm90/decode_kernel.cuh"
+#include "../../csrc/cuda/sm90/decode/decode_exchange.cuh"
+#include "../../csrc/cuda/sm90/decode/decode_kernel.cuh"
 #include "timed_wait.cuh"
 
 using namespace moeq::sm90;

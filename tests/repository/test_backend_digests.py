@@ -117,8 +117,8 @@ def test_every_compiled_source_belongs_to_a_backend() -> None:
     compiled = {p.relative_to(ROOT) for p in (ROOT / "csrc").rglob("*") if p.suffix in (".cu", ".cpp")}
     used = {p.relative_to(ROOT) for name in BACKENDS for p in digests.files_of(name)}
     left = {str(p) for p in compiled - used}
-    apart = ("csrc/cuda/module", "csrc/cuda/quantize", "csrc/cuda/dynamic_gscale", "csrc/cuda/sm90/op_route")
-    apart += ("csrc/cuda/expert_parallel/", "csrc/cuda/sm90/route_hidden")
+    apart = ("csrc/cuda/module", "csrc/cuda/quantize", "csrc/cuda/dynamic_gscale", "csrc/cuda/sm90/ops/op_route")
+    apart += ("csrc/cuda/expert_parallel/", "csrc/cuda/sm90/routing/route_hidden")
     assert not {p for p in left if not p.startswith(apart)}
 
 

@@ -1,4 +1,4 @@
-"""The `cuda_sm90_bf16` backend: unquantized bfloat16 weights on Hopper, in csrc/cuda/sm90/bf16* (docs/hopper.md).
+"""The `cuda_sm90_bf16` backend: unquantized bfloat16 weights on Hopper, in csrc/cuda/sm90/bf16 (docs/hopper.md).
 
 Weights stay in the linear layout. Many tokens are multiplied by this backend's own kernels, few by those of `triton`,
 which read the same tensors and are as fast as memory there; so is a layer on float16 hidden states.

@@ -1,7 +1,7 @@
 """The `cuda_sm90_packed` and `cuda_sm90_folded` backends: NVFP4 weights on fp8 activations, on Hopper's tensor cores.
 
-One backend a weight policy, as each has a layout of its own (csrc/cuda/sm90/w4a8_layout.h); the kernels are the same:
-grouped GEMMs made for many tokens, and for very few the decode kernel. docs/numerics.md
+One backend a weight policy, as each has a layout of its own (csrc/cuda/sm90/layout/w4a8_layout.h); the kernels are
+the same: grouped GEMMs made for many tokens, and for very few the decode kernel. docs/numerics.md
 says what the policies round, docs/hopper.md how exact the tensor cores' sums are.
 """
 
@@ -113,7 +113,7 @@ def run(weights: str, call: ExpertsCall, out: Tensor, decode_tokens: int = 0) ->
     """Fill `out` [num_tokens, hidden_size] (bfloat16, float16 or float32, contiguous) from a checked call.
 
     Args:
-        weights: one of SM90_WEIGHTS, as csrc/cuda/sm90/w4a8.h says.
+        weights: one of SM90_WEIGHTS, as csrc/cuda/sm90/w4a8/w4a8.h says.
         decode_tokens: up to so many are for the decode kernel, where it takes the layer.
     """
     check_device(call)

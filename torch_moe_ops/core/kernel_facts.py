@@ -27,7 +27,7 @@ class CpuPanels:
 
 
 class Sm90:
-    """The layout of 4-bit weights (csrc/cuda/sm90/layout.h), and what every Hopper kernel takes."""
+    """The layout of 4-bit weights (csrc/cuda/sm90/layout/layout.h), and what every Hopper kernel takes."""
 
     TILE_ROWS = 64
     TILE_K = 64
@@ -53,7 +53,7 @@ class Sm90Few:
 
 
 class Sm90W4a8:
-    """The layouts of weights for fp8 GEMMs (csrc/cuda/sm90/w4a8_layout.h)."""
+    """The layouts of weights for fp8 GEMMs (csrc/cuda/sm90/layout/w4a8_layout.h)."""
 
     MAX_K = 65536  # of either GEMM: a row is quantized by one thread block
     TILE_ROWS = 64
@@ -94,8 +94,8 @@ SM90_FORMATS: dict[str, TileScales] = {
     "int4_zero": TileScales(1, 4),
 }
 SM90_KERNELS = ("decode", "slim", "narrow", "wide")  # by the numbers that the op knows them by; the last three: tiles
-SM90_WEIGHTS = ("packed", "rows", "blocks")  # of fp8 GEMMs (csrc/cuda/sm90/w4a8.h)
-# To which activations are rounded beside 4-bit weights (csrc/cuda/sm90/rounded_problem.h).
+SM90_WEIGHTS = ("packed", "rows", "blocks")  # of fp8 GEMMs (csrc/cuda/sm90/w4a8/w4a8.h)
+# To which activations are rounded beside 4-bit weights (csrc/cuda/sm90/problem/rounded_problem.h).
 SM90_ACT_FORMATS = ("nvfp4", "fp8", "mxfp8")
 
 

@@ -23,7 +23,7 @@ from torch_moe_ops.numerics import e4m3, w4a8
 
 # rows in all, K, gated; neither rows nor K fill their tiles.
 SHAPES = ((192, 208, True), (256, 256, True), (130, 144, False), (64, 128, False))
-SIGN_BITS = (7, 15, 23, 31, 3, 11, 19, 27)  # kSignBits of csrc/cuda/sm90/w4a8_layout.h
+SIGN_BITS = (7, 15, 23, 31, 3, 11, 19, 27)  # kSignBits of csrc/cuda/sm90/layout/w4a8_layout.h
 
 
 def random_weight(rows: int, k: int, experts: int = 2) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """The layout "cuda_sm90" of 4-bit weights: tiles of codes and scales, and the exact inverse.
 
-csrc/cuda/sm90/layout.h says where bits lie.
+csrc/cuda/sm90/layout/layout.h says where bits lie.
 
 A weight [E, N, K] is [E, row tiles, K tiles, 2048]: tiles of 64 rows x 64 values in the order in which a warpgroup's
 threads hold the A operand of wgmma. Scales are tiled alike; scales.py says what is stored of each. Rows and K are

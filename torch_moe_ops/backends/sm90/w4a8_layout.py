@@ -1,6 +1,6 @@
 """The layouts of weights for fp8 GEMMs: NVFP4 codes, e4m3 codes, and their exact inverses.
 
-csrc/cuda/sm90/w4a8_layout.h says where bits lie; numerics/w4a8.py, how NVFP4 weights are rounded. A weight
+csrc/cuda/sm90/layout/w4a8_layout.h says where bits lie; numerics/w4a8.py, how NVFP4 weights are rounded. A weight
 [E, N, K] is [E, row tiles, K tiles, bytes] in tiles of 64 rows x 128 values. Rows and K are padded with zeros; where
 gated, each half of w13 by itself, to multiples of 128, as it becomes K of the second GEMM.
 """

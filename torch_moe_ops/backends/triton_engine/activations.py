@@ -18,7 +18,7 @@ def _sigmoid(x):
 
 @triton.jit
 def _tanh(x):
-    """Exact relative to the result, however small; below 0.7 the odd polynomial of csrc/cuda/sm90/sigmoids.cuh."""
+    """Exact relative to the result, however small; below 0.7 the odd polynomial of sm90/numerics/sigmoids.cuh."""
     size = tl.abs(x)
     square = size * size
     series = -0.0051386617 * square + 0.02009197

@@ -1,6 +1,6 @@
 """Packed weights of the layout "cuda_sm90" -> numbers in their own order, in one pass over memory.
 
-csrc/cuda/sm90/layout.h says where bits lie; 4-bit codes, in tiles of 64 rows by 64 values of K.
+csrc/cuda/sm90/layout/layout.h says where bits lie; 4-bit codes, in tiles of 64 rows by 64 values of K.
 """
 
 from __future__ import annotations

@@ -1,0 +1,101 @@
+// The products of one tile: mma.m16n8k16 with the weights as A and up to 8 * kGroups tokens as B. Four warps multiply a
+// tile, 16 of its 64 rows each.
+#pragma once
+#include "decode_feed.cuh"
+#include "../formats/formats.cuh"
+
+namespace moeq::sm90::decode {
+
+template <int kGroups>
+struct Sums {
+  float v[kGroups][4];  // of group i: rows g, g, g + 8, g + 8; tokens 8 * i + 2 * c, and one more, twice
+};
+
+__device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// What a thread needs to know of the row tile it sums.
+template <int kGroups>
+struct RowTile {
+  int entry, row_tile;
+  Entry what;
+  int groups;
+  int scale_offset;  // of this thread's scales in a stage
+  int row_offset[kGroups];  // of this thread's token
+};
+
+template <class Format, int kGroups>
+__device__ __forceinline__ void open_entry(const Shared& s, const Ring& ring, RowTile<kGroups>& tile_row, int entry) {
+  const int lane = threadIdx.x % 32;
+  tile_row.entry = entry;
+  tile_row.scale_offset = ring.stage_tiles * kTileCodeBytes + Format::scale_offset(threadIdx.x % 128);
+  tile_row.what = s.entries[entry];
+  tile_row.groups = (tile_row.what.count + kGroupTokens - 1) / kGroupTokens;
+#pragma unroll
+  for (int i = 0; i < kGroups; ++i) {
+    // Columns without a token repeat the last one: their sums are not used.
+    const int token = min(i * kGroupTokens + lane / 4, tile_row.what.count - 1);
+    tile_row.row_offset[i] = ring.weight_bytes + token * ring.row_bytes + lane % 4 * 32;
+  }
+}
+
+// `zeros` is not null where this thread's 16 values of K lie beyond the operand's end.
+template <class Format, int kGroups>
+__device__ __forceinline__ void multiply_tile(const uint8_t* stage, int tile, const RowTile<kGroups>& tile_row,
+                                              const uint32_t* zeros, Sums<kGroups>& sums) {
+  const int thread = threadIdx.x % 128;
+  const uint4 codes = *reinterpret_cast<const uint4*>(stage + tile * kTileCodeBytes + 16 * thread);
+  const uint8_t* scale_at = stage + tile_row.scale_offset + tile * Format::kTileScaleBytes;
+  const auto scale_word = *reinterpret_cast<const typename Format::ScaleWord*>(scale_at);
+  typename Format::Scales scales[Format::kTerms];
+  scales[0] = Format::scales(scale_word);
+  if constexpr (Format::kTerms == 2) {
+    scales[1] = Format::rest_scales(scale_word);
+  }
+  const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
+  const uint8_t* rows[kGroups];
+#pragma unroll
+  for (int i = 0; i < kGroups; ++i) {
+    rows[i] = zeros != nullptr ? reinterpret_cast<const uint8_t*>(zeros) : stage + tile_row.row_offset[i] + tile * 128;
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint4 b[kGroups];
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i) {
+      if (i == 0 || i < tile_row.groups) {
+        b[i] = *reinterpret_cast<const uint4*>(rows[i] + 16 * half);
+      }
+    }
+#pragma unroll
+    for (int term = 0; term < Format::kTerms; ++term) {
+      uint32_t first[4], second[4];
+      Format::decode(words[2 * half], scales[term], first);
+      Format::decode(words[2 * half + 1], scales[term], second);
+#pragma unroll
+      for (int i = 0; i < kGroups; ++i) {
+        if (i == 0 || i < tile_row.groups) {
+          multiply_add(sums.v[i], first, b[i].x, b[i].y);
+          multiply_add(sums.v[i], second, b[i].z, b[i].w);
+        }
+      }
+    }
+  }
+}
+
+template <int kGroups>
+__device__ __forceinline__ void clear(Sums<kGroups>& sums) {
+#pragma unroll
+  for (int i = 0; i < kGroups; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      sums.v[i][j] = 0.0f;
+    }
+  }
+}
+
+}  // namespace moeq::sm90::decode

@@ -1,0 +1,62 @@
+// The decode of very few tokens with 4-bit weights (decode_few_kernel.cuh), and its launch with any.
+#include "../launch/cooperative_launch.h"
+#include "decode_few_kernel.cuh"
+
+namespace moeq::sm90::few {
+
+// Of launches that take the whole device.
+__device__ uint4 whole_device_exchange[2 * kExchangePairs];
+__device__ uint32_t whole_device_epochs[kMaxBlocks];
+
+const void* kernel_of(Format format, Kind kind) {
+  switch (format) {
+    case Format::kMxfp4:
+      return kernel_of<Mxfp4Format>(kind);
+    case Format::kInt4Per32:
+      return kernel_of<Int4Format<32>>(kind);
+    case Format::kInt4Per64:
+      return kernel_of<Int4Format<64>>(kind);
+    case Format::kInt4Zero:
+      return kernel_of<Int4ZeroFormat>(kind);
+    default:
+      return kind == Kind::kQuantized         ? kernel<Nvfp4Format, Kind::kQuantized>()
+             : kind == Kind::kQuantizedShared ? kernel<Nvfp4Format, Kind::kQuantizedShared>()
+                                              : kernel_of<Nvfp4Format>(kind);
+  }
+}
+
+// Clears a launch's own exchange, in its workspace, or finds that of the whole device.
+cudaError_t give_exchange(const Plan& plan, Args& args) {
+  if (!args.p.partition.whole_device) {
+    return cudaMemsetAsync(args.exchange, 0, exchange_bytes(plan), args.p.stream);
+  }
+  static KnownAddresses known_exchange, known_epochs;
+  void *exchange = nullptr, *epochs = nullptr;
+  cudaError_t error = find_variable(whole_device_exchange, known_exchange, exchange);
+  if (error == cudaSuccess) {
+    error = find_variable(whole_device_epochs, known_epochs, epochs);
+  }
+  args.exchange = static_cast<uint4*>(exchange);
+  args.epochs = static_cast<uint32_t*>(epochs);
+  return error;
+}
+
+cudaError_t launch(Plan& plan, const void* kernel, KnownDevices& known) {
+  const Problem& p = plan.args.p;
+  cudaError_t error = allow_shared_memory(kernel, plan.shared_bytes, known);
+  if (error == cudaSuccess) {
+    error = give_exchange(plan, plan.args);
+  }
+  if (error != cudaSuccess) {
+    return error;
+  }
+  return launch_together(kernel, plan.args, plan.grid, kBlockThreads, plan.shared_bytes, p.stream);
+}
+
+cudaError_t run(Plan& plan) {
+  static KnownDevices known[kFormats][kKinds];
+  const Format format = plan.args.p.format;
+  return launch(plan, kernel_of(format, plan.kind), known[static_cast<int>(format)][static_cast<int>(plan.kind)]);
+}
+
+}  // namespace moeq::sm90::few

@@ -1,0 +1,101 @@
+// Sizes of a decode launch for very few tokens: what the host allocates and what both sides agree on.
+#pragma once
+#include "../decode/decode_plan.h"
+#include "../launch/known_devices.h"
+#include "../layout/weight_scales.h"
+
+namespace moeq::sm90::few {
+
+constexpr int kWarps = 16;                       // that multiply; one more copies
+constexpr int kThreads = 32 * kWarps;
+constexpr int kCopier = kWarps;
+constexpr int kFirstHelper = kCopier + 1;
+constexpr int kHelpers = 7;                      // add up what the warps leave, make GEMM2's operand and the outputs
+constexpr int kHelperThreads = 32 * kHelpers;
+constexpr int kBlockThreads = 32 * (kFirstHelper + kHelpers);
+constexpr int kWorkers = 8;                      // pairs of warps, each takes every eighth tile
+constexpr int kFewSlots = 32;                    // a lane for each
+constexpr int kColumns = 8;                      // tokens of an entry at most: the N of mma.m16n8k16
+constexpr int kMaxStages = 12;
+constexpr int kMaxBlocks = 1024;                 // of a launch: multiprocessors
+constexpr int kTileBytes = 2048 + 256;           // that a stage has for a tile, whatever its format
+constexpr int kFp8TileBytes = 4096;              // half of a tile of w4a8_layout.h: 64 rows by 64 values of K
+constexpr int kMaxPartBits = 2;                  // K is cut into 1, 2 or 4 parts
+constexpr int64_t kExchangePairs = 1 << 18;      // of 16 bytes, see decode_exchange.cuh
+
+// What the kernel is compiled for, so that questions are answered before it runs: W4A16 or W4A4 with given scales where
+// the activation is silu or swiglu and nothing has a bias; both for one token where blocks share units of GEMM1; and
+// everything.
+enum class Kind : int { kPlain, kPlainShared, kQuantized, kQuantizedShared, kGeneral };
+constexpr int kKinds = 5;
+
+constexpr bool shares_units(Kind kind) { return kind == Kind::kPlainShared || kind == Kind::kQuantizedShared; }
+
+// How the units of a GEMM are dealt to the thread blocks: `each` of them to every one, and `more` are left.
+struct Deal {
+  int bits;  // a unit is one of 2^bits parts of K
+  int each, more;
+  int shared_bits;  // those left are cut into 2^shared_bits parts, one for a block; 0: some blocks have one more
+};
+
+// Where tokens and the intermediate are rounded to e4m3, and of e4m3 weights; of GEMM1 and GEMM2.
+struct Fp8 {
+  WeightScales weights[2];
+  ActScale rounding[2];
+  const float* gscale[2];
+  int scales_at[2];  // where an operand's row has its scales, in bytes
+};
+
+struct Args {
+  Problem p;
+  uint4* exchange;  // see decode_exchange.cuh
+  uint32_t* epochs;
+  int row_tiles[2], k_tiles[2];  // of GEMM1 and GEMM2
+  int slots;
+  int columns;  // of an entry at most: 1, 2, 4 or 8
+  int stage_tiles, stages;
+  int x_stride, h_stride;  // bytes of an operand's row in shared memory
+  int h_buffers;  // 2, or 1 where there is no room
+  int x_offset, h_offset, sums_offset, ring_offset;  // in shared memory
+  float inverse_grid, inverse_row_tiles[2], inverse_top_k, inverse_pairs;  // of divisors; pairs: of a token's columns
+  float inverse_part_pairs[kMaxPartBits + 1];  // of the intermediate's columns
+  int part_tiles[2][kMaxPartBits + 1], part_stage_tiles[2][kMaxPartBits + 1];
+  int part_groups[2][kMaxPartBits + 1];  // of the warps that multiply, each takes every other unit: 1 or 2
+  float scale;  // what sums of decoded weights lack
+  int outputs;  // where GEMM2's sums begin in the exchange
+  int partials;  // and those of units that blocks share
+  Deal whole[2];  // of one token, all of whose experts are this rank's
+  uint8_t part_bits[2][kMaxSlots + 1];  // parts of K for that many entries: all blocks get the same
+  bool mx;  // activations are rounded to mxfp8, whatever `fp8.rounding` says
+  Fp8 fp8;
+};
+
+// What weights are: those of layout.h, e4m3 with scales of rows, or of 128 x 128 and of 128 values of a token; those of
+// layout.h beside activations that are rounded to e4m3; NVFP4 of policy `packed`.
+enum class Codes : int { kFourBits, kFp8Rows, kFp8Groups, kBesideFp8, kBesideMxfp8, kPacked };
+
+constexpr bool are_fp8(Codes codes) { return codes == Codes::kFp8Rows || codes == Codes::kFp8Groups; }
+constexpr bool are_of_w4a8(Codes codes) { return are_fp8(codes) || codes == Codes::kPacked; }
+
+struct Plan {
+  Args args;
+  Codes codes;
+  Kind kind;
+  size_t exchange_pairs;  // that the launch may use
+  int grid;
+  int shared_bytes;
+};
+
+// What a launch that does not take the whole device needs of the workspace.
+inline size_t exchange_bytes(const Plan& plan) { return plan.exchange_pairs * sizeof(uint4); }
+
+// fits: whether the kernel takes the problem, and there is room for it.
+cudaError_t make_plan(const Problem& p, Plan& plan, bool& fits);
+// The same of any weights. p.a1 and p.a2 are kNone: `fp8` says how activations are rounded, but for `scales_at`.
+cudaError_t make_plan(const Problem& p, Codes codes, const Fp8& fp8, Plan& plan, bool& fits);
+
+cudaError_t run(Plan& plan);
+// By the kernel that the plan was made for; `known`: devices that have allowed its shared memory.
+cudaError_t launch(Plan& plan, const void* kernel, KnownDevices& known);
+
+}  // namespace moeq::sm90::few

@@ -1,0 +1,121 @@
+// Products of e4m3 weights, in the layout of w4a8_layout.h, with tokens that hold e4m3 values. Both are exact in
+// bfloat16, whose products the tensor cores add in float32; scales multiply sums, of 64 values of K or of a whole unit.
+#pragma once
+#include "../formats/decoder_e4m3.cuh"
+#include "decode_few_gemm.cuh"
+
+namespace moeq::sm90::few {
+
+// Four 8 x 8 matrices of 16-bit values; lane l gives the address of row l % 8 of matrix l / 8 and gets of each the two
+// values 2 * (l % 4) of row l / 4.
+__device__ __forceinline__ uint4 load_matrices(uint32_t address) {
+  uint4 m;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m.x), "=r"(m.y), "=r"(m.z), "=r"(m.w)
+               : "r"(address));
+  return m;
+}
+
+__device__ __forceinline__ float load_float(uint32_t at) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(at));
+  return value;
+}
+
+// Two words of four neighbouring values: the first and the third, the second and the fourth.
+__device__ __forceinline__ uint2 even_and_odd(uint32_t first, uint32_t second) {
+  return make_uint2(__byte_perm(first, second, 0x5410), __byte_perm(first, second, 0x7632));
+}
+
+// Sums of a unit times the scales of their rows and of their tokens.
+__device__ __forceinline__ void scale_sums(const Place& place, const float (&weights)[2][2], Sums& sums) {
+  const float x[2] = {load_float(place.scales[0]), load_float(place.scales[1])};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      sums.v[i][j] *= weights[i][j / 2] * x[j % 2];
+    }
+  }
+}
+
+template <bool kGroups>
+struct Multiplier<Fp8Format<kGroups>> {
+  uint32_t at;  // of this lane's row of the first half of a tile
+  const float* scales;  // kGroups: of gate and up rows, or all, which are `other` apart
+  int other;
+  float weights[2][2];  // scales: of the two blocks of rows, and of their two rows; kGroups: weights[0], of a tile
+
+  __device__ __forceinline__ explicit Multiplier(const Args&) : scales(nullptr), other(0), weights{} {
+    at = threadIdx.x / 32 % 2 * 2048 + matrix_row(lane_of_warp());
+  }
+
+  template <Kind kKind>
+  __device__ __forceinline__ void begin_unit(const Args& args, const Fixed& fixed, const Work& work, int gemm) {
+    const ScalePlace place = scale_place<kKind>(args, fixed.entries[work.entry].expert, gemm);
+    if constexpr (kGroups) {
+      scales = block_scales(place, work.row_tile, 0);
+      other = place.half;
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        weights[i / 2][i % 2] = row_scale(place, work.row_tile, i / 2, i % 2);
+      }
+    }
+  }
+
+  // Loads the scales of a tile of 64 values of K, before its codes are there.
+  __device__ __forceinline__ void expect_tile(int tile) {
+    if constexpr (kGroups) {
+      weights[0][0] = __ldg(scales + tile / 2);
+      weights[0][1] = __ldg(scales + other + tile / 2);
+    }
+  }
+
+  __device__ __forceinline__ void multiply(uint32_t stage, const Place& place, int begin, int done, int first,
+                                           int tiles, Sums& sums) {
+#pragma unroll 1
+    for (int tile = first; tile < tiles; tile += place.workers) {
+      if (kGroups && tile != first) {
+        expect_tile(begin + done + tile);
+      }
+      const uint32_t codes = (stage + tile / 2 * (2 * kFp8TileBytes) + at) ^ (tile % 2 * 64);
+      const uint32_t row = place.row + (done + tile) * 128;
+      const uint4 b[2] = {load_16(row), load_16(row + 16)};
+      const uint2 steps[4] = {even_and_odd(b[0].x, b[0].y), even_and_odd(b[0].z, b[0].w), even_and_odd(b[1].x, b[1].y),
+                              even_and_odd(b[1].z, b[1].w)};
+      float x[2] = {};
+      if constexpr (kGroups) {
+        x[0] = load_float(place.scales[0] + (done + tile) / 2 * 4);
+        x[1] = load_float(place.scales[1] + (done + tile) / 2 * 4);
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint4 low = load_matrices(codes + i * 4096), high = load_matrices(codes + i * 4096 + 1024);
+        const uint32_t low_words[4] = {low.x, low.y, low.z, low.w}, high_words[4] = {high.x, high.y, high.z, high.w};
+        float part[4] = {};
+        float (&to)[4] = kGroups ? part : sums.v[i];
+#pragma unroll
+        for (int step = 0; step < 4; ++step) {
+          const E4m3Pairs l = decode_e4m3(low_words[step]), h = decode_e4m3(high_words[step]);
+          const uint32_t a[4] = {l.even, h.even, l.odd, h.odd};
+          decode::multiply_add(to, a, steps[step].x, steps[step].y);
+        }
+        if constexpr (kGroups) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            sums.v[i][j] = __fmaf_rn(part[j], weights[0][j / 2] * x[j % 2], sums.v[i][j]);
+          }
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void finish_unit(const Place& place, Sums& sums) const {
+    if constexpr (!kGroups) {
+      scale_sums(place, weights, sums);
+    }
+  }
+};
+
+}  // namespace moeq::sm90::few

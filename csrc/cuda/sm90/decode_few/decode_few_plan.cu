@@ -1,0 +1,253 @@
+// The host's part of a decode launch for very few tokens.
+#include "decode_few_shared.cuh"
+#include "../formats/formats.cuh"
+
+namespace moeq::sm90::few {
+
+namespace {
+
+// Tiles of 64 values of K that are not parted, and bytes and numbers of tiles of stages.
+struct Tiles {
+  int together, bytes, long_stage, short_stage;
+};
+
+constexpr Tiles tiles_of(Codes codes) {
+  return are_fp8(codes) ? Tiles{2, kFp8TileBytes, 8, 4} : Tiles{are_of_w4a8(codes) ? 2 : 1, kTileBytes, 16, 8};
+}
+
+constexpr int part_of(Codes codes, int k_tiles, int bits) {
+  const int together = tiles_of(codes).together;
+  return together * ceil_div(ceil_div(k_tiles, together), 1 << bits);
+}
+
+// GEMM2's parts, as the exponent of 2: all units should keep all blocks busy to the end; each costs about as much as
+// three tiles more. A long operand of many tokens would leave little room for the ring.
+int part_bits_for(Codes codes, int units, int k_tiles, int grid, int most) {
+  constexpr int kOfUnit = 3, kLong = 64;
+  int best = 0;
+  double best_cost = 0.0;
+  for (int bits = 0; bits <= most; ++bits) {
+    const int tiles = part_of(codes, k_tiles, bits);
+    const double cost = ceil_div(units << bits, grid) * (tiles + kOfUnit);
+    if (bits == 0 || cost < best_cost || (tiles * 2 > kLong && cost <= 1.1 * best_cost)) {
+      best = bits;
+      best_cost = cost;
+    }
+  }
+  return best;
+}
+
+// Of GEMM2's K.
+int longest_part(Codes codes, const Args& args) {
+  int tiles = 0;
+  for (int entries = 1; entries <= args.slots; ++entries) {
+    const int part = part_of(codes, args.k_tiles[1], args.part_bits[1][entries]);
+    tiles = part > tiles ? part : tiles;
+  }
+  return tiles;
+}
+
+float accumulator_scale(Codes codes, Format format) {
+  return are_of_w4a8(codes)         ? 1.0f
+         : format == Format::kNvfp4 ? Nvfp4Format::kAccumulatorScale
+         : format == Format::kMxfp4 ? Mxfp4Format::kAccumulatorScale
+                                    : kInt4AccumulatorScale;
+}
+
+Kind kind_of(const Problem& p) {
+  const bool usual = p.gated && p.activation <= Activation::kSwigluoai && p.w13_bias == nullptr && p.w2_bias == nullptr;
+  const bool given2 = p.a2 == ActScale::kTensor || p.a2 == ActScale::kExpert;
+  if (usual && p.a1 == ActScale::kNone && p.a2 == ActScale::kNone) {
+    return Kind::kPlain;
+  }
+  return usual && p.a1 == ActScale::kTensor && given2 && p.format == Format::kNvfp4 ? Kind::kQuantized : Kind::kGeneral;
+}
+
+Kind with_shared_units(Kind kind) {
+  return kind == Kind::kPlain ? Kind::kPlainShared : kind == Kind::kQuantized ? Kind::kQuantizedShared : kind;
+}
+
+bool fits_kernel(const Problem& p) {
+  constexpr int kMaxHidden = 1 << 18;   // quotients of larger indices might not be exact
+  const bool few = p.tokens <= kMaxTokens && p.tokens * p.top_k <= kMaxSlots && p.hidden < kMaxHidden;
+  return few && !p.weight_on_input && p.a1 != ActScale::kExpert;
+}
+
+// Bytes of an operand's row: values, then scales of e4m3 ones, of which a few fit into the odd 16 bytes that spread
+// eight tokens' reads over all banks.
+constexpr int operand_stride(Codes codes, int k_tiles) {
+  const int scales = codes == Codes::kFourBits ? 0 : codes == Codes::kFp8Groups ? ceil_div(k_tiles, 2) : 1;
+  const int more = scales * static_cast<int>(sizeof(float)) - 16;
+  return k_tiles * kTileK * 2 + ceil_div(more > 0 ? more : 0, 128) * 128 + 16;
+}
+
+constexpr int sums_bytes(int columns) { return 2 * kWorkers * columns * kTileRows * static_cast<int>(sizeof(float)); }
+
+// What lies before the ring in shared memory. `h_tiles`: of a part of GEMM2's K.
+constexpr int bytes_before_ring(Codes codes, int tokens, int columns, int x_tiles, int h_tiles, int h_buffers) {
+  const int x_bytes = tokens * operand_stride(codes, x_tiles);
+  const int operands = x_bytes + h_buffers * columns * operand_stride(codes, h_tiles);
+  return (fixed_bytes() + sums_bytes(columns) + operands + 127) / 128 * 128;
+}
+
+constexpr int kLeastStages = 4;
+
+// The sizes that benchmarks/results/hopper_notebook.md names as taken, in the shared memory of a Hopper block:
+// Qwen3-30B, gpt-oss, DeepSeek-V3, Mixtral.
+constexpr bool takes(Codes codes, int tokens, int columns, int x_tiles, int h_tiles) {
+  constexpr int kShared = 227 * 1024;
+  const int ring = kLeastStages * tiles_of(codes).long_stage * tiles_of(codes).bytes;
+  return bytes_before_ring(codes, tokens, columns, x_tiles, h_tiles, 1) + ring <= kShared;
+}
+static_assert(takes(Codes::kFourBits, 8, 8, 32, 12) && takes(Codes::kFourBits, 4, 4, 45, 45), "see there");
+static_assert(takes(Codes::kFourBits, 3, 4, 112, 32) && takes(Codes::kFourBits, 4, 4, 64, 56), "see there");
+static_assert(takes(Codes::kFp8Groups, 8, 8, 32, 12) && takes(Codes::kFp8Rows, 3, 4, 112, 32), "likewise");
+
+// Where slots are more than a warp's lanes, sorting needs 16 bytes for each expert.
+bool experts_fit(const Args& args) {
+  return args.slots <= kFewSlots || args.p.experts * 16 <= sums_bytes(args.columns);
+}
+
+void set_divisors(Codes codes, Args& args, int grid) {
+  args.inverse_grid = 1.0f / static_cast<float>(grid);
+  args.inverse_top_k = 1.0f / static_cast<float>(args.p.top_k);
+  args.inverse_pairs = 1.0f / static_cast<float>(args.p.hidden / 2);
+  for (int gemm = 0; gemm < 2; ++gemm) {
+    args.inverse_row_tiles[gemm] = 1.0f / static_cast<float>(args.row_tiles[gemm]);
+    for (int bits = 0; bits <= kMaxPartBits; ++bits) {
+      const int part = part_of(codes, args.k_tiles[gemm], bits);
+      args.part_tiles[gemm][bits] = part;
+      if (gemm == 1) {
+        args.inverse_part_pairs[bits] = 1.0f / static_cast<float>(part * (kTileK / 2));
+      }
+      const int stages = ceil_div(part, args.stage_tiles);
+      const int together = tiles_of(codes).together;
+      args.part_stage_tiles[gemm][bits] = together * ceil_div(ceil_div(part, stages), together);
+      args.part_groups[gemm][bits] = 2 * stages <= args.stages ? 2 : 1;   // the ring should hold a unit of each
+    }
+  }
+}
+
+// Of one token, whose units are few: into how many parts those of GEMM1 are cut that are left when all blocks have as
+// many. A part should be worth the exchange of its sums. Only where one warp sorts does it deal them (`sort_one`).
+int shared_bits_for(Codes codes, const Args& args, int more, int grid) {
+  constexpr int kLeastTiles = 4;
+  const int tiles = args.k_tiles[0];
+  const auto has_empty_part = [=](int bits) { return ((1 << bits) - 1) * part_of(codes, tiles, bits) >= tiles; };
+  int bits = more == 0 || args.p.tokens > 1 || args.slots > kFewSlots ? 0 : kMaxPartBits;
+  while (bits > 0 && (more << bits > grid || tiles < kLeastTiles << bits || has_empty_part(bits))) {
+    --bits;
+  }
+  return bits;
+}
+
+void deal_units(Codes codes, Args& args, int grid, bool shares) {
+  for (int gemm = 0; gemm < 2; ++gemm) {
+    Deal& deal = args.whole[gemm];
+    deal.bits = args.part_bits[gemm][args.slots];
+    const int units = (args.slots * args.row_tiles[gemm]) << deal.bits;
+    deal.each = units / grid;
+    deal.more = units % grid;
+    deal.shared_bits = shares && gemm == 0 ? shared_bits_for(codes, args, deal.more, grid) : 0;
+  }
+}
+
+// Into how many parts each GEMM's K is cut for each number of entries; false if the exchange has no room. Of GEMM1 only
+// units that blocks share are cut: whole sums can be activated and rounded where they are.
+bool choose_parts(Plan& plan) {
+  Args& args = plan.args;
+  const bool scales_of_rows =
+      plan.codes == Codes::kBesideFp8 || plan.codes == Codes::kFp8Rows || plan.codes == Codes::kPacked;
+  const bool whole_rows = args.p.a2 == ActScale::kToken || (scales_of_rows && args.fp8.rounding[1] == ActScale::kToken);
+  const int grid = plan.grid;
+  const int64_t hidden_pairs = int64_t{args.slots} * args.row_tiles[0] * (kTileRows / 2);
+  const int64_t output_pairs = int64_t{args.slots} * args.row_tiles[1] * (kTileRows / 2);
+  args.outputs = static_cast<int>(hidden_pairs);
+  int most = whole_rows ? 0 : kMaxPartBits;
+  while (most > 0 && hidden_pairs + (output_pairs << most) > kExchangePairs) {
+    --most;
+  }
+  for (int entries = 0; entries <= args.slots; ++entries) {
+    args.part_bits[0][entries] = 0;
+    const int units = entries * args.row_tiles[1];
+    args.part_bits[1][entries] = static_cast<uint8_t>(part_bits_for(plan.codes, units, args.k_tiles[1], grid, most));
+  }
+  const int64_t used = hidden_pairs + (output_pairs << most), partials = int64_t{grid} * (kTileRows / 2);
+  args.partials = static_cast<int>(used);
+  deal_units(plan.codes, args, grid, plan.kind != Kind::kGeneral && used + partials <= kExchangePairs);
+  plan.kind = args.whole[0].shared_bits > 0 ? with_shared_units(plan.kind) : plan.kind;
+  plan.exchange_pairs = used + (shares_units(plan.kind) ? partials : 0);
+  return used <= kExchangePairs;
+}
+
+// False if there is no room for a ring.
+bool place_in_shared(Codes codes, Args& args, int grid, int shared) {
+  // Long stages cost less; short ones are there sooner, where a block has few of them.
+  constexpr int kMany = 200;
+  const int tiles = args.row_tiles[0] * args.k_tiles[0] + args.row_tiles[1] * args.k_tiles[1];
+  const Tiles stage = tiles_of(codes);
+  const int part = longest_part(codes, args), x_tiles = args.k_tiles[0], tokens = args.p.tokens;
+  args.stage_tiles = args.slots * tiles / grid > kMany ? stage.long_stage : stage.short_stage;
+  const auto stages_beside = [&](int h_buffers) {
+    const int before = bytes_before_ring(codes, tokens, args.columns, x_tiles, part, h_buffers);
+    const int stages = (shared - before) / (args.stage_tiles * stage.bytes);
+    return stages < kMaxStages ? stages : kMaxStages;
+  };
+  args.h_buffers = stages_beside(2) == stages_beside(1) || args.stage_tiles == stage.short_stage ? 2 : 1;
+  args.stages = stages_beside(args.h_buffers);
+  args.x_stride = operand_stride(codes, x_tiles);
+  args.h_stride = operand_stride(codes, part);
+  args.fp8.scales_at[0] = x_tiles * kTileK * 2;
+  args.fp8.scales_at[1] = part * kTileK * 2;
+  args.sums_offset = fixed_bytes();
+  args.x_offset = args.sums_offset + sums_bytes(args.columns);
+  args.h_offset = args.x_offset + tokens * args.x_stride;
+  args.ring_offset = bytes_before_ring(codes, tokens, args.columns, x_tiles, part, args.h_buffers);
+  return args.stages >= kLeastStages;
+}
+
+}  // namespace
+
+cudaError_t make_plan(const Problem& p, Plan& plan, bool& fits) {
+  return make_plan(p, Codes::kFourBits, {}, plan, fits);
+}
+
+cudaError_t make_plan(const Problem& p, Codes codes, const Fp8& fp8, Plan& plan, bool& fits) {
+  fits = fits_kernel(p);
+  if (!fits) {
+    return cudaSuccess;
+  }
+  int device = 0, shared = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  }
+  if (error != cudaSuccess) {
+    return error;
+  }
+  plan.grid = p.partition.multiprocessors;
+  Args& args = plan.args;
+  args.p = p;
+  args.fp8 = fp8;
+  args.mx = codes == Codes::kBesideMxfp8;
+  plan.codes = codes;
+  args.exchange = p.partition.whole_device ? nullptr : static_cast<uint4*>(p.workspace);
+  args.epochs = nullptr;
+  args.slots = p.tokens * p.top_k;
+  for (args.columns = 1; args.columns < p.tokens && args.columns < kColumns; args.columns *= 2) {
+  }
+  args.scale = accumulator_scale(codes, p.format);
+  plan.kind = kind_of(p);
+  args.row_tiles[0] = row_tiles13(p.inter, p.gated);
+  args.k_tiles[0] = part_of(codes, k_tiles(p.hidden), 0);
+  args.row_tiles[1] = ceil_div(p.hidden, kTileRows);
+  args.k_tiles[1] = part_of(codes, k_tiles(p.inter), 0);
+  fits = choose_parts(plan) && place_in_shared(codes, args, plan.grid, shared) && experts_fit(args);
+  if (fits) {
+    set_divisors(codes, args, plan.grid);
+    plan.shared_bytes = shared;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace moeq::sm90::few

@@ -1,0 +1,165 @@
+// Shared memory of the decode kernel for very few tokens, and what all its parts need.
+#pragma once
+#include <cstddef>
+#include <type_traits>
+
+#include "decode_few_deal.cuh"
+#include "../device/gemm_async.cuh"
+
+namespace moeq::sm90::few {
+
+// e4m3 weights in the place of a format of formats.cuh: with scales of 128 x 128, and of 128 values of a token, or of
+// rows.
+template <bool kGroups_>
+struct Fp8Format {
+  static constexpr bool kGroups = kGroups_;
+};
+
+// NVFP4 weights of policy `packed`.
+struct PackedFormat {
+  static constexpr int kTileScaleBytes = w4a8::kScaleBytes / 2;   // of 64 values of K
+};
+
+// A format of formats.cuh whose tokens and intermediate are rounded to e4m3.
+template <class Weights_>
+struct BesideE4m3 : Weights_ {
+  using Weights = Weights_;
+};
+
+template <class Format>
+constexpr bool kIsFp8 = false;
+template <bool kGroups>
+constexpr bool kIsFp8<Fp8Format<kGroups>> = true;
+
+// Whether tokens and intermediate are rounded to e4m3, and whether each 128 of their values have a scale.
+template <class Format>
+constexpr bool kRoundsToE4m3 = kIsFp8<Format>;
+template <class Weights>
+constexpr bool kRoundsToE4m3<BesideE4m3<Weights>> = true;
+template <class Format>
+constexpr bool kRoundsGroups = false;
+template <>
+constexpr bool kRoundsToE4m3<PackedFormat> = true;
+template <>
+constexpr bool kRoundsGroups<Fp8Format<true>> = true;
+
+// Whether weights lie as w4a8_layout.h says, and what lies behind a row tile's scales.
+template <class Format>
+constexpr bool kIsOfW4a8 = kIsFp8<Format> || std::is_same_v<Format, PackedFormat>;
+template <class Format>
+constexpr int kBytesBehindRow = std::is_same_v<Format, PackedFormat> ? kTileRows : 0;
+
+// Of 64 rows by 64 values of K: codes, and what a stage has for them.
+template <class Format>
+constexpr int kCodeBytes = kIsFp8<Format> ? kFp8TileBytes : kTileCodeBytes;
+template <class Format>
+constexpr int kStageTileBytes = kIsFp8<Format> ? kFp8TileBytes : kTileBytes;
+
+// One expert's slots, up to `columns` of them.
+struct Entry {
+  int expert, first, count;
+};
+
+constexpr uint32_t kForeign = 0xffffffffu;
+
+struct Fixed {
+  uint64_t full[kMaxStages];     // a stage's weights have landed
+  uint64_t empty[kMaxStages];    // all warps have left it
+  uint64_t summed[2];            // all warps have left their sums of a unit in a buffer
+  uint64_t freed[2];             // the helpers have read them
+  uint64_t made[2];              // a buffer has GEMM2's operand of an entry and part
+  uint64_t tokens;               // the tokens' rows have landed
+  uint64_t unused;
+  Work work[kShares];
+  int asked;                     // stages that the copying warp has asked for
+  uint32_t epoch;
+  Router router;
+  Entry entries[kMaxSlots];
+  float output_alphas[kMaxSlots];   // GEMM2's, of slots
+  float2 alphas[kMaxSlots];      // GEMM1's, of entries
+  uint32_t place[kMaxSlots];     // entry of a slot, or kForeign
+  int slots[kMaxSlots];          // sorted by entry, ascending within one
+  alignas(16) int experts[kMaxSlots];        // of slots, where the routing takes more than a warp
+  int ids[kMaxSlots];            // of slots, and their weights, where they come from logits
+  float weights[kMaxSlots];
+  uint32_t openers[4];           // of four warps' slots: how many open an entry << 16 | slots of theirs
+  uint32_t amax[kMaxTokens];     // of rows that are being quantized
+  uint32_t h_amax[kColumns];     // the same of an intermediate that is rounded to e4m3
+  float x_factor[kMaxTokens], h_factor[2][kColumns];
+};
+static_assert(offsetof(Fixed, experts) % 16 == 0, "read 16 bytes at a time");
+
+// [2, workers, columns, rows of a tile]: what is left of a unit for the helpers.
+__device__ __forceinline__ float* sums_of(const Args& args, uint8_t* base, int buffer, int worker, int column) {
+  const int place = (buffer * kWorkers + worker) * args.columns + column;
+  return reinterpret_cast<float*>(base + args.sums_offset) + place * kTileRows;
+}
+
+// Questions about a problem that the kind of kernel may have answered.
+template <Kind kKind>
+struct Case {
+  static constexpr bool kGeneral = kKind == Kind::kGeneral;
+  static constexpr bool kQuantized = kKind == Kind::kQuantized || kKind == Kind::kQuantizedShared;
+  static constexpr bool kShared = shares_units(kKind);
+  static __device__ __forceinline__ bool gated(const Problem& p) { return !kGeneral || p.gated; }
+  static __device__ __forceinline__ bool bias13(const Problem& p) { return kGeneral && p.w13_bias != nullptr; }
+  static __device__ __forceinline__ bool bias2(const Problem& p) { return kGeneral && p.w2_bias != nullptr; }
+  static __device__ __forceinline__ bool quantizes_tokens(const Problem& p) {
+    return kGeneral ? p.a1 != ActScale::kNone : kQuantized;
+  }
+  static __device__ __forceinline__ bool quantizes_hidden(const Problem& p) {
+    return kGeneral ? p.a2 != ActScale::kNone : kQuantized;
+  }
+  static __device__ __forceinline__ bool dynamic_tokens(const Problem& p) {
+    return kGeneral && p.a1 == ActScale::kToken;
+  }
+  static __device__ __forceinline__ bool dynamic_hidden(const Problem& p) {
+    return kGeneral && p.a2 == ActScale::kToken;
+  }
+};
+
+__host__ __device__ constexpr int fixed_bytes() { return (static_cast<int>(sizeof(Fixed)) + 127) / 128 * 128; }
+
+// Comes to a barrier without waiting for the others.
+__device__ __forceinline__ void named_arrive(int name, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
+}
+
+// Named barriers. 0 is everybody's.
+enum Meeting : int {
+  kWorkersMeet = 1,
+  kSortersMeet,
+  kHelpersMeet,
+  kFactorsKnown,     // of dynamically quantized tokens: workers know them, helpers need them
+  kBarriersMade,     // workers have made the barriers of the ring, the copying warp needs them
+  kPrepared,         // all threads: slots are sorted, the tokens' barrier is made
+  kIdsKnown,         // routing warps have ids, those that sort need them
+  kMultiplied        // workers and helpers
+};
+
+__device__ __forceinline__ void sync_helpers() { named_barrier(kHelpersMeet, kHelperThreads); }
+
+__device__ __forceinline__ void sync_workers() { named_barrier(kWorkersMeet, kThreads); }
+
+__device__ __forceinline__ int lane_of_warp() { return threadIdx.x % 32; }
+
+// Comes to an mbarrier for several.
+__device__ __forceinline__ void barrier_arrive_times(uint32_t barrier, int times) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(times) : "memory");
+}
+
+struct Turn {
+  int stage;
+  uint32_t parity;
+  int number;   // of all stages before
+};
+
+__device__ __forceinline__ void next_stage(Turn& turn, int stages) {
+  ++turn.number;
+  if (++turn.stage == stages) {
+    turn.stage = 0;
+    turn.parity ^= 1;
+  }
+}
+
+}  // namespace moeq::sm90::few

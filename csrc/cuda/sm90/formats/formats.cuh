@@ -1,0 +1,36 @@
+// The formats of weights that the Hopper kernels decode. A format is a struct without state:
+//
+//   kTileScaleBytes     bytes of scales that belong to a tile of 64 rows by 64 values of K (layout.h)
+//   kAccumulatorScale   what a sum of products of decoded weights must be multiplied by
+//   ScaleWord           what one thread needs of a tile's scales, one load
+//   scale_offset(t)     where thread t of the tile's 128 finds it, in bytes
+//   Scales scales(word) the same, ready for
+//   decode(word, s, a)  one of the thread's four words of codes -> the four registers of its fragment in that K-step
+//   kTerms              2 where a weight is the sum of two such operands: that one, and what `decode` makes of
+//   rest_scales(word)   in the place of `scales`
+#pragma once
+#include "decoder_int4.cuh"
+#include "decoder_mxfp4.cuh"
+#include "decoder_nvfp4.cuh"
+
+namespace moeq::sm90 {
+
+#if defined(__CUDACC__)
+// Volatile: such a load must not move across the barriers that say when the bytes are there.
+__device__ __forceinline__ void load_shared(uint16_t& word, uint32_t address) {
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(word) : "r"(address) : "memory");
+}
+
+__device__ __forceinline__ void load_shared(uint32_t& word, uint32_t address) {
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
+}
+
+__device__ __forceinline__ void load_shared(PairOfWords& words, uint32_t address) {
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+               : "=r"(words.low_row), "=r"(words.high_row)
+               : "r"(address)
+               : "memory");
+}
+#endif
+
+}  // namespace moeq::sm90

@@ -1,0 +1,241 @@
+// The end of GEMM1 of gated activations: both halves of a row are in one thread.
+#pragma once
+#include "../numerics/e4m3_round.cuh"
+#include "../numerics/gemm_activation.cuh"
+#include "gemm_staging.cuh"
+#include "gemm_variant.h"
+#include "../prefill/prefill_quantize.cuh"
+
+namespace moeq::sm90 {
+
+// The intermediates of a warpgroup take the place of their gates in the accumulators.
+template <class C, bool scaled, class Function>
+__device__ __forceinline__ void apply(const GemmArgs& args, const Work& work, Accumulators<C>& acc, const Staging& s,
+                                      Function function) {
+  const Problem& p = args.problem;
+#pragma unroll
+  for (int m = 0; m < C::kWarpgroupTiles; m++) {
+    const int i = (first_tile<C>(work, s) + m) * 32 + s.warp * 8 + s.lane / 4;
+    RowScales scales;
+    for (int half = 0; half < 2; half++) {
+      scales.alpha[half] = i < p.inter ? s.alpha[half] : 0.0f;   // rows beyond the last one come out as zeros
+      scales.bias[half] = 0.0f;
+      if (p.w13_bias != nullptr && i < p.inter) {
+        scales.bias[half] = p.w13_bias[(work.expert * int64_t{2} + half) * p.inter + i];
+      }
+    }
+#pragma unroll
+    for (int group = 0; group < C::kMaxWidth / 8; group++) {
+      if (group % 2 == 0 && group * 8 >= work.width) break;
+#pragma unroll
+      for (int b = 0; b < 2; b++) {
+        const float factor = factor_of<scaled>(s, group * 8 + s.lane % 4 * 2 + b);
+        const float gate = scales.of(acc[m][group * 4 + b], 0, factor);
+        const float up = scales.of(acc[m][group * 4 + 2 + b], 1, factor);
+        acc[m][group * 4 + b] = function(gate, up);
+      }
+    }
+  }
+}
+
+template <class C, class Function>
+__device__ __forceinline__ void apply_scaled(const GemmArgs& args, const Work& work, Accumulators<C>& acc,
+                                             const Staging& s, Function function) {
+  stage_operand_factors(args, work, s);
+  apply<C, true>(args, work, acc, s, function);
+  s.synchronize();
+}
+
+#define MOEQ_ACTIVATION(name)                  \
+  case Activation::name:                       \
+    return apply_scaled<C>(args, work, acc, s, \
+                           [&](float gate, float up) { return activate(Activation::name, p, gate, up); });
+
+// The switch is outside of the loops over the accumulators, which are unrolled.
+template <class C, Finish finish>
+__device__ __forceinline__ void apply_activation(const GemmArgs& args, const Work& work, Accumulators<C>& acc,
+                                                 const Staging& s) {
+  const Problem& p = args.problem;
+  if constexpr (finish == Finish::kSwiglu) {
+    const bool is_silu = p.alpha == 1.0f && p.beta == 0.0f && p.limit == INFINITY;
+    if (is_silu && args.operand_factor == nullptr) {
+      apply<C, false>(args, work, acc, s, [](float gate, float up) { return silu(gate) * up; });
+    } else {
+      apply_scaled<C>(args, work, acc, s, [&](float gate, float up) { return swiglu(p, gate, up); });
+    }
+  } else {
+    switch (p.activation) {
+      MOEQ_ACTIVATION(kSwiglustep)
+      MOEQ_ACTIVATION(kSitu)
+      MOEQ_ACTIVATION(kGelu)
+      MOEQ_ACTIVATION(kGeluTanh)
+      MOEQ_ACTIVATION(kRelu2)
+      default:
+        return;   // the others have kernels of their own
+    }
+  }
+}
+#undef MOEQ_ACTIVATION
+
+// Maxima over the eight lanes that share lane % 4 of the magnitudes of 8 numbers each: number (lane / 4) is returned.
+// Every exchange halves what is left.
+__device__ __forceinline__ float maximum_of_lanes(const float (&x)[8], int lane) {
+  float four[4], two[2];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const bool high = lane & 16;
+    const float other = __shfl_xor_sync(0xffffffffu, high ? x[i] : x[i + 4], 16);
+    four[i] = max_magnitude(fabsf(high ? x[i + 4] : x[i]), other);
+  }
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const bool high = lane & 8;
+    const float other = __shfl_xor_sync(0xffffffffu, high ? four[i] : four[i + 2], 8);
+    two[i] = max_magnitude(high ? four[i + 2] : four[i], other);
+  }
+  const bool high = lane & 4;
+  const float other = __shfl_xor_sync(0xffffffffu, high ? two[0] : two[1], 4);
+  return max_magnitude(high ? two[1] : two[0], other);
+}
+
+// The maxima of each token's half blocks, which a warp has: a block of 16 spans two neighbouring warps.
+template <class C>
+__device__ __forceinline__ void stage_maxima(GemmShared<C>& shared, const Work& work, const Accumulators<C>& acc,
+                                             const Staging& s) {
+#pragma unroll
+  for (int m = 0; m < C::kWarpgroupTiles; m++) {
+#pragma unroll
+    for (int first = 0; first < C::kMaxWidth / 8; first += 4) {
+      if (first * 8 >= work.width) break;
+      float x[8];
+#pragma unroll
+      for (int i = 0; i < 8; i++) x[i] = acc[m][(first + i / 2) * 4 + i % 2];
+      const int which = s.lane / 4;
+      const int token = (first + which / 2) * 8 + s.lane % 4 * 2 + which % 2;
+      float2& block = shared.blocks[s.warpgroup][m][token][s.warp / 2];
+      (s.warp % 2 == 0 ? block.x : block.y) = maximum_of_lanes(x, s.lane);
+    }
+  }
+}
+
+// Rounds the intermediates to NVFP4 values.
+template <class C>
+__device__ __forceinline__ void quantize_gated(const GemmArgs& args, GemmShared<C>& shared, const Work& work,
+                                               Accumulators<C>& acc, const Staging& s) {
+  auto& blocks = shared.blocks[s.warpgroup];
+  stage_maxima(shared, work, acc, s);
+  s.synchronize();
+  const float gscale = gscale_of_intermediate(args.problem, work.expert);
+  for (int i = s.thread; i < work.width * 2 * C::kWarpgroupTiles; i += 128) {
+    float2& block = blocks[i / 2 % C::kWarpgroupTiles][i / 2 / C::kWarpgroupTiles][i % 2];
+    const BlockFactors factors = block_factors(max_magnitude(block.x, block.y), gscale);
+    block = make_float2(factors.quantize_by, factors.step);
+  }
+  s.synchronize();
+#pragma unroll
+  for (int m = 0; m < C::kWarpgroupTiles; m++) {
+#pragma unroll
+    for (int group = 0; group < C::kMaxWidth / 8; group++) {
+      if (group * 8 >= work.width) break;
+#pragma unroll
+      for (int b = 0; b < 2; b++) {
+        const float2 block = blocks[m][group * 8 + s.lane % 4 * 2 + b][s.warp / 2];
+        float& h = acc[m][group * 4 + b];
+        h = quantized_value(h, {block.x, block.y});
+      }
+    }
+  }
+}
+
+// Rounds the intermediates to mxfp8 values: a token's 32 columns of a tile are a block.
+template <class C>
+__device__ __forceinline__ void quantize_gated_mx(GemmShared<C>& shared, const Work& work, Accumulators<C>& acc,
+                                                  const Staging& s) {
+  auto& blocks = shared.blocks[s.warpgroup];
+  stage_maxima(shared, work, acc, s);
+  s.synchronize();
+  for (int i = s.thread; i < work.width * C::kWarpgroupTiles; i += 128) {
+    // clang-format off: it takes the type for a function's name
+    float2 (&maxima)[2] = blocks[i % C::kWarpgroupTiles][i / C::kWarpgroupTiles];
+    // clang-format on
+    const Rounding rounding =
+        mx_rounding(max_magnitude(max_magnitude(maxima[0].x, maxima[0].y), max_magnitude(maxima[1].x, maxima[1].y)));
+    maxima[0] = make_float2(rounding.by, rounding.within);
+  }
+  s.synchronize();
+#pragma unroll
+  for (int m = 0; m < C::kWarpgroupTiles; m++) {
+#pragma unroll
+    for (int group = 0; group < C::kMaxWidth / 8; group++) {
+      if (group * 8 >= work.width) break;
+      const int token = group * 8 + s.lane % 4 * 2;
+      const float2 first = blocks[m][token][0], second = blocks[m][token + 1][0];
+      float &a = acc[m][group * 4], &b = acc[m][group * 4 + 1];
+      const float2 rounded = round_two_to_e4m3(multiply(a, first.x), multiply(b, second.x));
+      a = multiply(rounded.x, first.y);
+      b = multiply(rounded.y, second.y);
+    }
+  }
+}
+
+// Straight to memory, for those whose quantization has to see whole rows.
+template <class C>
+__device__ __forceinline__ void store_wide_gated(const GemmArgs& args, const Work& work, const Accumulators<C>& acc,
+                                                 const Staging& s) {
+#pragma unroll
+  for (int m = 0; m < C::kWarpgroupTiles; m++) {
+    const int i = (first_tile<C>(work, s) + m) * 32 + s.warp * 8 + s.lane / 4;
+    if (i >= args.inter_padded) continue;
+    float* to = args.h_wide + int64_t{work.first_row} * args.inter_padded + i;
+#pragma unroll
+    for (int group = 0; group < C::kMaxWidth / 8; group++) {
+#pragma unroll
+      for (int b = 0; b < 2; b++) {
+        const int token = group * 8 + s.lane % 4 * 2 + b;
+        if (token < work.rows) to[int64_t{token} * args.inter_padded] = acc[m][group * 4 + b];
+      }
+    }
+  }
+}
+
+// The intermediates, in the first two of each four sums, into the staging: 8 of a warp and tile.
+template <class C>
+__device__ __forceinline__ void stage_gated(const Work& work, const Accumulators<C>& acc, const Staging& s) {
+  constexpr int kGroups = 4 / C::kWarpgroupTiles;   // of 8 tokens
+  const uint32_t to = s.row(s.lane / 8 % kGroups, s.lane / 8 / kGroups * 4 + s.warp);
+#pragma unroll
+  for (int first = 0; first < C::kMaxWidth / 8; first += kGroups) {
+    if (first * 8 >= work.width) break;
+    uint32_t packed[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float* sums = acc[i / kGroups] + (first + i % kGroups) * 4;
+      packed[i] = pack_bf16(sums[0], sums[1]);
+    }
+    store_transposed(to + first * 1024, packed[0], packed[1], packed[2], packed[3]);
+  }
+}
+
+// GEMM1 of gated activations: both of a row's halves are in a thread.
+template <class C, Finish finish>
+__device__ __forceinline__ void finish_gated(const GemmArgs& args, GemmShared<C>& shared, const Work& work,
+                                             Accumulators<C>& acc, const Staging& s) {
+  const Problem& p = args.problem;
+  s.synchronize();   // nobody reads the staging any more
+  apply_activation<C, finish>(args, work, acc, s);
+  if constexpr (kRounds<typename C::Format>) {
+    if (args.h_wide != nullptr) return store_wide_gated<C>(args, work, acc, s);
+  }
+  if constexpr (Sizes<C>::kQuantizes) {
+    if (p.a2 != ActScale::kNone) quantize_gated<C>(args, shared, work, acc, s);
+  }
+  if constexpr (Sizes<C>::kQuantizesMx) {
+    if (args.mx) quantize_gated_mx<C>(shared, work, acc, s);
+  }
+  stage_gated<C>(work, acc, s);
+  s.synchronize();
+  constexpr int columns = Sizes<C>::kGatedColumns;
+  store_intermediate<C, columns>(args, work, s, first_tile<C>(work, s) * 32);
+}
+
+}  // namespace moeq::sm90

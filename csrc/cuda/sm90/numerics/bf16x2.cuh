@@ -1,0 +1,88 @@
+// Two bfloat16 in a register, each result rounded once to nearest even, subnormals kept; and the two instructions that
+// place bytes and bits for them. The host versions exist so that a test can run the decoders without a GPU.
+#pragma once
+#include <cmath>
+
+#include "../../rounding.cuh"
+
+namespace moeq::sm90 {
+
+#if !defined(__CUDA_ARCH__)
+namespace host {
+
+inline double value_of(uint32_t bits) { return float_of(bits << 16); }
+
+inline uint32_t bf16_of(double value) {
+  if (value == 0.0) return std::signbit(value) ? 0x8000u : 0u;
+  const int exponent = std::ilogb(value);
+  const int last = (exponent < -126 ? -126 : exponent) - 7;   // exponent of the last bit
+  return bits_of(static_cast<float>(std::ldexp(std::nearbyint(std::ldexp(value, -last)), last))) >> 16;
+}
+
+template <class Operation>
+uint32_t for_halves(uint32_t a, uint32_t b, uint32_t c, Operation operation) {
+  const uint32_t low = bf16_of(operation(value_of(a & 0xFFFF), value_of(b & 0xFFFF), value_of(c & 0xFFFF)));
+  return bf16_of(operation(value_of(a >> 16), value_of(b >> 16), value_of(c >> 16))) << 16 | low;
+}
+
+}  // namespace host
+#endif
+
+MOEQ_HOST_DEVICE uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
+  uint32_t r;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+#else
+  return host::for_halves(a, b, 0, [](double x, double y, double) { return x * y; });
+#endif
+}
+
+MOEQ_HOST_DEVICE uint32_t sub_bf16x2(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
+  uint32_t r;
+  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+#else
+  return host::for_halves(a, b, 0, [](double x, double y, double) { return x - y; });
+#endif
+}
+
+// a * b + c, rounded once.
+MOEQ_HOST_DEVICE uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
+#if defined(__CUDA_ARCH__)
+  uint32_t r;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  return r;
+#else
+  return host::for_halves(a, b, c, [](double x, double y, double z) { return x * y + z; });
+#endif
+}
+
+// Byte i of the result is byte (selector >> 4 * i & 7) of a (0 to 3) and b (4 to 7).
+MOEQ_HOST_DEVICE uint32_t pick_bytes(uint32_t a, uint32_t b, uint32_t selector) {
+#if defined(__CUDA_ARCH__)
+  return __byte_perm(a, b, selector);
+#else
+  uint32_t r = 0;
+  for (int i = 0; i < 4; i++) {
+    const uint32_t from = selector >> 4 * i & 7;
+    r |= ((from < 4 ? a : b) >> from % 4 * 8 & 0xFF) << 8 * i;
+  }
+  return r;
+#endif
+}
+
+// Of a word as two halves: one of them twice.
+MOEQ_HOST_DEVICE uint32_t low_half_twice(uint32_t word) { return pick_bytes(word, 0, 0x1010); }
+MOEQ_HOST_DEVICE uint32_t high_half_twice(uint32_t word) { return pick_bytes(word, 0, 0x3232); }
+
+MOEQ_HOST_DEVICE uint32_t rotate_right(uint32_t word, int bits) {
+#if defined(__CUDA_ARCH__)
+  return __funnelshift_r(word, word, bits);
+#else
+  return word >> bits | word << (32 - bits);
+#endif
+}
+
+}  // namespace moeq::sm90

@@ -1,0 +1,141 @@
+// What the Hopper ops have in common: a call's tensors become a Problem, and a workspace is made for its launches.
+#pragma once
+#include "../../../boxed.h"
+#include "op_arguments.cuh"
+#include "op_router.cuh"
+#include "../launch/partition.h"
+
+namespace moeq::sm90 {
+
+// A call and how its op runs it. a1_gscale, a2_gscale: f32 [], [experts], or absent (a scale per token) where the
+// hidden states, and the intermediate, are quantized; g1_alphas f32 [experts] or [experts, 2], with g2_alphas or
+// absent: 1. See problem.h for the rest.
+struct Layer {
+  const char* op;
+  const LayerCall& call;
+  const RouterCall* router = nullptr;   // where the op takes one; without logits it does not count
+  bool quantize_hidden = false, quantize_intermediate = false;
+  ScalarType hidden_type = ScalarType::BFloat16;
+
+  Layer(const char* name, const LayerCall& arguments) : op(name), call(arguments) {}
+  bool has_logits() const { return router != nullptr && router->router_logits.has_value(); }
+};
+
+// A kernel (or several) for a layer.
+template <class AnyProblem>
+struct Kernels {
+  const char* name;
+  size_t (*workspace)(const AnyProblem&);
+  cudaError_t (*run)(const AnyProblem&);
+  bool (*takes_logits)(const AnyProblem&);  // null: never
+};
+
+inline void bind_sizes(Problem& p, const Layer& layer) {
+  const LayerCall& call = layer.call;
+  STD_TORCH_CHECK(call.out.is_cuda() && call.out.is_contiguous() && call.out.dim() == 2, "moeq_C::", layer.op,
+                  ": out must be a contiguous CUDA matrix");
+  STD_TORCH_CHECK(layer.has_logits() || (call.topk_ids.has_value() && call.topk_weights.has_value()),
+                  "moeq_C::", layer.op, ": topk_ids and topk_weights, or router_logits, must be given");
+  p.activation = named<Activation>(layer.op, "activation", call.activation);
+  p.gated = is_gated(p.activation);
+  p.tokens = size_of(layer.op, call.out, 0);
+  p.hidden = size_of(layer.op, call.out, 1);
+  if (layer.has_logits()) {
+    bind_router(layer.op, p.router, *layer.router, p.tokens, call.out);
+    p.top_k = p.router.top_k;
+  } else {
+    p.top_k = size_of(layer.op, *call.topk_ids, 1);
+  }
+  STD_TORCH_CHECK(!call.router_weight_on_input || p.top_k == 1, "moeq_C::", layer.op,
+                  ": router_weight_on_input must go with top_k 1");
+  STD_TORCH_CHECK(int64_t{p.tokens} * p.top_k <= INT32_MAX, "moeq_C::", layer.op,
+                  ": tokens * top_k must be below 2^31");
+}
+
+// p.experts and p.inter are known by now, as the weights' shapes say them.
+inline void bind_scalars(Problem& p, const Layer& layer) {
+  const LayerCall& call = layer.call;
+  const char* op = layer.op;
+  const Tensor& out = call.out;
+  const int64_t halves = p.gated ? 2 : 1;
+  p.alphas13 = call.g1_alphas.has_value() && call.g1_alphas->dim() == 2 ? size_of(op, *call.g1_alphas, 1) : 1;
+  STD_TORCH_CHECK(p.alphas13 <= halves, "moeq_C::", op, ": g1_alphas must have one column per half of w13");
+  p.g1_alphas = floats_of(op, "g1_alphas", call.g1_alphas, int64_t{p.experts} * p.alphas13, out);
+  p.g2_alphas = floats_of(op, "g2_alphas", call.g2_alphas, p.experts, out);
+  p.w13_bias = floats_of(op, "w13_bias", call.w13_bias, halves * p.experts * p.inter, out);
+  p.w2_bias = floats_of(op, "w2_bias", call.w2_bias, int64_t{p.experts} * p.hidden, out);
+  p.a1 = bind_gscale(op, "a1_gscale", layer.quantize_hidden, call.a1_gscale, p.a1_gscale, p, out);
+  p.a2 = bind_gscale(op, "a2_gscale", layer.quantize_intermediate, call.a2_gscale, p.a2_gscale, p, out);
+  p.out_type = out_type_of(op, out);
+  p.expert_offset = static_cast<int>(call.local_expert_offset);
+  p.alpha = static_cast<float>(call.swiglu_alpha);
+  p.beta = static_cast<float>(call.swiglu_beta);
+  p.limit = static_cast<float>(call.swiglu_limit);
+  p.weight_on_input = call.router_weight_on_input;
+}
+
+// Ids and weights: given, or made by a launch of their own unless the kernel routes by itself.
+struct Chosen {
+  OptionalTensor ids, weights;
+};
+
+inline Chosen choose(Problem& p, const Layer& layer, bool kernel_routes) {
+  const LayerCall& call = layer.call;
+  const int64_t slots = int64_t{p.tokens} * p.top_k;
+  if (p.router.logits == nullptr) {
+    p.topk_ids = data_of<int32_t>(layer.op, "topk_ids", *call.topk_ids, ScalarType::Int, slots, call.out);
+    p.topk_weights = data_of<float>(layer.op, "topk_weights", *call.topk_weights, ScalarType::Float, slots, call.out);
+    return {};
+  }
+  if (kernel_routes) return {};
+  const Tensor ids = torch::stable::new_empty(call.out, {slots}, ScalarType::Int);
+  const Tensor weights = torch::stable::new_empty(call.out, {slots}, ScalarType::Float);
+  int32_t* to = static_cast<int32_t*>(ids.mutable_data_ptr());
+  const cudaError_t error = route_run(p, to, static_cast<float*>(weights.mutable_data_ptr()));
+  STD_TORCH_CHECK(error == cudaSuccess, "moeq_C::", layer.op, ": routing kernel: ", cudaGetErrorString(error));
+  p.topk_ids = to;
+  p.topk_weights = static_cast<const float*>(weights.const_data_ptr());
+  p.router.logits = nullptr;
+  return {ids, weights};
+}
+
+// What CUDA's own text does not say.
+inline std::string hint_at(cudaError_t error, const Partition& partition) {
+  if (error != cudaErrorCooperativeLaunchTooLarge) return "";
+  return "; it begins on all " + std::to_string(partition.multiprocessors) +
+         " multiprocessors of the stream's context at once, and CUDA has room for fewer: the backend \"triton\" has no "
+         "such launch";
+}
+
+// bind_weights(p) sets the weights and what their shapes say.
+template <class AnyProblem, class BindWeights>
+void run_layer(AnyProblem& p, const Layer& layer, const Kernels<AnyProblem>& kernels, BindWeights bind_weights) {
+  const Tensor& out = layer.call.out;
+  bind_sizes(p, layer);
+  const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
+  bind_weights(p);
+  bind_scalars(p, layer);
+  p.stream = current_stream(out);
+  cudaError_t error = partition_of(p.stream, p.partition);
+  STD_TORCH_CHECK(error == cudaSuccess, "moeq_C::", layer.op, ": stream of device ", out.get_device_index(), ": ",
+                  cudaGetErrorString(error));
+  const Chosen chosen = choose(p, layer, kernels.takes_logits != nullptr && kernels.takes_logits(p));
+  // A view may start anywhere; the kernels move 16 bytes at a time.
+  const Tensor& given = layer.call.hidden_states;
+  const Tensor x = is_aligned(given) ? given : torch::stable::clone(given);
+  p.x = data_of<void>(layer.op, "hidden_states", x, layer.hidden_type, out.numel(), out);
+  Tensor aligned_out = is_aligned(out) ? out : torch::stable::empty_like(out);
+  p.out = aligned_out.mutable_data_ptr();
+  // From torch's allocator at every call, so that a CUDA graph owns its own.
+  const Tensor bytes = torch::stable::new_empty(out, {static_cast<int64_t>(kernels.workspace(p))}, ScalarType::Byte);
+  p.workspace = const_cast<void*>(bytes.const_data_ptr());
+  error = kernels.run(p);
+  STD_TORCH_CHECK(error == cudaSuccess, "moeq_C::", layer.op, ": ", kernels.name,
+                  " kernel: ", cudaGetErrorString(error), hint_at(error, p.partition));
+  if (!is_aligned(out)) {
+    Tensor target = out;
+    torch::stable::copy_(target, aligned_out);
+  }
+}
+
+}  // namespace moeq::sm90

@@ -1,0 +1,90 @@
+// moeq_C::experts_sm90_w4a8: one layer of NVFP4 or e4m3 weights on fp8 activations.
+#include "op_layer.cuh"
+#include "../w4a8/w4a8.h"
+#include "../layout/w4a8_layout.h"
+
+namespace moeq::sm90 {
+namespace {
+
+constexpr const char* kOp = "experts_sm90_w4a8";
+
+// Scales of e4m3 weights of `rows` rows in `halves` halves: [experts, rows, 1], [experts, halves] or [experts, 1];
+// kBlocks: [experts, tiles of rows, tiles of K].
+WeightScales scales_of(const char* name, const Tensor& tensor, Weights weights, int experts, int64_t rows, int halves,
+                       int64_t k, const Tensor& beside) {
+  const int64_t of_half = rows / halves;
+  WeightScales scales{nullptr, 0, 0, 0, static_cast<int>(of_half)};
+  if (weights == Weights::kBlocks) {
+    const int64_t blocks = w4a8::tiles(static_cast<int>(of_half), 128), columns = w4a8::tiles(static_cast<int>(k), 128);
+    scales.expert = halves * blocks * columns;
+    scales.half = static_cast<int>(blocks * columns);
+    scales.row = static_cast<int>(columns);
+  } else if (tensor.dim() == 3) {
+    scales.expert = rows;
+    scales.half = static_cast<int>(of_half);
+    scales.row = 1;
+  } else {
+    scales.expert = size_of(kOp, tensor, 1);
+    scales.half = scales.expert == 2 ? 1 : 0;
+  }
+  scales.data = data_of<float>(kOp, name, tensor, ScalarType::Float, experts * scales.expert, beside);
+  return scales;
+}
+
+const uint8_t* strip_of(const char* name, const Tensor& tensor, int64_t row_tiles, int64_t k_tiles,
+                        const Tensor& beside) {
+  return tiles_of(kOp, name, tensor, row_tiles * (k_tiles * w4a8::kScaleBytes + w4a8::kTileRows), beside);
+}
+
+// Weights and what follows from their shapes; see w4a8_layout.h.
+void bind_weights(W4a8Problem& p, const LayerCall& call) {
+  STD_TORCH_CHECK(call.w13.dim() == 4 && call.w2.dim() == 4, "moeq_C::", kOp, ": w13 and w2 must be tiled");
+  STD_TORCH_CHECK(call.w13_scale.has_value() && call.w2_scale.has_value(), "moeq_C::", kOp,
+                  ": w13_scale and w2_scale must be given");
+  STD_TORCH_CHECK(p.hidden % 8 == 0, "moeq_C::", kOp, ": the hidden size must be a multiple of 8");
+  p.experts = size_of(kOp, call.w13, 0);
+  p.inter = size_of(kOp, call.w2, 2) * w4a8::kTileK;
+  STD_TORCH_CHECK(p.experts <= kMaxExperts, "moeq_C::", kOp, ": at most ", kMaxExperts, " experts");
+  STD_TORCH_CHECK(p.hidden <= w4a8::kMaxK && p.inter <= w4a8::kMaxK, "moeq_C::", kOp, ": sizes up to ", w4a8::kMaxK);
+  const bool packed = p.weights == Weights::kPacked;
+  const int64_t tile = packed ? w4a8::kPackedBytes : w4a8::kFp8Bytes;
+  const int64_t k13 = w4a8::tiles(p.hidden, w4a8::kTileK), k2 = w4a8::tiles(p.inter, w4a8::kTileK);
+  const int halves = p.gated ? 2 : 1;
+  const int64_t tiles13 = int64_t{p.experts} * w4a8::tiles(halves * p.inter, w4a8::kTileRows);
+  const int64_t tiles2 = int64_t{p.experts} * w4a8::tiles(p.hidden, w4a8::kTileRows);
+  p.w13 = tiles_of(kOp, "w13", call.w13, tiles13 * k13 * tile, call.out);
+  p.w2 = tiles_of(kOp, "w2", call.w2, tiles2 * k2 * tile, call.out);
+  if (packed) {
+    p.w13_scale = strip_of("w13_scale", *call.w13_scale, tiles13, k13, call.out);
+    p.w2_scale = strip_of("w2_scale", *call.w2_scale, tiles2, k2, call.out);
+    return;
+  }
+  p.scales13 = scales_of("w13_scale", *call.w13_scale, p.weights, p.experts, int64_t{halves} * p.inter, halves,
+                         p.hidden, call.out);
+  p.scales2 = scales_of("w2_scale", *call.w2_scale, p.weights, p.experts, p.hidden, 1, p.inter, call.out);
+}
+
+// Fills out [tokens, hidden]. With hidden_states_scale (float32 [tokens, 1], blocks: [tokens, hidden / 128]) the hidden
+// states are e4m3 codes, else bfloat16. Up to decode_tokens tokens are for the decode kernel, where it takes the layer.
+void experts_sm90_w4a8(const ExpertsSm90W4a8Call& call) {
+  W4a8Problem p{};
+  p.weights = named<Weights>(kOp, "weights", call.weights);
+  p.decode_tokens = static_cast<int>(call.decode_tokens);
+  Layer layer(kOp, call);
+  layer.quantize_hidden = layer.quantize_intermediate = true;
+  if (call.hidden_states_scale.has_value()) layer.hidden_type = ScalarType::Float8_e4m3fn;
+  const auto bind = [&](W4a8Problem& problem) {
+    bind_weights(problem, call);
+    const int64_t columns = problem.weights == Weights::kBlocks ? w4a8::tiles(problem.hidden, w4a8::kTileK) : 1;
+    problem.x_scale =
+        floats_of(kOp, "hidden_states_scale", call.hidden_states_scale, problem.tokens * columns, call.out);
+  };
+  run_layer(p, layer, {"fp8", w4a8_workspace, w4a8_run, nullptr}, bind);
+}
+
+}  // namespace
+}  // namespace moeq::sm90
+
+STABLE_TORCH_LIBRARY_IMPL(moeq_C, CUDA, m) {
+  m.impl("experts_sm90_w4a8", MOEQ_BOX(moeq::ExpertsSm90W4a8Call, moeq::sm90::experts_sm90_w4a8));
+}

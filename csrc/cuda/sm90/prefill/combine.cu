@@ -1,0 +1,98 @@
+// The last launch of a prefill: each token's sum over its experts, in float32 and in the order of its slots.
+#include <cuda_fp16.h>
+
+#include "../device/bounded_wait.cuh"
+#include "../device/gemm_async.cuh"
+#include "prefill_kernels.cuh"
+
+namespace moeq::sm90 {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kColumns = 8;       // of a thread
+constexpr int kAtOnce = 8;        // slots whose loads are under way together
+
+template <bool wide>
+struct Piece {
+  uint4 words[wide ? 2 : 1];
+
+  __device__ __forceinline__ void load(const void* y, int64_t at) {
+    const uint4* from = reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(y) + at * (wide ? 4 : 2));
+#pragma unroll
+    for (int i = 0; i < (wide ? 2 : 1); i++) words[i] = __ldcs(from + i);
+  }
+  __device__ __forceinline__ float value(int i) const {
+    const uint32_t* w = reinterpret_cast<const uint32_t*>(words);
+    if (wide) return __uint_as_float(w[i]);
+    return __uint_as_float(i % 2 ? w[i / 2] & 0xffff0000u : w[i / 2] << 16);
+  }
+};
+
+__device__ void store(const Problem& p, int64_t at, const float (&sum)[kColumns]) {
+  if (p.out_type == OutType::kFloat32) {
+    float4* to = reinterpret_cast<float4*>(static_cast<float*>(p.out) + at);
+    to[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+    to[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
+    return;
+  }
+  uint32_t words[kColumns / 2];
+#pragma unroll
+  for (int i = 0; i < kColumns / 2; i++) {
+    if (p.out_type == OutType::kBfloat16) {
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(sum[2 * i], sum[2 * i + 1]);
+      words[i] = *reinterpret_cast<const uint32_t*>(&pair);
+    } else {
+      const __half2 pair = __floats2half2_rn(sum[2 * i], sum[2 * i + 1]);
+      words[i] = *reinterpret_cast<const uint32_t*>(&pair);
+    }
+  }
+  *reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.out) + at) = make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// Grid: (tokens, pieces of a row).
+template <bool wide>
+__global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ CombineArgs args) {
+  wait_for_previous_kernel();
+  allow_next_kernel();
+  const Problem& p = args.problem;
+  const int column = (blockIdx.y * kThreads + threadIdx.x) * kColumns;
+  const int64_t token = blockIdx.x;
+  if (column >= p.hidden) return;
+  float sum[kColumns] = {};
+  for (int first = 0; first < p.top_k; first += kAtOnce) {
+    Piece<wide> pieces[kAtOnce];
+    float weights[kAtOnce];
+    bool mine[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; i++) {
+      const int64_t slot = token * p.top_k + first + i;
+      mine[i] = first + i < p.top_k && local_expert(p, slot) >= 0;
+      if (mine[i]) {
+        pieces[i].load(args.y, slot * p.hidden + column);
+        weights[i] = p.weight_on_input ? 1.0f : p.topk_weights[slot];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; i++) {
+      if (!mine[i]) continue;
+#pragma unroll
+      for (int c = 0; c < kColumns; c++) sum[c] = __fadd_rn(sum[c], __fmul_rn(weights[i], pieces[i].value(c)));
+    }
+  }
+  store(p, token * p.hidden + column, sum);
+  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0 && args.overdue != nullptr && *args.overdue != 0) {
+    give_up("gemm_kernel", "thread blocks waited some seconds for the intermediate of others, in vain");
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_combine(const CombineArgs& args) {
+  const Problem& p = args.problem;
+  const int pieces = (p.hidden + kThreads * kColumns - 1) / (kThreads * kColumns);
+  const int threads = pieces > 1 ? kThreads : (p.hidden / kColumns + 31) / 32 * 32;
+  return launch_dependent(args.y_wide ? combine_kernel<true> : combine_kernel<false>, args, dim3(p.tokens, pieces),
+                          threads, 0);
+}
+
+}  // namespace moeq::sm90

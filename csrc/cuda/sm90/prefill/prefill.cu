@@ -1,0 +1,157 @@
+// A layer on many tokens: sort and prepare, both GEMMs in one persistent kernel, combine.
+#include "../launch/known_devices.h"
+#include "prefill_plan.h"
+
+namespace moeq::sm90 {
+namespace {
+
+struct Plan {
+  Shape shape;
+  OperandArgs operand;
+  RequantizeArgs requantize;
+  GemmArgs gemm;
+  CombineArgs combine;
+  size_t bytes;
+};
+
+constexpr int kFinishes = 3;
+
+template <class Format>
+GemmVariants variants_of(Finish finish) {
+  switch (finish) {
+    case Finish::kSwiglu:
+      return gemm_variants<Format, Finish::kSwiglu>();
+    case Finish::kGated:
+      return gemm_variants<Format, Finish::kGated>();
+    default:
+      return gemm_variants<Format, Finish::kPlain>();
+  }
+}
+
+GemmVariants variants_of(const Problem& p) {
+  switch (p.format) {
+    case Format::kNvfp4:
+      return variants_of<Nvfp4Format>(finish_of(p));
+    case Format::kMxfp4:
+      return variants_of<Mxfp4Format>(finish_of(p));
+    case Format::kInt4Per32:
+      return variants_of<Int4Format<32>>(finish_of(p));
+    case Format::kInt4Per64:
+      return variants_of<Int4Format<64>>(finish_of(p));
+    default:
+      return variants_of<Int4ZeroFormat>(finish_of(p));
+  }
+}
+
+GemmVariant variant_for(const Problem& p, Shape shape) { return variants_of(p).of_shape[static_cast<int>(shape)]; }
+
+// Where rows of GEMM1's operand have factors of their own.
+void place_factors(const RoundedProblem& p, Arena& arena, Plan& plan) {
+  OperandArgs& operand = plan.operand;
+  GemmArgs& gemm = plan.gemm;
+  const bool nvfp4 = p.act_format == ActFormat::kNvfp4;
+  if (nvfp4 && p.a1 == ActScale::kToken) operand.row_gscale = arena.take<float>(p.tokens);
+  if (nvfp4 ? p.a1 == ActScale::kToken : p.act_format == ActFormat::kFp8 && p.a1 != ActScale::kNone) {
+    const bool by_slot = p.a1 == ActScale::kExpert;
+    operand.factor = arena.take<float>(int64_t{p.tokens} * (by_slot ? p.top_k : 1));
+    if (by_slot) gemm.problem.top_k = 1;   // the GEMMs' only use of it: a slot's place among the factors
+  }
+  gemm.operand_factor = p.x_factor != nullptr ? p.x_factor : operand.factor;
+}
+
+// Whether GEMM1 rounds the intermediate to mxfp8: where there are gates, a block is a warpgroup's.
+bool rounds_to_mx(const RoundedProblem& p) {
+  return p.act_format == ActFormat::kMxfp8 && p.a2 != ActScale::kNone && p.gated && p.format == Format::kMxfp4;
+}
+
+// Whether a launch between the GEMMs rounds the intermediate, which they have in float32 then.
+bool is_apart(const RoundedProblem& p) {
+  if (p.act_format == ActFormat::kNvfp4) return p.a2 == ActScale::kToken;
+  return p.a2 != ActScale::kNone && !rounds_to_mx(p);
+}
+
+// `p.tokens` of at most one piece.
+Plan make_plan(const RoundedProblem& p, Shape shape) {
+  Plan plan{};
+  plan.shape = shape;
+  Arena arena(p.workspace);
+  const int slots = p.tokens * p.top_k;
+  const Schedule schedule = take_sorted_schedule(arena, slots, p.experts);
+  const GemmVariant variant = variant_for(p, shape);
+  GemmArgs& gemm = plan.gemm;
+  gemm = gemms_of(without_e4m3(p), schedule, variant.block_tiles);
+  const int rows = gemm.rows;
+  OperandArgs& operand = plan.operand;
+  operand = {p, schedule, nullptr, nullptr, nullptr, rows, gemm.hidden_padded, variant.max_width, p.act_format};
+  operand.operand = arena.take<__nv_bfloat16>(int64_t{rows} * gemm.hidden_padded);
+  place_factors(p, arena, plan);
+  gemm.operand = operand.operand;
+  gemm.mx = rounds_to_mx(p);
+  float* h_factor = nullptr;
+  if (is_apart(p)) {
+    gemm.h_wide = arena.take<float>(int64_t{rows} * gemm.inter_padded);
+    h_factor = p.act_format == ActFormat::kMxfp8 ? nullptr : arena.take<float>(rows);
+    gemm.h_factor = h_factor;
+  }
+  gemm.h = arena.take<__nv_bfloat16>(int64_t{rows} * gemm.inter_padded);
+  gemm.y = arena.take<uint8_t>(int64_t{slots} * p.hidden * result_bytes(p));
+  plan.requantize = {p, schedule, gemm.h_wide, gemm.h, h_factor, rows, gemm.inter_padded, p.act_format};
+  plan.combine = {p, gemm.y, gemm.y_wide, schedule.overdue};
+  plan.bytes = arena.used();
+  return plan;
+}
+
+cudaError_t launch_gemms(const GemmArgs& args, Shape shape) {
+  static KnownDevices known[kFormats][kFinishes][kShapes];
+  const Problem& p = args.problem;
+  const GemmVariant variant = variant_for(p, shape);
+  KnownDevices& of_kernel = known[static_cast<int>(p.format)][static_cast<int>(finish_of(p))][static_cast<int>(shape)];
+  const cudaError_t error =
+      allow_shared_memory(reinterpret_cast<const void*>(variant.kernel), variant.shared_bytes, of_kernel);
+  if (error != cudaSuccess) return error;
+  return launch_dependent(variant.kernel, args, p.partition.multiprocessors * variant.blocks, variant.threads,
+                          variant.shared_bytes);
+}
+
+// GEMM2 in a launch of its own, where the quantization between the two needs whole rows.
+cudaError_t launch_apart(const Plan& plan) {
+  GemmArgs args = plan.gemm;
+  args.second = false;
+  cudaError_t error = launch_gemms(args, plan.shape);
+  if (error == cudaSuccess) error = launch_requantize(plan.requantize);
+  args.first = false;
+  args.second = true;
+  return error == cudaSuccess ? launch_gemms(args, plan.shape) : error;
+}
+
+cudaError_t run_piece(const RoundedProblem& p, Shape shape) {
+  const Plan plan = make_plan(p, shape);
+  cudaError_t error = launch_schedule(plan.operand);
+  if (error == cudaSuccess) error = launch_operand(plan.operand);
+  if (error == cudaSuccess) error = is_apart(p) ? launch_apart(plan) : launch_gemms(plan.gemm, shape);
+  if (error == cudaSuccess) error = launch_combine(plan.combine);
+  return error;
+}
+
+// Of tokens whose codes have scales.
+RoundedProblem with_factors(const RoundedProblem& whole, RoundedProblem piece) {
+  if (whole.x_factor != nullptr) piece.x_factor += (piece.topk_ids - whole.topk_ids) / whole.top_k;
+  return piece;
+}
+
+}  // namespace
+
+size_t prefill_workspace(const RoundedProblem& p, Shape shape) {
+  RoundedProblem piece = p;
+  piece.tokens = tokens_of_piece(p);
+  piece.workspace = nullptr;
+  return make_plan(piece, shape).bytes;
+}
+
+cudaError_t prefill_run(const RoundedProblem& p, Shape shape) {
+  if (p.experts > kMaxExperts) return cudaErrorInvalidValue;
+  return run_in_pieces(p, tokens_of_piece(p),
+                       [&](const RoundedProblem& piece) { return run_piece(with_factors(p, piece), shape); });
+}
+
+}  // namespace moeq::sm90

@@ -1,0 +1,73 @@
+// What the Hopper kernels are asked to run: plain pointers and sizes, so that a test program needs no torch.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <cuda_runtime.h>
+
+#include "../../../generated/activations.h"
+#include "../../../generated/sm90.h"
+
+namespace moeq::sm90 {
+
+// How activations are quantized to NVFP4 before they are multiplied.
+enum class ActScale : int { kNone, kTensor, kExpert, kToken };              // kNone: not at all (W4A16)
+
+enum class OutType : int { kBfloat16, kFloat16, kFloat32 };
+
+enum class LogitType : int { kBfloat16, kFloat16, kFloat32 };
+
+// How logits become ids and weights, as moeq::route does it (route.cuh).
+struct Router {
+  const void* logits;        // [tokens, experts], columns adjacent; null: ids and weights are given
+  LogitType type;
+  int64_t row_stride;
+  const float* bias;         // [experts], added for the choice only; null: none
+  int experts, top_k;        // all experts, on any rank
+  Score score;               // experts are chosen by it (and the bias)
+  Score weight;              // a softmax is over all experts where `score` is one too, else over the chosen ones
+  bool renormalize;          // weights are divided by their sum
+  int groups, topk_group;  // experts of the best topk_group of `groups` equal groups are chosen from; groups 1: of all
+  float factor;  // multiplies the weights
+};
+
+// What a stream's launches have of the GPU.
+struct Partition {
+  int multiprocessors;
+  bool whole_device;  // all of the device's, and none under another process's share of it
+};
+
+// One layer's call. Weights lie in the layout of layout.h; everything else as the op has it, contiguous.
+struct Problem {
+  const uint8_t* w13;  // [experts, row_tiles13, k_tiles13, 2048]
+  const uint8_t* w13_scale;  // [experts, row_tiles13, k_tiles13, 256]
+  const uint8_t* w2;  // [experts, row_tiles2, k_tiles2, 2048]
+  const uint8_t* w2_scale;  // [experts, row_tiles2, k_tiles2, 256]
+  Format format;
+  const float* g1_alphas;  // [experts, alphas13]; null: 1
+  int alphas13;  // 1, or 2: gate and up have one each
+  const float* g2_alphas;  // [experts]; null: 1
+  const float* w13_bias;  // [experts, 2 * inter] (gate, then up) or [experts, inter]; null: none
+  const float* w2_bias;  // [experts, hidden]; null: none
+  const void* x;  // bfloat16 [tokens, hidden]
+  const int32_t* topk_ids;  // [tokens, top_k]; outside [offset, offset + experts): contributes nothing
+  const float* topk_weights;  // [tokens, top_k]
+  void* out;  // [tokens, hidden] of out_type
+  OutType out_type;
+  int tokens, top_k, experts, expert_offset, hidden, inter;
+  Activation activation;
+  bool gated;
+  float alpha, beta, limit;  // of the activation; limit may be infinite
+  bool weight_on_input;  // the router weight multiplies the token (rounded to bfloat16), top_k is 1
+  ActScale a1, a2;  // of the hidden states and of the intermediate
+  const float* a1_gscale;  // kTensor: [1], kExpert: [experts], else null
+  const float* a2_gscale;
+  Router router;  // where logits are given; then topk_ids and topk_weights are null
+  void* workspace;  // of the size that *_workspace(problem) says; contents undefined, need not survive
+  cudaStream_t stream;
+  Partition partition;  // the stream's (partition.h)
+};
+
+// Writes ids and weights [tokens, top_k] from p.router; an error for a failed launch.
+cudaError_t route_run(const Problem& p, int32_t* ids, float* weights);
+
+}  // namespace moeq::sm90

@@ -1,0 +1,72 @@
+// Routing from hidden states, for few tokens: a cluster of blocks for every eight of them.
+#include "../launch/cluster_launch.h"
+#include "route_hidden.cuh"
+
+namespace moeq::sm90 {
+namespace {
+
+using namespace hidden;
+
+template <int each>
+__global__ void __launch_bounds__(32 * kMaxWarps) route_hidden_kernel(const __grid_constant__ RouteHidden call) {
+  __shared__ Shared s;
+  const int rank = cluster_rank(), blocks = cluster_size(), warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const int first = static_cast<int>(blockIdx.x) / blocks * kTokens;
+  if (first == 0) prefetch_weights(call, chunks_of(call.hidden, rank, blocks));
+  cluster_arrive_relaxed();
+  wait_for_previous_kernel();
+  allow_next_kernel();
+
+  const Division division(call.router.experts, blocks);
+  const bool shares = division.tiles <= warps;  // several warps share a tile, else a warp has several
+  const int slice = shares ? warp / division.tiles : 0, part = rank * division.slices + slice;
+  const Range chunks = chunks_of(call.hidden, part, division.parts);
+  bool others_run = false;
+  for (int tile = shares ? warp % division.tiles : warp; slice < division.slices && tile < division.tiles;
+       tile += warps) {
+    float sum[4] = {};
+    multiply_tile(call, tile, first, chunks, sum);
+    if (!others_run) cluster_wait();  // before their shared memory is written
+    others_run = true;
+    send_tile(call, s, division, tile, part, first, sum);
+  }
+  if (!others_run) cluster_wait();
+  __syncwarp();
+  cluster_arrive();
+  cluster_wait();
+
+  const int token = first + rank;
+  if (rank >= kTokens || token >= call.tokens) return;
+  add_parts(call, s, division, token);
+  __syncthreads();
+  if (warp == 0) choose<each>(call, s, token);
+}
+
+struct Kernel {
+  void (*function)(RouteHidden);
+  KnownDevices& has_large_clusters;
+};
+
+template <int each>
+Kernel kernel() {
+  static KnownDevices known;
+  return {route_hidden_kernel<each>, known};
+}
+
+Kernel kernel_for(int experts) { return experts <= 128 ? kernel<4>() : experts <= 256 ? kernel<8>() : kernel<16>(); }
+
+}  // namespace
+
+cudaError_t route_hidden_run(const RouteHidden& call, RouteHiddenPlan plan, cudaStream_t stream) {
+  if (call.tokens == 0) return cudaSuccess;
+  const Kernel kernel = kernel_for(call.router.experts);
+  if (plan.blocks > kPortableCluster) {
+    const void* function = reinterpret_cast<const void*>(kernel.function);
+    const cudaError_t error = allow_large_clusters(function, kernel.has_large_clusters);
+    if (error != cudaSuccess) return error;
+  }
+  const int clusters = (call.tokens + kTokens - 1) / kTokens;
+  return launch_clusters_after(kernel.function, call, clusters, plan.blocks, 32 * plan.warps, stream);
+}
+
+}  // namespace moeq::sm90

@@ -1,0 +1,140 @@
+// A layer: sort, quantize the tokens, GEMM1, quantize the intermediate, GEMM2, combine.
+#include "../decode_few/decode_few_fp8.h"
+#include "../prefill/prefill_kernels.cuh"
+#include "w4a8_gemm.cuh"
+#include "w4a8_quantize.cuh"
+#include "../problem/workspace.h"
+
+namespace moeq::sm90 {
+namespace w4a8 {
+namespace {
+
+struct Plan {
+  QuantizeArgs tokens, intermediate;
+  GemmArgs first, second;
+  CombineArgs combine;
+  int rows;
+  size_t bytes;
+};
+
+Schedule take_schedule(Arena& arena, int slots, int experts) {
+  Schedule schedule;
+  schedule.tiles_total = arena.take<int>(1);
+  schedule.next_item = arena.take<int>(2);
+  schedule.start = arena.take<int>(experts + 1);
+  schedule.count = arena.take<int>(experts);
+  schedule.rank = arena.take<SlotRank>(slots);
+  schedule.slot_of_row = arena.take<int>(max_rows(slots, experts));
+  schedule.place_of_row = arena.take<Place>(max_rows(slots, experts));
+  schedule.tiles = arena.take<TokenTile>(max_tiles(slots, experts));
+  return schedule;
+}
+
+bool is_in_place(const Problem& p) {
+  return p.activation == Activation::kSilu || p.activation == Activation::kSwigluoai;
+}
+
+// Of a token's slots in float32.
+int64_t h_columns(const Problem& p) { return int64_t{p.inter} * (p.gated && !is_in_place(p) ? 2 : 1); }
+
+Plan make_prefill_plan(const W4a8Problem& p) {
+  Plan plan{};
+  Arena arena(p.workspace);
+  const int slots = p.tokens * p.top_k, rows = max_rows(slots, p.experts);
+  const Schedule schedule = take_schedule(arena, slots, p.experts);
+  const int k_tiles13 = tiles(p.hidden, kTileK), k_tiles2 = tiles(p.inter, kTileK);
+  const bool wide = p.out_type == OutType::kFloat32, groups = p.weights == Weights::kBlocks;
+  uint8_t* operand13 = arena.take<uint8_t>(int64_t{rows} * k_tiles13 * kTileK);
+  uint8_t* operand2 = arena.take<uint8_t>(int64_t{rows} * k_tiles2 * kTileK);
+  float* factor13 = arena.take<float>(int64_t{rows} * (groups ? k_tiles13 : 1));
+  float* factor2 = arena.take<float>(int64_t{rows} * (groups ? k_tiles2 : 1));
+  float* h = arena.take<float>(rows * h_columns(p));
+  void* y = arena.take<uint8_t>(int64_t{slots} * p.hidden * (wide ? 4 : 2));
+  plan.tokens = {p, schedule, nullptr, false, operand13, factor13, k_tiles13};
+  plan.intermediate = {p, schedule, h, is_in_place(p), operand2, factor2, k_tiles2};
+  plan.first = {p,          schedule,
+                operand13,  factor13,
+                p.w13,      p.w13_scale,
+                p.scales13, h,
+                nullptr,    false,
+                p.gated,    schedule.next_item,
+                k_tiles13,  tiles(p.gated ? 2 * p.inter : p.inter, kTileRows)};
+  plan.second = {p,         schedule,
+                 operand2,  factor2,
+                 p.w2,      p.w2_scale,
+                 p.scales2, nullptr,
+                 y,         wide,
+                 false,     schedule.next_item + 1,
+                 k_tiles2,  tiles(p.hidden, kTileRows)};
+  plan.combine = {p, y, wide, nullptr};
+  plan.rows = rows;
+  plan.bytes = arena.used();
+  return plan;
+}
+
+// Whether tiles are wide: where experts have so many tokens that their weights are no matter. Any number is right.
+bool is_wide(const Problem& p) { return int64_t{p.tokens} * p.top_k > int64_t{kMaxSingle} * p.experts; }
+
+cudaError_t launch_gemm(const GemmArgs& args, Finish finish) {
+  const W4a8Problem& p = args.problem;
+  const GemmKernel gemm = kernel_of(p.weights, finish, is_wide(p));
+  const cudaError_t error =
+      cudaFuncSetAttribute(gemm.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, gemm.shared_bytes);
+  if (error != cudaSuccess) return error;
+  return launch_after(gemm.kernel, args, p.partition.multiprocessors, kGemmThreads, gemm.shared_bytes, p.stream);
+}
+
+cudaError_t run_piece(const W4a8Problem& p) {
+  const Plan plan = make_prefill_plan(p);
+  cudaError_t error = launch_schedule(p, plan.tokens.schedule, is_wide(p) ? kMaxWidth : kMaxSingle);
+  if (error == cudaSuccess) error = launch_quantize_tokens(plan.tokens);
+  if (error == cudaSuccess) error = launch_gemm(plan.first, is_in_place(p) ? Finish::kSwiglu : Finish::kLinear);
+  if (error == cudaSuccess) error = launch_quantize_intermediate(plan.intermediate, plan.rows);
+  if (error == cudaSuccess) error = launch_gemm(plan.second, Finish::kOutput);
+  if (error == cudaSuccess) error = launch_combine(plan.combine);
+  return error;
+}
+
+// The intermediate is the longest array.
+int tokens_of_piece(const Problem& p) { return tokens_at_once(p, h_columns(p) * 4 * p.top_k); }
+
+// Of tokens that are quantized already, codes have other sizes than piece_of knows.
+W4a8Problem with_codes(const W4a8Problem& whole, W4a8Problem piece) {
+  if (whole.x_scale == nullptr) return piece;
+  const int64_t first = (piece.topk_ids - whole.topk_ids) / whole.top_k;
+  piece.x = static_cast<const uint8_t*>(whole.x) + first * whole.hidden;
+  piece.x_scale = whole.x_scale + first * (whole.weights == Weights::kBlocks ? tiles(whole.hidden, kTileK) : 1);
+  return piece;
+}
+
+// decodes: whether the decode kernel runs the problem.
+cudaError_t make_decode_plan(const W4a8Problem& p, few::Plan& plan, bool& decodes) {
+  decodes = p.tokens <= p.decode_tokens;
+  return decodes ? few::make_fp8_plan(p, plan, decodes) : cudaSuccess;
+}
+
+}  // namespace
+}  // namespace w4a8
+
+size_t w4a8_workspace(const W4a8Problem& p) {
+  few::Plan plan;
+  bool decodes = false;
+  if (w4a8::make_decode_plan(p, plan, decodes) == cudaSuccess && decodes) {
+    return p.partition.whole_device ? 0 : few::exchange_bytes(plan);
+  }
+  W4a8Problem piece = p;
+  piece.tokens = w4a8::tokens_of_piece(p);
+  piece.workspace = nullptr;
+  return w4a8::make_prefill_plan(piece).bytes;
+}
+
+cudaError_t w4a8_run(const W4a8Problem& p) {
+  few::Plan plan;
+  bool decodes = false;
+  const cudaError_t error = w4a8::make_decode_plan(p, plan, decodes);
+  if (error != cudaSuccess || decodes) return error != cudaSuccess ? error : few::run_fp8(plan);
+  return run_in_pieces(p, w4a8::tokens_of_piece(p),
+                       [&](const W4a8Problem& piece) { return w4a8::run_piece(w4a8::with_codes(p, piece)); });
+}
+
+}  // namespace moeq::sm90

@@ -1,0 +1,166 @@
+// A warpgroup's share of a tile: 64 weight rows times up to 256 tokens.
+//
+// The tensor cores keep about 13 bits of a running fp8 sum, so each step of 128 in K starts from zero and is added to
+// the sums in float32. A tile wider than one instruction is done in two halves that share the partial sums' registers.
+#pragma once
+#include "../formats/decoder_packed.cuh"
+#include "../device/w4a8_wgmma.cuh"
+
+namespace moeq::sm90::w4a8 {
+
+// sums[part][4 * j + 2 * h + b]: row 16 * warp + lane / 4 + 8 * h, token part * span + 8 * j + lane % 4 * 2 + b.
+template <int parts>
+struct Sums {
+  static constexpr int kRegisters = parts == 1 ? kMaxSingle / 2 : kMaxWidth / 4;
+  float v[parts][kRegisters];
+};
+
+// What chooses the instruction, and how many tokens it spans.
+template <int parts>
+struct Span {
+  int tokens, index;
+  __device__ explicit Span(int width) {
+    tokens = width / parts;
+    index = parts == 2 ? (tokens - 88) / 8 : tokens <= 96 ? tokens / 16 - 1 : (tokens - 104) / 8 + 6;
+  }
+};
+
+// `a`: registers of the first of some steps, or where they are in shared memory.
+template <int parts, int registers, class Weights>
+__device__ __forceinline__ void start(float (&part)[registers], Weights a, uint64_t tokens, int index) {
+  if constexpr (parts == 1) {
+    multiply_single(part, a, tokens, index);
+  } else {
+    multiply_half(part, a, tokens, index);
+  }
+}
+
+// Few branches: more additions than needed take less time. Sums beyond a tile's tokens are never looked at.
+template <int registers>
+__device__ __forceinline__ void add(float (&sums)[registers], const float (&part)[registers], int tokens) {
+  constexpr int kFew = 32;   // registers: 64 tokens
+#pragma unroll
+  for (int i = 0; i < kFew; i++) sums[i] = __fadd_rn(sums[i], part[i]);
+  if (registers == kMaxSingle / 2 && tokens <= 2 * kFew) return;
+#pragma unroll
+  for (int i = kFew; i < registers; i++) sums[i] = __fadd_rn(sums[i], part[i]);
+}
+
+// The compiler takes an operand's registers for free once the instruction is issued; they are not until it is done.
+__device__ __forceinline__ void keep(uint32_t (&a)[4][4]) {
+#pragma unroll
+  for (int i = 0; i < 16; i++) asm volatile("" : "+r"(a[i / 4][i % 4]));
+}
+
+// A number that the compiler keeps in a register: it would read it again at each step, and wait.
+__device__ __forceinline__ int kept(int value) {
+  asm volatile("mov.b32 %0, %0;" : "+r"(value));
+  return value;
+}
+
+// Steps of a tile, and the thread of a warpgroup that makes them.
+struct Steps {
+  int many, thread;
+};
+
+template <class Policy>
+__device__ __forceinline__ void release(GemmShared<Policy>& shared, int stage, int thread) {
+  if (Policy::kGroups) __syncwarp();   // all lanes have read their tokens' scales
+  if (thread % 32 == 0) barrier_arrive(shared_address(&shared.empty[stage]));
+}
+
+template <int parts>
+__device__ __forceinline__ uint64_t tokens_of_part(uint64_t tokens, const Span<parts>& span, int i) {
+  return tokens + i * span.tokens * (kTileK / 16);
+}
+
+// Packed: each thread decodes what it multiplies.
+template <int parts, class Policy>
+__device__ __forceinline__ void multiply_decoded(Sums<parts>& sums, GemmShared<Policy>& shared,
+                                                 Ring<Policy::kStages>& ring, int warpgroup, const Span<parts>& span,
+                                                 const Steps& steps) {
+  float part[Sums<parts>::kRegisters] = {};
+  for (int k = 0; k < steps.many; k++) {
+    barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
+    uint32_t a[4][4];
+    decode_tile(shared.weights[ring.slot] + warpgroup * kPackedBytes,
+                shared.scales[ring.slot] + warpgroup * kScaleBytes, steps.thread, a);
+    const uint64_t tokens = swizzled_operand(shared_address(shared.tokens[ring.slot]));
+#pragma unroll
+    for (int i = 0; i < parts; i++) {
+      start<parts>(part, &a[0], tokens_of_part(tokens, span, i), span.index);
+      wgmma_wait<0>();
+      if (i == parts - 1) {
+        keep(a);
+        release(shared, ring.slot, steps.thread);
+      }
+      add(sums.v[i], part, span.tokens);
+    }
+    ring.advance();
+  }
+}
+
+// Scales of a thread's two rows, of one 128 of K after another.
+struct BlockScales {
+  const float* at[2];
+
+  __device__ __forceinline__ BlockScales(const GemmArgs& args, const Work& work, int warpgroup) {
+    const WeightScales& s = args.weight_scales;
+    const int tile = min(work.row_block * kBlockTiles + warpgroup, args.row_tiles - 1);
+    const int block = tile * (args.gated ? kTileRows / 2 : kTileRows) / 128;
+#pragma unroll
+    for (int h = 0; h < 2; h++) at[h] = s.data + work.expert * s.expert + (args.gated ? h * s.half : 0) + block * s.row;
+  }
+  __device__ __forceinline__ float2 of(int k) const { return make_float2(__ldg(at[0] + k), __ldg(at[1] + k)); }
+};
+
+// groups: scales of the part's tokens.
+template <int registers>
+__device__ __forceinline__ void add_scaled(float (&sums)[registers], const float (&part)[registers], int tokens,
+                                           const float* groups, float2 weight) {
+  constexpr int kGroup = 16;   // registers: 32 tokens
+#pragma unroll
+  for (int first = 0; first < registers; first += kGroup) {
+    if (first * 2 >= tokens) break;
+#pragma unroll
+    for (int i = first; i < first + kGroup && i < registers; i += 4) {
+      const float2 token = *reinterpret_cast<const float2*>(groups + 2 * i + threadIdx.x % 4 * 2);
+      sums[i] = __fmaf_rn(part[i], __fmul_rn(weight.x, token.x), sums[i]);
+      sums[i + 1] = __fmaf_rn(part[i + 1], __fmul_rn(weight.x, token.y), sums[i + 1]);
+      sums[i + 2] = __fmaf_rn(part[i + 2], __fmul_rn(weight.y, token.x), sums[i + 2]);
+      sums[i + 3] = __fmaf_rn(part[i + 3], __fmul_rn(weight.y, token.y), sums[i + 3]);
+    }
+  }
+}
+
+// Rows and Blocks: the tensor cores read weights where they lie.
+template <int parts, class Policy>
+__device__ __forceinline__ void multiply_bytes(Sums<parts>& sums, GemmShared<Policy>& shared,
+                                               Ring<Policy::kStages>& ring, int warpgroup, const Span<parts>& span,
+                                               const Steps& steps, const GemmArgs& args, const Work& work) {
+  float part[Sums<parts>::kRegisters] = {};
+  const BlockScales scales(args, work, warpgroup);
+  float2 scale = Policy::kGroups ? scales.of(0) : make_float2(1.0f, 1.0f);
+  for (int k = 0; k < steps.many; k++) {
+    const float2 next = Policy::kGroups && k + 1 < steps.many ? scales.of(k + 1) : scale;
+    barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
+    const uint64_t tokens = swizzled_operand(shared_address(shared.tokens[ring.slot]));
+    const uint64_t weights = swizzled_operand(shared_address(shared.weights[ring.slot] + warpgroup * kFp8Bytes));
+#pragma unroll
+    for (int i = 0; i < parts; i++) {
+      start<parts>(part, weights, tokens_of_part(tokens, span, i), span.index);
+      wgmma_wait<0>();
+      if (!Policy::kGroups && i == parts - 1) release(shared, ring.slot, steps.thread);
+      if constexpr (Policy::kGroups) {
+        add_scaled(sums.v[i], part, span.tokens, shared.groups[ring.slot] + i * span.tokens, scale);
+      } else {
+        add(sums.v[i], part, span.tokens);
+      }
+    }
+    scale = next;
+    if (Policy::kGroups) release(shared, ring.slot, steps.thread);
+    ring.advance();
+  }
+}
+
+}  // namespace moeq::sm90::w4a8
