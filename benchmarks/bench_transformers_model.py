@@ -10,7 +10,10 @@ are given, each in a graph of its own: a router costs what lies between. "profil
 within the decode step itself (see model_graphs.shares). `--own-router` leaves transformers' routers.
 
 One shape takes about three minutes on an H200, two of them compiling: `--compile ""` leaves that out, and
-`--batches "" --prefill 0` leaves out all the rest. Each line is written to `--out` when it is known.
+`--batches "" --prefill 0` leaves out all the rest. Each line is written to `--out` when it is known. What Inductor has
+compiled is taken from its cache by a later run (TORCHINDUCTOR_CACHE_DIR says where it is; "compile_s" is small then),
+so that a run that was ended while it compiled gets further the next time. `--layers 4` has so few of the layers, all
+else as it is: steps of two such models differ by the layers that one has more.
 
 transformers 5.17 or later must be importable, with what it imports: huggingface_hub, safetensors, tokenizers, regex,
 numpy, packaging, pyyaml, tqdm, filelock, typer. On a machine without a network, `scripts/carry_transformers.sh` puts
@@ -139,8 +142,15 @@ def measure(model: Any, args: argparse.Namespace, note: Callable[..., None]) -> 
         compiling = seconds(compiled)
         replay = capture(compiled, step.rewind)
         times = timed(replay, args.rounds, step.rewind)
-        note(what="decode compiled", batch=batch, compile_s=round(compiling, 1), **times)
+        note(what="decode compiled", batch=batch, compile_s=round(compiling, 1), compiled=_phases(), **times)
         note(what="profile compiled", batch=batch, **profile_or_reason(replay, layers, step.rewind))
+
+
+def _phases() -> dict[str, float]:
+    """Seconds that compilation took, as Dynamo adds them up; a phase counts those within it too."""
+    names = {"entire_frame_compile": "all", "backend_compile": "backend", "inductor_compile": "inductor"}
+    spent = torch._dynamo.utils.calculate_time_spent()
+    return {names[phase]: round(seconds, 1) for phase, seconds in spent.items() if phase in names}
 
 
 def profile_or_reason(replay: Callable[[], Any], layers: int, rewind: Callable[[], None]) -> dict[str, Any]:
@@ -166,6 +176,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--budget", type=float, default=110, help="seconds after which nothing more is compiled")
     parser.add_argument("--own-router", action="store_true", help="leave transformers' routers as they are")
+    parser.add_argument("--layers", type=int, help="how many, where not as many as the architecture has")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to see that it runs; also on a CPU")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -174,10 +185,12 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     begin = time.perf_counter()
-    model = build(args.shape, device, scheme=args.scheme, route=not args.own_router, tiny=args.tiny)
+    sizes = {"tiny": args.tiny, "layers": args.layers}
+    model = build(args.shape, device, scheme=args.scheme, route=not args.own_router, **sizes)
     weights = {found.module.moeq_weights.prepared.backend for found in find_experts(model)}
     result: dict[str, Any] = {
         "shape": args.shape,
+        "layers": model.config.num_hidden_layers,
         "argv": [Path(v).name if Path(v).is_absolute() else v for v in sys.argv[1:]],  # no machine's paths
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "library": moe.__version__},

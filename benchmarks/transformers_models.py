@@ -75,7 +75,13 @@ STD = 0.02
 
 @torch.no_grad()
 def build(
-    shape: str, device: torch.device, *, scheme: str | None = None, route: bool = True, tiny: bool = False
+    shape: str,
+    device: torch.device,
+    *,
+    scheme: str | None = None,
+    route: bool = True,
+    tiny: bool = False,
+    layers: int | None = None,
 ) -> Any:
     """The model in bfloat16 on `device`, its experts prepared for the backend that `prepare` takes there.
 
@@ -84,9 +90,11 @@ def build(
         scheme: nvfp4 or mxfp4; None: the one of SHAPES.
         route: whether routers are moeq::route_hidden.
         tiny: the architecture with TINY's sizes.
+        layers: how many there are in place of the architecture's own number.
     """
     model_type, usual, sizes = SHAPES[shape]
     settings = {**sizes, **({k: v for k, v in TINY.items() if k in sizes} if tiny else {})}
+    settings["num_hidden_layers"] = layers or settings["num_hidden_layers"]
     if model_type == "gpt_oss":
         kinds = ("sliding_attention", "full_attention")
         settings["layer_types"] = [kinds[i % 2] for i in range(settings["num_hidden_layers"])]
