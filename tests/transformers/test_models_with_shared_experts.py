@@ -199,6 +199,41 @@ class _Times(nn.Module):
         return values * self.factor
 
 
+class _Packed(nn.Module):
+    """A quantized linear as loaders leave it: codes, whose dtype and columns say nothing of hidden states."""
+
+    def __init__(self, columns: int, rows: int, codes: torch.dtype) -> None:
+        super().__init__()
+        self.in_features, self.out_features = columns, rows
+        shape = (rows * columns // 2, 1) if codes is torch.uint8 else (rows, columns)
+        self.weight = nn.Parameter(torch.zeros(shape).to(codes), requires_grad=False)
+        self.weight_scale_inv = nn.Parameter(torch.ones(1, 1))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        raise NotImplementedError("no kernel for it here")
+
+
+class _QuantizedBlock(nn.Module):
+    def __init__(self, codes: torch.dtype, factor: float = 1.0) -> None:
+        super().__init__()
+        self.factor = factor
+        self.gate = nn.Linear(8, 4, bias=False, dtype=torch.bfloat16)
+        self.experts = nn.Linear(8, 8)
+        self.shared_experts = nn.ModuleDict({"gate_proj": _Packed(8, 6, codes), "down_proj": _Packed(6, 8, codes)})
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        logits = self.gate(hidden_states)
+        return self.experts(hidden_states, logits) + self.factor * self.shared_experts(hidden_states)
+
+
+@pytest.mark.parametrize("codes", [torch.uint8, torch.int8, torch.float8_e4m3fn])
+def test_shared_experts_of_quantized_linears(codes: torch.dtype) -> None:
+    """They are not run to find out what a block does with them: transformers' FP8 linears need a GPU."""
+    assert shared_of(_QuantizedBlock(codes), "experts", "shared_experts").name == "shared_experts"
+    with pytest.raises(ValueError, match="must add its shared_experts as they are to its routed experts"):
+        shared_of(_QuantizedBlock(codes, 0.5), "experts", "shared_experts")
+
+
 def test_a_block_that_does_more_than_add_is_refused() -> None:
     assert shared_of(_Block(1.0), "experts", "shared_experts").gate is None
     with pytest.raises(ValueError, match="_Block must add its shared_experts as they are to its routed experts"):

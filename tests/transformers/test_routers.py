@@ -317,6 +317,18 @@ def test_without_triton_routers_stay(everywhere: None, monkeypatch: pytest.Monke
     assert not routers_of(model)
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_a_router_is_recognized_whatever_torchs_default_dtype(name: str, everywhere: None) -> None:
+    model, before = make(name), torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        routers.replace_routers(model, find_experts(model))
+    finally:
+        torch.set_default_dtype(before)
+    found = {(router.moeq_routing.options[0], router.moeq_routing.options[-1]) for router in routers_of(model)}
+    assert found == {METHODS[name]}
+
+
 def test_every_architecture_has_a_router_that_is_known_or_left_alone() -> None:
     assert set(METHODS) - {"gpt_oss"} | set(OWN) == set(ARCHITECTURES)
 

@@ -244,6 +244,21 @@ def test_a_model_that_bypasses_the_experts_interface_is_refused(monkeypatch: pyt
         _load(QWEN)
 
 
+@pytest.mark.parametrize("folder", [QWEN, "gpt_oss_mxfp4"])
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_attach_experts_compares_activations_whatever_torchs_default_dtype(folder: str, default: torch.dtype) -> None:
+    model, before = _plain_model(folder), torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(default)
+        attached = moeq_transformers.attach_experts(model, CHECKPOINTS / folder, check_linears=False)
+        options: dict[str, Any] = {"check_linears": False, "swiglu_limit": 6.9}
+        with pytest.raises(ValueError, match="activation must be the one of"):
+            moeq_transformers.attach_experts(_plain_model(folder), CHECKPOINTS / folder, **options)
+    finally:
+        torch.set_default_dtype(before)
+    assert len(attached) == len(find_experts(model))
+
+
 def test_attach_experts_refuses_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match=r"model must have experts modules .* got Linear without"):
         moeq_transformers.attach_experts(torch.nn.Linear(2, 2), CHECKPOINTS / QWEN)

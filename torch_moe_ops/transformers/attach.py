@@ -220,7 +220,7 @@ def _check_activation(found: ExpertsModule, w: PreparedWeights) -> None:
 
     hidden_act in a config does not tell everything: gpt-oss says "silu", other models clamp.
     """
-    values = torch.linspace(-12.0, 12.0, 2 * w.intermediate_size, device=w.device)
+    values = torch.linspace(-12.0, 12.0, 2 * w.intermediate_size, device=w.device, dtype=torch.float32)
     order = torch.randperm(2 * w.intermediate_size, generator=torch.Generator().manual_seed(0))
     gate, up = values[order.to(w.device)][None].chunk(2, dim=1)
     constants = (w.swiglu_alpha, w.swiglu_beta, w.swiglu_limit)

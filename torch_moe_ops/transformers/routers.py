@@ -92,11 +92,12 @@ def find_options(router: nn.Module) -> RouterOptions | None:
     probe = copy.deepcopy(router).cpu().float().eval()
     weight, generator = probe._parameters["weight"], torch.Generator().manual_seed(0)
     assert weight is not None
+    draw = functools.partial(torch.randn, generator=generator, dtype=torch.float32)  # whatever torch's default is
     for tensor in (t for t in (*probe.parameters(), *probe.buffers()) if t.is_floating_point()):
-        tensor.data = torch.randn(tensor.shape, generator=generator) * (0.2 if tensor.ndim == 1 else 1.0)
-    hidden = torch.randn(_PROBED_TOKENS, weight.shape[1], generator=generator) * weight.shape[1] ** -0.5
+        tensor.data = draw(tensor.shape) * (0.2 if tensor.ndim == 1 else 1.0)
+    hidden = draw((_PROBED_TOKENS, weight.shape[1])) * weight.shape[1] ** -0.5
     # Some are given the correction by the block that they are in.
-    correction = torch.randn(weight.shape[0], generator=generator) * 0.2
+    correction = draw(weight.shape[:1]) * 0.2
     for given in ((), (correction,)):
         # Choices below 0 show what becomes of groups that are left out.
         first, second = (_tried(probe, hidden, given, less) for less in (0.0, 2.0))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_moe_ops.checkpoints import load_experts
+from torch_moe_ops.core.schemes import FLOATS
 from torch_moe_ops.transformers.modules import ExpertsModule, module_activation
 from torch_moe_ops.weights.raw_weights import RawWeights
 
@@ -98,12 +99,10 @@ def shared_of(block: nn.Module, experts: str, name: str) -> SharedExperts:
     """
     if getattr(block.get_submodule(experts), "_is_expert_parallel", False):
         raise ValueError("experts must be on one device, got them divided among ranks")
-    own = next(block.get_submodule(name).parameters())
     gate = getattr(block, GATE, None)
     probe = copy.copy(block)
     probe._modules = {**block._modules, experts: _Times(2.0), name: _Times(3.0)}
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, _TOKENS, own.shape[-1], generator=generator).to(own)
+    hidden = _hidden_states(block, experts, name)
     given = _tried(probe, hidden)
     weight = 1.0 if gate is None else torch.sigmoid(gate(hidden))
     if not torch.allclose(given, 2 * hidden + weight * (3 * hidden), rtol=2e-2):
@@ -112,13 +111,29 @@ def shared_of(block: nn.Module, experts: str, name: str) -> SharedExperts:
     return SharedExperts(block, name, gate)
 
 
+def _hidden_states(block: nn.Module, experts: str, name: str) -> Tensor:
+    """Hidden states [1, tokens, hidden] that a block takes, whatever its shared experts' linears keep as parameters.
+
+    Quantized ones have codes, whose dtype and columns are not those of hidden states.
+    """
+    shared = block.get_submodule(name)
+    said: list[Any] = [getattr(module, "in_features", None) for module in shared.modules()]
+    size = next((n for n in said if isinstance(n, int)), next(shared.parameters()).shape[-1])
+    children = (block._modules.get(GATE), *(m for n, m in block.named_children() if n not in (experts, name)), shared)
+    parameters = [p for child in children if child is not None for p in child.parameters()]
+    like = next((p for p in parameters if p.dtype in FLOATS), parameters[0])
+    hidden = torch.randn(1, _TOKENS, size, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    return hidden.to(like)
+
+
 @torch.no_grad()
 def _check_function(shared: nn.Module, experts: Any) -> None:
     """Compare what shared experts do beside their products with what the routed ones do.
 
     They may differ in one model: some clamp their routed experts alone. Stand-ins take the place of the products.
     """
-    values = torch.linspace(-_LARGEST, _LARGEST, _VALUES, device=next(shared.parameters()).device)
+    device = next(shared.parameters()).device
+    values = torch.linspace(-_LARGEST, _LARGEST, _VALUES, device=device, dtype=torch.float32)
     gate = values[torch.randperm(_VALUES, generator=torch.Generator().manual_seed(0)).to(values.device)][None]
     probe = copy.copy(shared)
     probe._modules = {name: _STANDING.get(name, module) for name, module in shared._modules.items()}
