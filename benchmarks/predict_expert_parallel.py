@@ -1,15 +1,18 @@
 #!/usr/bin/env python3
 """Predict a layer's time over more GPUs than were measured, from what bench_expert_parallel.py measured on two.
 
-    python benchmarks/predict_expert_parallel.py benchmarks/results/h200_x2_expert_parallel_bench.jsonl
+    python benchmarks/predict_expert_parallel.py benchmarks/results/h200_x2_expert_parallel_bench.jsonl \
+        --one-gpu benchmarks/results/h200_sm90_sweep.jsonl
 
 A prediction, not a measurement: nothing here has run on 4 GPUs, 8 GPUs or several hosts. Times in microseconds, of M
 tokens a rank on R ranks, hidden size H, bfloat16 rows both ways:
 
     total = local + exchange
     local = one(R * M) / R * skew      one(n): measured time of all experts on one GPU with n tokens, interpolated in
-                                       logarithms, beyond the largest n in proportion to n if that is 1024 or more
-                                       skew: local op / (one gpu / 2) of two ranks with M tokens each, measured
+                                       logarithms, beyond the largest n in proportion to n if that is 1024 or more;
+                                       more tokens than the run on two ranks had are those of --one-gpu
+                                       skew: local op / (one gpu / 2) of two ranks with M tokens each, measured; for an
+                                       M that two ranks did not have, that of the most tokens they had
     exchange = start + bytes / rate    bytes that enter a rank each way: (R - 1) * M * 2 H; start: of the shape's
                                        exchange of fewest tokens; rate: of the exchange of most bytes of all shapes,
                                        over that of fewest tokens of the same shape, each way counted
@@ -33,6 +36,8 @@ HOST = 8
 NETWORK = 45_000.0  # bytes a microsecond
 HIDDEN = {"qwen3_30b": 2048, "deepseek_v3": 7168, "mixtral_8x7b": 4096, "tiny": 256}
 PARTIAL = "bfloat16"
+SWEEP_LAYER = "cuda_sm90/nvfp4"
+SWEEP_SHAPES = {"dsv3": "deepseek_v3", "qwen3_30b": "qwen3_30b", "mixtral": "mixtral_8x7b"}  # as either names them
 PROPORTIONAL = 1024  # tokens on one GPU from which time grows with them
 
 
@@ -50,6 +55,9 @@ class Measured(NamedTuple):
     one: dict[int, float]  # tokens of one GPU -> us
     skew: dict[int, float]
     exchange: dict[str, dict[int, float]]  # transport -> M -> us
+
+    def skew_of(self, m: int) -> float:
+        return max(1.0, self.skew.get(m, self.skew[max(self.skew)]))
 
     @property
     def row_bytes(self) -> int:
@@ -72,6 +80,18 @@ def read(path: Path) -> list[Measured]:
             if what.startswith("exchange, ") and what.endswith(f" {PARTIAL}"):
                 of_shape.exchange.setdefault(what.split()[1], {})[m] = value
     return list(found.values())
+
+
+def add_one_gpu(every: list[Measured], path: Path) -> None:
+    """Adds times of more tokens than a shape has, from lines of bench_hopper_sweep.py."""
+    most = {measured.shape: max(measured.one) for measured in every}
+    for text in path.read_text().splitlines():
+        line = json.loads(text)
+        if line.get("layer") != SWEEP_LAYER:
+            continue
+        for measured in every:
+            if SWEEP_SHAPES.get(line["shape"]) == measured.shape and line["M"] > most[measured.shape]:
+                measured.one[line["M"]] = line["us"]
 
 
 def one_gpu(measured: Measured, tokens: int) -> float | None:
@@ -123,7 +143,7 @@ def predict(measured: Measured, line: Line, ranks: int, m: int) -> tuple[float, 
     if of_one is None:
         return None
     ideal = of_one / ranks
-    total = ideal * max(1.0, measured.skew[m]) + exchange(measured, line, ranks, m)
+    total = ideal * measured.skew_of(m) + exchange(measured, line, ranks, m)
     return total, ideal / total
 
 
@@ -133,8 +153,10 @@ def table(every: list[Measured], measured: Measured) -> list[str]:
     columns = [(t, ranks) for t, ranks in columns if t in lines]
     heads = [f"{t}, {ranks} ranks" + (f" ({ranks // HOST} hosts)" if ranks > HOST else "") for t, ranks in columns]
     found = [f"| {measured.shape}, M a rank | " + " | ".join(heads) + " |", "|---" * (len(columns) + 1) + "|"]
-    for m in sorted(measured.skew):
-        cells = (predict(measured, lines[t], ranks, m) for t, ranks in columns)
+    for m in sorted({m for other in every for m in other.skew}):
+        cells = [predict(measured, lines[t], ranks, m) for t, ranks in columns]
+        if not any(cells):
+            continue
         found.append(f"| {m} | " + " | ".join(f"{c[0]:.0f} ({c[1]:.2f})" if c else "-" for c in cells) + " |")
     return found
 
@@ -142,8 +164,11 @@ def table(every: list[Measured], measured: Measured) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("measured", type=Path, help="lines of bench_expert_parallel.py on two ranks")
+    parser.add_argument("--one-gpu", type=Path, help="lines of bench_hopper_sweep.py on one GPU of the same kind")
     args = parser.parse_args()
     every = read(args.measured)
+    if args.one_gpu:
+        add_one_gpu(every, args.one_gpu)
     for measured in every:
         for transport, line in sorted(lines_of(every, measured).items()):
             print(f"{measured.shape}, {transport}: start {line.start:.1f} us, {line.rate / 1000:.0f} GB/s each way")

@@ -73,6 +73,27 @@ def test_what_is_not_known_is_left_out(measured: predict.Measured) -> None:
     assert predict.table([few, measured], few)[-1].endswith("| - | - | - | - |")
 
 
+def test_times_of_one_gpu_go_on_where_two_ranks_ended(measured: predict.Measured, tmp_path: Path) -> None:
+    """Those that two ranks had stay; a row that two ranks did not have takes the skew of the most tokens they had."""
+    few = measured._replace(one={2: 4.0, 128: 256.0}, skew={1: 1.5, 64: 1.2}, shape="deepseek_v3")
+    sweep = tmp_path / "sweep.jsonl"
+    lines = [{"event": "env"}]
+    for m, layer, shape in ((128, "cuda_sm90/nvfp4", "dsv3"), (2048, "triton/nvfp4", "dsv3")):
+        lines.append({"event": "bench", "layer": layer, "shape": shape, "M": m, "us": 1.0})
+    lines += [
+        {"event": "bench", "layer": "cuda_sm90/nvfp4", "shape": "dsv3", "M": m, "us": 3.0 * m} for m in (512, 2048)
+    ]
+    sweep.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [row.split()[1] for row in predict.table([few, measured], few)[2:]] == ["1", "64"]
+    predict.add_one_gpu([few, measured], sweep)
+    assert few.one == {2: 4.0, 128: 256.0, 512: 1536.0, 2048: 6144.0} and max(measured.one) == 8192
+    line = predict.lines_of([few, measured], few)["nccl"]
+    us, efficiency = predict.predict(few, line, 2, 256)  # type: ignore[misc]
+    assert us == pytest.approx(1.2 * 1536 / 2 + predict.exchange(few, line, 2, 256))
+    assert efficiency == pytest.approx(1536 / 2 / us)
+    assert [row.split()[1] for row in predict.table([few, measured], few)[2:]] == ["1", "64", "4096"]
+
+
 def test_lines_of_other_ranks_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_text(json.dumps({"shape": "qwen3_30b", "m": 1, "ranks": 4, "us": {}}) + "\n")
