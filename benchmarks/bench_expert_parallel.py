@@ -3,19 +3,23 @@
 
     torchrun --standalone --nproc-per-node 2 benchmarks/bench_expert_parallel.py --out results.jsonl
     torchrun --standalone --nproc-per-node 4 benchmarks/bench_expert_parallel.py --shapes qwen3_30b,deepseek_v3
+    torchrun --standalone --nproc-per-node 2 benchmarks/bench_expert_parallel.py --act-formats nvfp4,fp8 \
+        --payloads plain,quantized
 
 Each graph holds several calls with routings of their own, so that no call finds its weights in the L2; between replays
 all routings are drawn anew. A time is a replay's by its number of calls; of the replays the median, of the ranks the
 slowest. Times in microseconds. About 40 s for one shape on two H200s.
 
-Lines of the output: shape, m (tokens a rank), ranks, us: {what: time}, where what is `total` over each transport with
-each dtype of partial rows, `exchange` (dispatch and combine alone), `local op` (this rank's experts on all rows), `one
-gpu` (all experts, ranks * m tokens, no exchange); efficiency = one gpu / ranks / total; relative L2 of total from it.
+Lines of the output: shape, act_format, m (tokens a rank), ranks, us: {what: time}, where what is `total` over each
+transport with each dtype of partial rows and each payload, `exchange` (dispatch and combine alone, with what quantizes
+the payload), `local op` (this rank's experts on all rows), `one gpu` (all experts, ranks * m tokens, no exchange);
+efficiency = one gpu / ranks / total; relative L2 of total from it.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import statistics
@@ -61,6 +65,14 @@ def random_experts(shape: Shape, device: torch.device) -> moe.RawWeights:
         parts.append(moe.quantize_experts(w13, w2, "nvfp4").tensors())
     joined = {name: joined_codes([part[name] for part in parts]) for name in parts[0]}
     return moe.RawWeights("nvfp4", activation="silu", **joined)
+
+
+def with_input_scales(raw: moe.RawWeights, act_format: str) -> moe.RawWeights:
+    """Calibrated ones for NVFP4 activations, as checkpoints have them: without, every token has a scale of its own."""
+    if act_format != "nvfp4":
+        return raw
+    scales = (torch.tensor(most / (6 * 448), device=raw.w13.device) for most in (4.0, 2.0))
+    return dataclasses.replace(raw, **dict(zip(("a13_input_scale", "a2_input_scale"), scales, strict=True)))
 
 
 def joined_codes(parts: list[Tensor]) -> Tensor:
@@ -137,13 +149,16 @@ def measure(
     inputs = Inputs(shape, m, 8 if m <= 256 else 2, device)
     ep = next(iter(layers.values()))
     places = torch.ops.moeq.ep_place
+    partial_rows = torch.zeros(ranks * m, shape.hidden, device=device, dtype=torch.bfloat16)
 
     def exchange(c: int, ep: moe.ExpertParallel) -> Tensor:
         x, ids, weights = inputs.mine(c)
         head = (ep.transport, ep.ranks.name, ranks, m)
         placed = places(ids, ep._first, ep._count, ep._slots, ep.load, ep.ranks.rank)
-        rows, _, _, _, positions = torch.ops.moeq.ep_dispatch(x, None, placed, weights, *head)
-        return torch.ops.moeq.ep_combine(rows.to(ep.partial_dtype), positions, m, *head, x.dtype)
+        quantize = ep.payload.quantize
+        codes, scale = (x, None) if quantize is None else quantize(x)
+        _, _, _, _, positions = torch.ops.moeq.ep_dispatch(codes, scale, placed, weights, *head)
+        return torch.ops.moeq.ep_combine(partial_rows, positions, m, *head, x.dtype)
 
     us, out = {}, {}
     for name, layer in layers.items():
@@ -164,16 +179,19 @@ def measure(
     }
 
 
-def layers_of(raw: moe.RawWeights, most: int, args: argparse.Namespace) -> dict[str, moe.ExpertParallel]:
-    """By "transport dtype of partial rows"; they share one set of weights."""
+def layers_of(
+    raw: moe.RawWeights, most: int, act_format: str, args: argparse.Namespace
+) -> dict[str, moe.ExpertParallel]:
+    """By "TRANSPORT DTYPE [PAYLOAD]" (dtype: of partial rows); they share one set of weights."""
     group = dist.group.WORLD
-    first = moe.ExpertParallel.from_raw(group, raw, most, "nccl", act_format=args.act_format, payload=args.payload)
+    first = moe.ExpertParallel.from_raw(group, raw, most, "nccl", act_format=act_format, payload="plain")
     return {
-        f"{transport} {text}": moe.ExpertParallel(
-            group, first.w, most, transport, partial_dtype=PARTIAL[text], payload=args.payload
+        f"{transport} {text}" + ("" if payload == "plain" else f" {payload}"): moe.ExpertParallel(
+            group, first.w, most, transport, partial_dtype=PARTIAL[text], payload=payload
         )
         for transport in args.transports.split(",")
         for text in args.partial.split(",")
+        for payload in (args.payloads.split(",") if act_format != "none" else ["plain"])
     }
 
 
@@ -181,10 +199,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="qwen3_30b", help="comma list of " + ", ".join(SHAPES))
     parser.add_argument("--ms", default="1,8,64,256,1024,4096", help="tokens a rank")
-    parser.add_argument("--act-format", default="none", help="of prepare")
+    parser.add_argument("--act-formats", default="none", help="comma list, of prepare")
     parser.add_argument("--transports", default="nccl,p2p", help="comma list")
     parser.add_argument("--partial", default="float32,bfloat16", help="comma list of dtypes of partial rows")
-    parser.add_argument("--payload", default="plain", help="of ExpertParallel")
+    parser.add_argument("--payloads", default="plain", help="comma list of plain, quantized: of ExpertParallel")
     parser.add_argument("--replays", type=int, default=12, help="each with new routings for all of its calls")
     parser.add_argument("--out", type=Path, help="JSON lines")
     args = parser.parse_args()
@@ -201,27 +219,24 @@ def main() -> int:
                     file.write(json.dumps(line) + "\n")
 
     version = ".".join(str(part) for part in torch.cuda.nccl.version())
-    emit(
-        {
-            "gpu": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "nccl": version,
-            "act_format": args.act_format,
-        }
-    )
+    emit({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "nccl": version})
     start = time.perf_counter()
     ms = [int(m) for m in args.ms.split(",")]
     with torch.inference_mode():
         for name in args.shapes.split(","):
             raw = random_experts(SHAPES[name], device)
-            whole = moe.prepare(raw, act_format=args.act_format)
-            layers = layers_of(raw, max(ms), args)
-            local = next(iter(layers.values())).w.backend
-            emit({"shape": name, "backend": local, "backend of one gpu": whole.backend})
-            for m in ms:
-                found = measure(SHAPES[name], m, layers, whole, args.replays)
-                emit({"shape": name, **found, "seconds": round(time.perf_counter() - start, 1)})
-            del raw, whole, layers
+            for act_format in args.act_formats.split(","):
+                what = {"shape": name, "act_format": act_format}
+                scaled = with_input_scales(raw, act_format)
+                whole = moe.prepare(scaled, act_format=act_format)
+                layers = layers_of(scaled, max(ms), act_format, args)
+                local = next(iter(layers.values())).w.backend
+                emit({**what, "backend": local, "backend of one gpu": whole.backend})
+                for m in ms:
+                    found = measure(SHAPES[name], m, layers, whole, args.replays)
+                    emit({**what, **found, "seconds": round(time.perf_counter() - start, 1)})
+                del scaled, whole, layers
+            del raw
     dist.destroy_process_group()
     return 0
 
