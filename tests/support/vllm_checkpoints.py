@@ -82,20 +82,33 @@ def _ignore_attention(config: dict[str, Any]) -> None:
         quantization["modules_to_not_convert"] = [*quantization.get("modules_to_not_convert", []), *named]
 
 
-def with_shared_experts(folder: Path) -> Path:
-    """A small Qwen2-MoE with random weights, its routed experts in ModelOpt's NVFP4 format; the shared one is plain."""
-    from transformers import AutoModelForCausalLM, Qwen2MoeConfig
+# Architectures with shared experts: one with a gate, one without and with a bias of its router.
+SHARED = {
+    "qwen2_moe": {"num_experts": 6, "shared_expert_intermediate_size": 64},
+    "glm4_moe": {
+        "n_routed_experts": 6,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 0,
+        "routed_scaling_factor": 1.5,
+    },
+}
+
+
+def with_shared_experts(folder: Path, architecture: str = "qwen2_moe") -> Path:
+    """A small model of SHARED with random weights, its routed experts in ModelOpt's NVFP4 format; shared ones are plain."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 64, "vocab_size": 96}
-    sizes |= {"num_hidden_layers": 1, "num_experts": 6, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 64}
+    sizes |= {"num_hidden_layers": 1, "num_experts_per_tok": 2, "head_dim": HEAD, **SHARED[architecture]}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128}
-    config = Qwen2MoeConfig(**sizes, **heads, norm_topk_prob=True, tie_word_embeddings=False)
+    config = AutoConfig.for_model(architecture, **sizes, **heads, norm_topk_prob=True, tie_word_embeddings=False)
     torch.manual_seed(2)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     tensors = {}
-    for name, parameter in model.named_parameters():
+    corrections = {name: buffer for name, buffer in model.named_buffers() if "correction_bias" in name}
+    for name, parameter in [*model.named_parameters(), *corrections.items()]:
         noise = torch.randn(parameter.shape) * (0.35 if ".gate.weight" in name else 0.1)
-        value = (1 + noise if "norm" in name else noise).to(torch.bfloat16)
+        value = (1 + noise if "norm" in name else noise).to(parameter.dtype)
         if ".experts." not in name:
             tensors[name] = value
         parameter.data.copy_(value)
@@ -103,7 +116,7 @@ def with_shared_experts(folder: Path) -> Path:
     raw = moe.quantize_experts(experts.gate_up_proj.data, experts.down_proj.data, scheme="nvfp4")
     tensors |= {f"model.layers.0.mlp.experts.{name}": t.clone() for name, t in _modelopt_nvfp4(raw).items()}
     folder.mkdir(parents=True)
-    written = config.to_dict() | {"architectures": ["Qwen2MoeForCausalLM"], "dtype": "bfloat16"}
+    written = config.to_dict() | {"architectures": [type(model).__name__], "dtype": "bfloat16"}
     written["quantization_config"] = {
         "quant_method": "modelopt",
         "quant_algo": "W4A16_NVFP4",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints_support import FIXTURES
-from vllm_checkpoints import graft, with_shared_experts
+from vllm_checkpoints import SHARED, graft, with_shared_experts
 from vllm_runs import WHOLE_MODELS, check_tokens, run_vllm
 
 pytestmark = WHOLE_MODELS
@@ -35,8 +35,9 @@ def test_greedy_tokens_are_those_of_dequantized_experts(fixture: str, tmp_path: 
     )
 
 
-def test_shared_experts_are_added(tmp_path: Path) -> None:
-    folder = with_shared_experts(tmp_path / "model")
+@pytest.mark.parametrize("architecture", SHARED)
+def test_shared_experts_are_added(architecture: str, tmp_path: Path) -> None:
+    folder = with_shared_experts(tmp_path / "model", architecture)
     check_tokens(folder, "ModelOpt W4A16_NVFP4 experts on backend cpu", [True, False])
 
 
