@@ -54,7 +54,7 @@ def random_layer(scheme: str, sizes: tuple[int, int, int], device: torch.device)
     experts, hidden, inter = sizes
     w13 = torch.randn(experts, 2 * inter, hidden, device=device, dtype=torch.bfloat16) * 0.02
     w2 = torch.randn(experts, hidden, inter, device=device, dtype=torch.bfloat16) * 0.02
-    return moe.quantize_experts(w13, w2, scheme).to("cpu")
+    return moe.quantize_experts(w13, w2, scheme)
 
 
 class Chain:
@@ -168,7 +168,11 @@ def main() -> None:
     torch.manual_seed(0)
     if args.threads:
         torch.set_num_threads(args.threads)
-    machine = {"gpu": torch.cuda.get_device_name(), "cpu_threads": torch.get_num_threads(), "cores": os.cpu_count()}
+    machine = {
+        "gpu": torch.cuda.get_device_name(),
+        "cpu_threads": torch.get_num_threads(),
+        "cores": len(os.sched_getaffinity(0)),
+    }
     machine["kernels"] = torch.ops.moeq_C.cpu_isa()
 
     def note(**line: Any) -> None:
