@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <thread>
 
+#include "helpers.h"
 #include "team.h"
 
 namespace moeq::cpu {
@@ -62,7 +63,13 @@ inline void run_passes(const Parallel& parallel, Pass* passes, int count, int64_
     for (int i = 0; i < shared.count; ++i) waited += work_on(shared.passes[i]);
     if (std::this_thread::get_id() == shared.caller) shared.busy += nanoseconds() - start - waited;
   };
-  if (parallel.threads == 1 || judge.goes_alone(work)) return body(&context);
+  if (parallel.threads == 1) return body(&context);
+  if (judge.does_without(work)) {
+    Helpers& helpers = Helpers::of_process();
+    if (!helpers.take(parallel.threads - 1)) return body(&context);
+    for (int i = 0; i < count; ++i) helpers.run(passes[i].tasks, passes[i].body, passes[i].context);
+    return helpers.give_back();
+  }
   const int64_t start = nanoseconds();
   parallel.run(parallel.threads, body, &context);
   judge.saw(parallel.threads, work, nanoseconds() - start, context.busy);

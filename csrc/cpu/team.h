@@ -1,7 +1,7 @@
 // Whether a call is worth a team of threads at this moment.
 //
 // A thread pool waits for every thread of a team. Where another process has one's core, that takes until the scheduler
-// gives it back, milliseconds, and the caller may be done sooner alone. Results do not depend on who computes them.
+// gives it back, milliseconds, and the caller may be done sooner without it (helpers.h). Results do not depend on who computes them.
 #pragma once
 
 #include <algorithm>
@@ -16,17 +16,17 @@ inline int64_t nanoseconds() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
 }
 
-// After a call in which the caller waited longer than the whole work would have taken it, calls of that size go alone
-// for a while: one at first, twice as many each time that a team is late again. So a busy machine is asked seldom, and
+// After a call in which the caller waited longer than the whole work would have taken it, calls of that size do
+// without the pool for a while: one at first, twice as many each time that a team is late again. So a busy machine is asked seldom, and
 // a quiet one that hiccuped is back at once. Several threads may ask; what they overwrite of each other's is an
 // opinion.
 class TeamJudge {
  public:
   // work: any measure of the size of a call that grows with it.
-  bool goes_alone(int64_t work) {
-    if (alone_left_.load(std::memory_order_relaxed) <= 0) return false;
+  bool does_without(int64_t work) {
+    if (left_out_.load(std::memory_order_relaxed) <= 0) return false;
     if (work > late_work_.load(std::memory_order_relaxed)) return false;
-    alone_left_.fetch_sub(1, std::memory_order_relaxed);
+    left_out_.fetch_sub(1, std::memory_order_relaxed);
     return true;
   }
 
@@ -40,7 +40,7 @@ class TeamJudge {
     const int64_t longer = std::clamp<int64_t>(2 * penalty, kFirstPenalty, kLargestPenalty);
     penalty_.store(longer, std::memory_order_relaxed);
     late_work_.store(work, std::memory_order_relaxed);
-    alone_left_.store(longer, std::memory_order_relaxed);
+    left_out_.store(longer, std::memory_order_relaxed);
   }
 
  private:
@@ -48,7 +48,7 @@ class TeamJudge {
   static constexpr int64_t kLargestPenalty = 64;
 
   std::atomic<int64_t> penalty_{0};
-  std::atomic<int64_t> alone_left_{0};
+  std::atomic<int64_t> left_out_{0};
   std::atomic<int64_t> late_work_{0};
 };
 
