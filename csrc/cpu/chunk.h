@@ -25,7 +25,7 @@ struct Operands {
   uint8_t* data = nullptr;
   float* row_scale = nullptr;     // the factor that a row's accumulators are owed
   float* group_scales = nullptr;  // [rows, groups], where the format has groups
-  int32_t* sums = nullptr;        // [rows, sum_groups], of the codes of each group of weights, int8 operands only
+  int32_t* sums = nullptr;  // [rows, sum_groups], of the codes of each span (integer_spans.h), int8 operands only
   int64_t row_bytes = 0;
   int64_t groups = 0;
   int64_t sum_groups = 0;
@@ -97,17 +97,17 @@ class Chunk {
   const int64_t count_;
   const Routing routing_;
   const int64_t slots_;
-  const int64_t inter_;   // padded to whole panels
+  const int64_t inter_;  // padded to whole panels
   const int64_t hidden_;  // padded to whole panels
   const int64_t halves_;  // of w13: gate and up, or one
-  const bool per_slot_;   // input operands belong to slots, not to tokens
+  const bool per_slot_;  // input operands belong to slots, not to tokens
   std::vector<PanelTask> first_tasks_;
   std::vector<PanelTask> second_tasks_;
   Operands input_;
   Operands intermediate_;
   float* values_ = nullptr;  // [input rows, hidden_], input in float32
-  float* h_ = nullptr;       // [slots, inter_]
-  float* y_ = nullptr;       // [slots, hidden_]
+  float* h_ = nullptr;  // [slots, inter_]
+  float* y_ = nullptr;  // [slots, hidden_]
 };
 
 }  // namespace moeq::cpu

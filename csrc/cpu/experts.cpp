@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "chunk.h"
+#include "integer_spans.h"
 
 namespace moeq::cpu {
 
@@ -64,7 +65,7 @@ Operands Chunk::take_operands(Workspace& workspace, int64_t rows, int64_t size, 
   if (groups > 0) operands.group_scales = scales;
   if (dot_.operand == OperandType::kInt8) {
     operands.sum_units = weight.group_units;
-    operands.sum_groups = divide_up(weight.units, weight.group_units);
+    operands.sum_groups = spans_of(weight.units, weight.group_units);
     operands.sums = workspace.take<int32_t>(rows * operands.sum_groups);
   }
   return operands;

@@ -8,7 +8,8 @@
 namespace moeq::cpu {
 namespace {
 
-constexpr int kSpins = 1000;  // some tens of microseconds: the passes between two of a call, or the way to the next call
+constexpr int kSpins =
+    1000;  // some tens of microseconds: the passes between two of a call, or the way to the next call
 
 void pause() {
 #if defined(__x86_64__)
@@ -111,7 +112,9 @@ void Helpers::sleep_until_done() {
   caller_sleeps_.store(false);
 }
 
-bool Helpers::has_news(int index) const { return index < limit_.load(std::memory_order_relaxed) && has_task(ticket_.load()); }
+bool Helpers::has_news(int index) const {
+  return index < limit_.load(std::memory_order_relaxed) && has_task(ticket_.load());
+}
 
 void Helpers::sleep_until_news(int index) {
   std::unique_lock<std::mutex> lock(mutex_);

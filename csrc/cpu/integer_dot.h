@@ -1,9 +1,11 @@
-// Integer codes times activations quantized to int8. The products of a group of K are summed exactly, in int32; then
+// Integer codes times activations quantized to int8. The products of a group of K are summed exactly, in int32 (those
+// of a long group in spans, one after the other); then
 //   acc = fl(acc + fl(scale(group) * fl(sum)))
-// in ascending order of groups, each step rounded: every instruction set gives the same bits.
+// in ascending order, each step rounded: every instruction set gives the same bits.
 #pragma once
 
 #include "integer_codes.h"
+#include "integer_spans.h"
 #include "scales.h"
 
 namespace moeq::cpu::MOEQ_ISA {
@@ -26,16 +28,17 @@ inline void integer_rows(const DotCall& call) {
     x[row] = static_cast<const int8_t*>(call.rows[row]);
     acc[row] = zero();
   }
-  for (int64_t begin = 0, group = 0; begin < call.units; begin += call.group_units, ++group) {
-    const int64_t end = begin + call.group_units < call.units ? begin + call.group_units : call.units;
+  int64_t index = 0;
+  for (Span span = first_span(call.units, call.group_units); span.begin < call.units;
+       span = next_span(span, call.units, call.group_units), ++index) {
     Sums part[Rows][kChains];
 #pragma GCC unroll 8
     for (int row = 0; row < Rows; ++row) {
-      part[row][0] = W::Offset::owed(call, group, call.row_sums[row][group]);
+      part[row][0] = W::Offset::owed(call, span.group, call.row_sums[row][index]);
 #pragma GCC unroll 4
       for (int chain = 1; chain < kChains; ++chain) part[row][chain] = splat_sums(0);
     }
-    for (int64_t unit = begin; unit < end; ++unit) {
+    for (int64_t unit = span.begin; unit < span.end; ++unit) {
       const uint8_t* codes = call.codes + unit * Codes::kUnitBytes;
 #pragma GCC unroll 4
       for (int line = 0; line < Codes::kUnitBytes; line += 64) prefetch(codes + kAhead + line);
@@ -49,7 +52,7 @@ inline void integer_rows(const DotCall& call) {
         }
       });
     }
-    const F32 scale = group_scale<W::kScaleType>(call, group);
+    const F32 scale = group_scale<W::kScaleType>(call, span.group);
 #pragma GCC unroll 8
     for (int row = 0; row < Rows; ++row) {
 #pragma GCC unroll 4
@@ -108,16 +111,17 @@ void integer_dot(const DotCall& call) {
   }
 }
 
-// An operand row of int8: the order of the codes, and the sum of each group.
+// An operand row of int8: the order of the codes, and the sum of each span.
 template <class Codes>
 void arrange_row(const RowCall& call) {
   int8_t* row = static_cast<int8_t*>(call.operand);
   const int64_t units = call.padded_size / kUnit;
-  for (int64_t begin = 0, group = 0; begin < units; begin += call.sum_units, ++group) {
-    const int64_t end = begin + call.sum_units < units ? begin + call.sum_units : units;
+  int64_t index = 0;
+  for (Span span = first_span(units, call.sum_units); span.begin < units;
+       span = next_span(span, units, call.sum_units), ++index) {
     int32_t sum = 0;
-    for (int64_t k = begin * kUnit; k < end * kUnit; ++k) sum += row[k];
-    call.sums[group] = sum;
+    for (int64_t k = span.begin * kUnit; k < span.end * kUnit; ++k) sum += row[k];
+    call.sums[index] = sum;
   }
   if (Codes::kOrder[1] == 1) return;
   for (int64_t unit = 0; unit < units; ++unit) {

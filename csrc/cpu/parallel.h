@@ -72,7 +72,7 @@ inline void run_passes(const Parallel& parallel, Pass* passes, int count, int64_
   }
   const int64_t start = nanoseconds();
   parallel.run(parallel.threads, body, &context);
-  judge.saw(parallel.threads, work, nanoseconds() - start, context.busy);
+  judge.saw(work, nanoseconds() - start, context.busy);
 }
 
 }  // namespace moeq::cpu

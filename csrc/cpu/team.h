@@ -1,7 +1,8 @@
 // Whether a call is worth a team of threads at this moment.
 //
 // A thread pool waits for every thread of a team. Where another process has one's core, that takes until the scheduler
-// gives it back, milliseconds, and the caller may be done sooner without it (helpers.h). Results do not depend on who computes them.
+// gives it back, milliseconds, and helpers (helpers.h) would have been done long before. Results do not depend on who
+// computes them.
 #pragma once
 
 #include <algorithm>
@@ -16,10 +17,9 @@ inline int64_t nanoseconds() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
 }
 
-// After a call in which the caller waited longer than the whole work would have taken it, calls of that size do
-// without the pool for a while: one at first, twice as many each time that a team is late again. So a busy machine is asked seldom, and
-// a quiet one that hiccuped is back at once. Several threads may ask; what they overwrite of each other's is an
-// opinion.
+// After a call that took far longer than the caller itself computed, calls of that size do without the pool for a
+// while: one at first, twice as many each time that a team is late again. So a busy machine is asked seldom, and a
+// quiet one that hiccuped is back at once. Several threads may ask; what they overwrite of each other's is an opinion.
 class TeamJudge {
  public:
   // work: any measure of the size of a call that grows with it.
@@ -30,10 +30,10 @@ class TeamJudge {
     return true;
   }
 
-  // A team of `threads` took `elapsed` ns, in which the caller itself computed for `busy`.
-  void saw(int threads, int64_t work, int64_t elapsed, int64_t busy) {
+  // A team took `elapsed` ns, in which the caller itself computed for `busy`.
+  void saw(int64_t work, int64_t elapsed, int64_t busy) {
     const int64_t penalty = penalty_.load(std::memory_order_relaxed);
-    if (elapsed <= threads * busy) {
+    if (elapsed <= 2 * busy + kWakeUp) {
       penalty_.store(penalty / 2, std::memory_order_relaxed);
       return;
     }
@@ -46,6 +46,7 @@ class TeamJudge {
  private:
   static constexpr int64_t kFirstPenalty = 1;  // calls
   static constexpr int64_t kLargestPenalty = 64;
+  static constexpr int64_t kWakeUp = 100000;  // ns that a team of sleeping threads may take to begin
 
   std::atomic<int64_t> penalty_{0};
   std::atomic<int64_t> left_out_{0};

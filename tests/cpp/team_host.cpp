@@ -1,30 +1,36 @@
-// The judge of thread teams, and the passes that ask it, behind a C interface.
+// The judge of thread teams, the passes that ask it, and the helpers in their place, behind a C interface.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <vector>
+
+#include "../../csrc/cpu/helpers.cpp"
 #include "../../csrc/cpu/parallel.h"
 
 extern "C" {
 
-// Calls that go alone after `late` late teams of two (each 1 ms of work, 9 ms in all), of which every `late` but the
+// Calls that go alone after `late` late teams (1 ms of the caller's work, 9 ms in all), of which every `late` but the
 // last follows when its alone calls are used up; `work` is the size of the calls that are counted.
 int64_t alone_calls(int64_t late, int64_t work) {
   moeq::cpu::TeamJudge judge;
   for (int64_t i = 0; i < late; ++i) {
-    while (judge.goes_alone(100)) {
+    while (judge.does_without(100)) {
     }
-    judge.saw(2, 100, 9000000, 1000000);
+    judge.saw(100, 9000000, 1000000);
   }
   int64_t alone = 0;
-  while (alone < 1000 && judge.goes_alone(work)) ++alone;
+  while (alone < 1000 && judge.does_without(work)) ++alone;
   return alone;
 }
 
 // The same after `late` late teams, one that took what it computed, and a late one.
 int64_t alone_calls_after_recovery(int64_t late) {
   moeq::cpu::TeamJudge judge;
-  for (int64_t i = 0; i < late; ++i) judge.saw(2, 100, 9000000, 1000000);
-  judge.saw(2, 100, 1100000, 1000000);
-  judge.saw(2, 100, 9000000, 1000000);
+  for (int64_t i = 0; i < late; ++i) judge.saw(100, 9000000, 1000000);
+  judge.saw(100, 1100000, 1000000);
+  judge.saw(100, 9000000, 1000000);
   int64_t alone = 0;
-  while (judge.goes_alone(100)) ++alone;
+  while (judge.does_without(100)) ++alone;
   return alone;
 }
 
@@ -56,5 +62,84 @@ int64_t run_calls(int64_t calls, int64_t tasks, int64_t delay_us, int64_t* teams
     teams[call] = asked;
   }
   return ran;
+}
+
+// What `runs` runs of 0, 1, 2, ... tasks by `count` helpers and this thread did wrong: tasks that did not run just
+// once, with the context of their run, or -1 where the helpers could not be had.
+int64_t wrong_tasks(int64_t runs, int64_t count) {
+  struct Run {
+    std::vector<std::atomic<int>> seen;
+  };
+  moeq::cpu::Helpers& helpers = moeq::cpu::Helpers::of_process();
+  int64_t wrong = 0;
+  for (int64_t i = 0; i < runs; ++i) {
+    const int64_t tasks = i % 67;
+    Run run{std::vector<std::atomic<int>>(static_cast<size_t>(tasks))};
+    if (!helpers.take(static_cast<int>(count))) return -1;
+    helpers.run(
+        tasks,
+        [](const void* context, int64_t task) {
+          auto* seen = const_cast<Run*>(static_cast<const Run*>(context));
+          seen->seen.at(static_cast<size_t>(task)).fetch_add(1);
+        },
+        &run);
+    helpers.give_back();
+    for (const auto& seen : run.seen) wrong += seen != 1;
+  }
+  return wrong;
+}
+
+// The same in a child of fork(), which has none of its parent's threads; 255 at most.
+int64_t wrong_tasks_in_a_child(int64_t runs, int64_t count) {
+  moeq::cpu::Helpers::of_process().take(1);  // as a thread of the parent may just now have them
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(20);
+    const int64_t wrong = wrong_tasks(runs, count);
+    _exit(wrong < 0 || wrong > 254 ? 255 : static_cast<int>(wrong));
+  }
+  moeq::cpu::Helpers::of_process().give_back();
+  int status = 0;
+  waitpid(child, &status, 0);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : 255;
+}
+
+// Whether a second call gets the helpers while a first one has them, and after it.
+int64_t taken_twice() {
+  moeq::cpu::Helpers& helpers = moeq::cpu::Helpers::of_process();
+  helpers.take(1);
+  const bool twice = helpers.take(1);
+  helpers.give_back();
+  const bool after = helpers.take(1);
+  helpers.give_back();
+  return twice * 2 + after;
+}
+
+// Milliseconds of a run of two tasks, one of which ends at once, while the only helper sleeps in a task of its own
+// for `late_ms`; the helper's task is the first that it finds.
+int64_t run_beside_a_late_helper(int64_t late_ms) {
+  struct Run {
+    std::thread::id caller;
+    int64_t late_ms;
+    std::atomic<bool> helped;
+  } run{std::this_thread::get_id(), late_ms, {false}};
+  moeq::cpu::Helpers& helpers = moeq::cpu::Helpers::of_process();
+  helpers.take(1);
+  const int64_t start = moeq::cpu::nanoseconds();
+  helpers.run(
+      2,
+      [](const void* context, int64_t) {
+        auto& run = *const_cast<Run*>(static_cast<const Run*>(context));
+        if (std::this_thread::get_id() == run.caller) {
+          while (!run.helped) std::this_thread::yield();
+          return;
+        }
+        run.helped = true;
+        std::this_thread::sleep_for(std::chrono::milliseconds(run.late_ms));
+      },
+      &run);
+  const int64_t elapsed = (moeq::cpu::nanoseconds() - start) / 1000000;
+  helpers.give_back();
+  return elapsed;
 }
 }

@@ -103,6 +103,22 @@ def test_the_least_asked_for_go_to_the_host_and_are_exchanged_by_load(scheme: st
 
 
 @needs_kernels
+def test_updated_weights_of_the_host_are_those_that_run() -> None:
+    """Also what its jobs were given in place of them: here scales that are brought to one dtype."""
+    case = Case(scheme="int4", experts=6, tokens=9)
+    raw, given = make_raw(case), batch(case)
+    mixed = dataclasses.replace(raw, w2_scale=raw.w2_scale.float(), w13_scale=raw.w13_scale.bfloat16())
+    layer = moe.HostExperts(mixed, 3, act_format="none")
+    before = layer(*given, torch.float32)
+    doubled = dataclasses.replace(mixed, w13_scale=mixed.w13_scale * 2)
+    for part, experts in ((layer.on_device, layer.split.device), (layer.on_host, layer.split.host)):
+        part.update_(layer.split.share(doubled, experts))
+    expected = result(moe.prepare(doubled, act_format="none"), given, torch.float32)
+    torch.testing.assert_close(layer(*given, torch.float32), expected, **SUMS)
+    assert not torch.allclose(before, expected, rtol=0.1)
+
+
+@needs_kernels
 def test_shared_experts_lie_on_the_device() -> None:
     case = Case(experts=6, top_k=2)
     raw = make_raw(case)

@@ -13,6 +13,7 @@ from torch_moe_ops.core.call import ExpertsCall
 from torch_moe_ops.host_experts.staging import Rows, Staging
 from torch_moe_ops.prepared.fused import fused_moe_routed
 from torch_moe_ops.prepared.prepared_weights import PreparedWeights
+from torch_moe_ops.prepared.updating import follow
 
 _Shape = tuple[int, int, torch.dtype]  # rows, top_k, dtype of the hidden states
 
@@ -26,6 +27,7 @@ class HostShare:
     def __init__(self, w: PreparedWeights, staging: Staging) -> None:
         self.w, self.staging = w, staging
         self._jobs: dict[_Shape, int] = {}
+        follow(w, self)
         weakref.finalize(self, _drop, self._jobs, staging)
 
     def start(self, hidden_states: Tensor, places: Tensor, topk_weights: Tensor, out: Tensor) -> None:

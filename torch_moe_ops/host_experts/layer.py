@@ -202,8 +202,6 @@ class HostExperts:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the host's kernels read what is written here
         move_experts(self.on_device, self.on_host, self.split, new)
-        if self._host is not None:
-            self._host.renew()
         for table, values in zip((self._first, self._count, self._slots), new.tables().values(), strict=True):
             table.copy_(values)
         self.split = new

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import urllib.parse
+from typing import Protocol
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -15,6 +17,21 @@ from torch_moe_ops.prepared.kept_problem import problem_of_prepared
 from torch_moe_ops.prepared.problem import problem_of
 from torch_moe_ops.prepared.tensors import plain_values, tensors_of
 from torch_moe_ops.weights.raw_weights import RawWeights
+
+
+class Derived(Protocol):
+    """What was made of prepared weights, and is not theirs."""
+
+    def renew(self) -> None:
+        """Make it again, of what they hold now."""
+
+
+_DERIVED: WeakKeyDictionary[PreparedFields, WeakSet[Derived]] = WeakKeyDictionary()
+
+
+def follow(w: PreparedFields, derived: Derived) -> None:
+    """From now on `derived` is renewed whenever `w` was updated, as long as both live."""
+    _DERIVED.setdefault(w, WeakSet()).add(derived)
 
 
 @torch.no_grad()
@@ -45,6 +62,8 @@ def update(w: PreparedFields, raw: RawWeights) -> None:
     _check_problem(old_problem, problem_of(raw, settings, w.device, old_problem.accuracy, old_problem.dtype))
     for name, tensor in new.items():
         old[name].copy_(tensor)
+    for derived in tuple(_DERIVED.get(w, ())):
+        derived.renew()
 
 
 def _check_problem(old: Problem, new: Problem) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ import cpu_emulation as emulation
 import cpu_problems
 from cpu_cases import BF16, CASES, F32, build
 from cpu_problems import Problem, assert_threads_do_not_show, distance
+from host_library import host_library
 
+import torch_moe_ops as moe
 from torch_moe_ops.backends.cpu_panels import layout
 
 isa = cpu_problems.isa  # the fixture
@@ -126,3 +130,35 @@ def test_a_table_brings_its_own(isa: str) -> None:
     """Where instructions are asked for by name, integers are not multiplied by others."""
     beside = {"portable": {"portable"}, "avx2": {"avx2", "avxvnni"}, "amx_emulated": {"avx2", "avxvnni"}}
     assert torch.ops.moeq_C.cpu_integer_isa() in beside.get(isa, {"avx512", "avx512vnni"})
+
+
+def test_sums_of_long_rows_stay_in_their_type(instructions: str) -> None:
+    """Products of 255 and 127 leave int32 after 66,310 of them: 70,016 of one row, whose group is the row."""
+    hidden, inter = 70_016, 16
+    codes = {"w13": torch.full((1, 2 * inter, hidden), 127), "w2": torch.full((1, hidden, inter), 127)}
+    raw = moe.RawWeights(
+        scheme="int8",
+        **{name: t.to(torch.int8) for name, t in codes.items()},
+        **{f"{name}_scale": torch.full((1, t.shape[1], 1), 1e-6) for name, t in codes.items()},
+        **{f"{name}_zero_point": torch.full((1, t.shape[1], 1), -128, dtype=torch.int8) for name, t in codes.items()},
+    )
+    given = (torch.ones(1, hidden), torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1))
+    got, expected = (
+        moe.fused_moe_routed(*given, moe.prepare(raw, act_format="int8", backend=backend))
+        for backend in ("cpu", "reference")
+    )
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=0)
+    assert expected[0, 0] > 0
+
+
+@pytest.mark.parametrize("group_units", [1, 2, 4096, 4097, 9000])
+def test_spans_cover_every_group_once(group_units: int, tmp_path: Path) -> None:
+    library = host_library("spans_host.cpp", tmp_path)
+    units = 20_001
+    spans = torch.zeros(units, 3, dtype=torch.int64)
+    count = library.spans(ctypes.c_int64(units), ctypes.c_int64(group_units), ctypes.c_void_p(spans.data_ptr()))
+    assert count == library.number_of_spans(ctypes.c_int64(units), ctypes.c_int64(group_units))
+    begin, end, group = spans[:count].unbind(-1)
+    assert begin[0] == 0 and end[-1] == units and torch.equal(begin[1:], end[:-1])
+    assert ((end - begin > 0) & (end - begin <= 4096)).all()
+    assert torch.equal(begin // group_units, group) and torch.equal((end - 1) // group_units, group)

@@ -1,4 +1,4 @@
-"""When a call of the C++ kernels waits for a team of threads, and when it goes alone."""
+"""When a call of the C++ kernels waits for a team of threads, and what does its work when it does not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from host_library import host_library
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     library = host_library("team_host.cpp", tmp_path_factory.mktemp("team"))
-    for name in ("alone_calls", "alone_calls_after_recovery", "run_calls"):
+    names = ("alone_calls", "alone_calls_after_recovery", "run_calls")
+    names += ("wrong_tasks", "wrong_tasks_in_a_child", "taken_twice", "run_beside_a_late_helper")
+    for name in names:
         getattr(library, name).restype = ctypes.c_int64
     return library
 
@@ -39,3 +41,22 @@ def test_calls_do_not_wait_for_a_thread_that_comes_late(host: ctypes.CDLL) -> No
     teams = (ctypes.c_int64 * calls)()
     assert host.run_calls(number(calls), number(tasks), number(5000), teams) == calls * tasks
     assert teams[0] == 1 and sum(teams) <= 6  # the first call, and after 1, 2, 4, 8, 16 and 32 more
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 40])
+def test_helpers_run_every_task_once(host: ctypes.CDLL, count: int) -> None:
+    assert host.wrong_tasks(number(5000), number(count)) == 0
+
+
+def test_a_forked_child_has_helpers_of_its_own(host: ctypes.CDLL) -> None:
+    assert host.wrong_tasks(number(100), number(2)) == 0
+    assert host.wrong_tasks_in_a_child(number(500), number(2)) == 0
+
+
+def test_one_call_at_a_time_has_the_helpers(host: ctypes.CDLL) -> None:
+    assert host.taken_twice() == 1
+
+
+def test_a_run_waits_for_a_task_that_a_helper_is_at(host: ctypes.CDLL) -> None:
+    """Longer than anybody spins: the caller sleeps, and is woken."""
+    assert host.run_beside_a_late_helper(number(50)) >= 50
