@@ -40,7 +40,6 @@ ONLY = {
     "cuda_sm90_int4": common.INT4,
     "cuda_sm90_bf16": ("bf16",),
     "triton_fp8": ("fp8", "fp8row", "fp8half"),
-    "triton": tuple(name for name in FORMATS if name != "nvfp4-a8"),  # its exact W4A8 is there to agree, not for speed
 }
 AUTO = "auto"
 POLICIES = {"cuda_sm90_packed": "packed", "cuda_sm90_folded": "folded"}

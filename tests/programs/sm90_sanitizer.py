@@ -24,7 +24,8 @@ from torch_moe_ops.tuning.tuned_kernels import KERNELS
 Fields = dict[str, Any]
 SMALL: Fields = {"hidden": 128, "inter": 64}
 QUANTIZED: Fields = {"act_format": "nvfp4", "a1": 500.0, "a2": 300.0}
-# Of weights -> what a call differs in. Kernels for int4 are one for each width of its groups and for zero points.
+# Of weights, and "-a8" where activations are rounded to fp8 or mxfp8 -> what a call differs in. Kernels for int4 are one
+# for each width of its groups and for zero points.
 FORMATS: dict[str, tuple[Fields, ...]] = {
     "nvfp4": (
         {},
@@ -35,13 +36,18 @@ FORMATS: dict[str, tuple[Fields, ...]] = {
         {"top_k": 1, "router_weight_on_input": True, "activation": "relu2_no_mul"},
         QUANTIZED | {"a1": "expert", "a2": "expert", "activation": "swigluoai", "out_dtype": torch.float32},
         QUANTIZED | {"activation": "relu2_no_mul", "hidden": 192},
+    ),
+    "nvfp4-a8": (
         {"act_format": "fp8"},
         {"act_format": "fp8", "activation": "relu2_no_mul", "hidden": 192, "foreign": True, "experts": 9, "top_k": 3},
+        {"act_format": "fp8", "a1": "expert", "bias": True},
     ),
-    "mxfp4": (
+    "mxfp4-a8": (
         {"act_format": "mxfp8"},
         {"act_format": "fp8", "a1": 90.0, "a2": "expert"},
         {"act_format": "fp8", "a1": "expert", "bias": True},
+    ),
+    "mxfp4": (
         {"bias": True},
         {"activation": "gelu_no_mul", "hidden": 192, "inter": 96},
         {"activation": "swigluoai"},
@@ -157,9 +163,10 @@ def groups(kernels: list[str]) -> dict[str, list[Run]]:
         found |= {name: [(run_layer, layer) for layer in layers] for name, layers in LAYERS.items()}
     for kernel in (k for k in KERNELS if k in kernels):
         for tokens in TOKENS[kernel]:
-            for scheme, calls in FORMATS.items():
+            for name, calls in FORMATS.items():
+                scheme = name.removesuffix("-a8")
                 runs: list[Run] = [(run_call, (kernel, scheme, tokens | fields)) for fields in calls]
-                found[f"{kernel}-{tokens['tokens']}:{scheme}"] = runs
+                found[f"{kernel}-{tokens['tokens']}:{name}"] = runs
     return found
 
 
