@@ -37,6 +37,9 @@ files() {
 status=0
 for part in ${PART:-graph kernels layers}; do
   chosen=$(files "$part") || exit 1
+  # The matrix in its order, which has what users get first; elsewhere who is done takes from others.
+  dist=worksteal
+  [ "$part" != graph ] || dist=load
   left=$((limit - SECONDS))
   if [ "$left" -lt 20 ]; then
     echo "gpu_record.sh: no time left for $part" && status=124
@@ -45,7 +48,7 @@ for part in ${PART:-graph kernels layers}; do
   # An installed library, not this tree, which has no compiled kernels where it was not built in place: no `-m pytest`.
   # shellcheck disable=SC2086
   timeout --signal=INT --kill-after=20 "$left" "$python" -c 'import sys, pytest; sys.path[:] = [p for p in sys.path if p]; sys.exit(pytest.main(sys.argv[1:]))' \
-    -q -m "not slow" -n "${JOBS:-8}" --dist worksteal --timeout 240 -p no:cacheprovider -rN "$@" $chosen
+    -q -m "not slow" -n "${JOBS:-8}" --dist "$dist" --timeout 240 -p no:cacheprovider -rN "$@" $chosen
   ended=$?
   [ "$ended" = 0 ] || [ "$ended" = 5 ] || status=$ended # 5: all of them had passed before
 done

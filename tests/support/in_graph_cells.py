@@ -40,8 +40,11 @@ class Cell(NamedTuple):
 
 
 def layers() -> tuple[tuple[Format, int], ...]:
-    """Every format with every number of tokens: what one test takes through all forms and fronts."""
-    return tuple((fmt, m) for fmt in (*FORMATS, *auto_formats()) for m in (*TOKENS, *MORE_TOKENS.get(fmt.backend, ())))
+    """Every format with every number of tokens: what one test takes through all forms and fronts.
+
+    What users get without naming a backend comes first: a record whose time ends lacks the last ones.
+    """
+    return tuple((fmt, m) for fmt in (*auto_formats(), *FORMATS) for m in (*TOKENS, *MORE_TOKENS.get(fmt.backend, ())))
 
 
 def cells_of(fmt: Format, tokens: int) -> Iterator[Cell]:

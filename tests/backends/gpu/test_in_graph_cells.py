@@ -64,6 +64,16 @@ def test_the_matrix_holds_what_the_registry_offers() -> None:
     assert set(FRONTS) >= {"copy", "gemm", "route", "layer", "early"}
 
 
+def test_what_users_get_comes_first() -> None:
+    """4-bit weights with every activation format are among the first: a record's time may end before the last ones."""
+    order = [(f.backend, f.scheme, f.act_format, m) for f, m in layers()]
+    backends = [backend for backend, *_ in order]
+    assert "auto" not in backends[backends.index(next(b for b in backends if b != "auto")) :]
+    wanted = itertools.product((("nvfp4", "fp8"), ("mxfp4", "fp8"), ("mxfp4", "mxfp8")), TOKENS)
+    last = max(order.index(("auto", *kind, m)) for kind, m in wanted)
+    assert last < len(order) / 8, f"{last} of {len(order)}"
+
+
 def test_a_format_that_the_matrix_lacks_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     fewer = tuple(f for f in FORMATS if (f.backend, f.scheme) != ("triton", "none"))
     monkeypatch.setattr(in_graph_cells, "FORMATS", fewer)
