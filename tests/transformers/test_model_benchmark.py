@@ -26,11 +26,13 @@ pytest.importorskip("transformers", minversion="5.17", reason="needs transformer
 def test_every_number_is_measured(shape: str, options: list[str], tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     given = ["--tiny", "--shape", shape, "--batches", "1,2", "--compile", "", "--prefill", "16", "--cache", "128"]
+    given += ["--layers", "3"]
     program = [sys.executable, ROOT / "benchmarks" / "bench_transformers_model.py", *given, "--out", out, *options]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     subprocess.run(program, check=True, env=environment, capture_output=True, cwd=tmp_path)
     result = json.loads(out.read_text())
     assert result["shape"] == shape and result["routers"] == ("transformers" if options else "moeq::route_hidden")
+    assert result["layers"] == 3  # TINY has two
     assert result["parameters"] > 200_000 and str(tmp_path) not in out.read_text()
     measured = [(line["what"], line.get("batch")) for line in result["lines"]]
     steps = [(what, batch) for batch in (1, 2) for what in ("decode", "moe", "experts", "profile")]
