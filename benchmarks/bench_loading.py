@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -96,6 +97,7 @@ class Peak:
 
     def __enter__(self) -> Peak:
         self.begin = self.most = anonymous_bytes()
+        self.cpu_seconds = 0.0  # of sampling
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample)
         self._thread.start()
@@ -104,6 +106,7 @@ class Peak:
     def _sample(self) -> None:
         while not self._stop.wait(0.001):
             self.most = max(self.most, anonymous_bytes())
+        self.cpu_seconds = time.thread_time()
 
     def __exit__(self, *exception: object) -> None:
         self._stop.set()
@@ -131,7 +134,7 @@ def measure(folder: Path, format_name: str) -> dict[str, Any]:
     begin, computed = time.perf_counter(), time.process_time()
     with Peak() as peak:
         model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16)
-    seconds, computed = time.perf_counter() - begin, time.process_time() - computed
+    seconds, computed = time.perf_counter() - begin, time.process_time() - computed - peak.cpu_seconds
     result = model.get_memory_footprint()
     file = (folder / "model" / "model.safetensors").stat().st_size
     mib = {"file_mib": file, "result_mib": result, "peak_mib": peak.growth}
@@ -162,7 +165,10 @@ def main() -> None:
             write(Path(folder) / "tiny", format_name, TINY)
             write(Path(folder) / "model", format_name, sizes)
             command = [sys.executable, __file__, "--measure", folder, "--formats", format_name]
-            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            # Threads that wait for work would compute while they do.
+            environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
+            pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+            done = subprocess.run(command, check=True, env=environment, **pipes)
         line = json.loads(done.stdout.splitlines()[-1])
         print(json.dumps(line), flush=True)
         result["lines"].append(line)
