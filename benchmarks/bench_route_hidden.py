@@ -47,7 +47,8 @@ class Shape:
         count = 1 if warm else min(ROUTERS, MEMORY // (2 * experts * hidden))
         g = torch.Generator("cuda").manual_seed(0)
         new = lambda *size: torch.randn(*size, generator=g, device="cuda").bfloat16()  # noqa: E731
-        self.weights = [new(experts, hidden) for _ in range(count)]
+        # Logits of a standard deviation of 2: far larger ones, of which a softmax is 0, are chosen by a second pass.
+        self.weights = [new(experts, hidden) * (2 * hidden**-0.5) for _ in range(count)]
         self.hidden, self.experts, self.new = hidden, experts, new
         self.bias = new(experts) if name.startswith("gpt") else None
         correction = torch.randn(experts, generator=g, device="cuda") * 0.1 if method == "deepseek_v3" else None
