@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
+from ep_adapters import ADAPTERS, DIVIDED
 from ep_cases import CASES, QUICK, SLOW
 from ep_errors import ERRORS
 from ranks import run_ranks
@@ -20,10 +21,10 @@ def _fixture(name: str, size: int, names: list[str]) -> pytest.FixtureRequest:
     return pytest.fixture(scope="module", name=name)(outcomes)
 
 
-QUICK_NAMES, SLOW_NAMES = [*(f.__name__ for f in QUICK), *ERRORS], [f.__name__ for f in SLOW]
+QUICK_NAMES, SLOW_NAMES = [*(f.__name__ for f in QUICK), *ERRORS, *ADAPTERS], [f.__name__ for f in SLOW]
 of_two_quick = _fixture("of_two_quick", 2, QUICK_NAMES)
 of_two_slow = _fixture("of_two_slow", 2, SLOW_NAMES)
-of_four = _fixture("of_four", 4, [*CASES, *ERRORS])
+of_four = _fixture("of_four", 4, [*CASES, *ERRORS, *ADAPTERS, *DIVIDED])
 
 
 def _check(outcomes: dict[str, list[str]], name: str) -> None:
@@ -43,6 +44,6 @@ def test_two_ranks_slow(name: str, request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*CASES, *ERRORS])
+@pytest.mark.parametrize("name", [*CASES, *ERRORS, *ADAPTERS, *DIVIDED])
 def test_four_ranks(name: str, request: pytest.FixtureRequest) -> None:
     _check(request.getfixturevalue("of_four"), name)

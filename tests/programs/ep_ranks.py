@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 import torch
 import torch.distributed as dist
+from ep_adapters import ADAPTERS, DIVIDED
 from ep_cases import CASES, World
 from ep_errors import ERRORS
 
@@ -43,7 +44,7 @@ def main(rank: int, size: int, store: str, out: str, transport: str, names: list
     for name in names:
         torch.manual_seed(0)
         try:
-            (CASES | ERRORS)[name](world)
+            (CASES | ERRORS | ADAPTERS | DIVIDED)[name](world)
             outcomes[name] = "passed"
         except BaseException:
             outcomes[name] = traceback.format_exc()

@@ -1,12 +1,14 @@
-"""What a layer's constructor refuses by itself, before the ranks compare what they say."""
+"""What a rank refuses by itself: a constructor before the ranks compare what they say, a call before it sends."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torch_moe_ops.prepared.prepared_weights import PreparedWeights
+from torch_moe_ops.transports.exchange import ALONE
 from torch_moe_ops.transports.registry import check_name
 
 PARTIAL_DTYPES = (torch.float32, torch.bfloat16)
@@ -27,3 +29,21 @@ def check_arguments(
         names = [str(dtype) for dtype in PARTIAL_DTYPES]
         raise ValueError(f"ExpertParallel: partial_dtype must be one of {names}, got {partial_dtype}")
     check_name(transport)
+
+
+def check_call(hidden_states: Tensor, hidden_size: int, most: int, max_tokens: int | None, capacity: int) -> int:
+    """Rows of a rank in this call. Raises what would leave the other ranks waiting, and says so.
+
+    Args:
+        hidden_states: of this rank; max_tokens: of the call.
+        hidden_size, most, capacity: of the layer, max_tokens_per_rank and 0 for no capacity.
+    """
+    rows = most if max_tokens is None else max_tokens
+    if not 1 <= rows <= most:
+        raise ValueError(f"ExpertParallel: max_tokens must be in 1 ... {most}, got {max_tokens}{ALONE}")
+    if hidden_states.shape[-1] != hidden_size:
+        shape = tuple(hidden_states.shape)
+        raise ValueError(f"ExpertParallel: hidden_states must be [..., {hidden_size}], got {shape}{ALONE}")
+    if capacity and torch.compiler.is_compiling():
+        raise RuntimeError("ExpertParallel: capacity must be None where it is traced: an overflow is told by the host")
+    return rows

@@ -11,16 +11,17 @@ from torch import Tensor
 
 from torch_moe_ops.config.parallel import FusedMoEParallelConfig
 from torch_moe_ops.expert_parallel import explaining, rebalancing
+from torch_moe_ops.expert_parallel.adapters import check_adapters, share_of_lora, with_owners, without_owners
 from torch_moe_ops.expert_parallel.agreement import agreed, agreed_placement, told_to_all
-from torch_moe_ops.expert_parallel.arguments import check_arguments
+from torch_moe_ops.expert_parallel.arguments import check_arguments, check_call
 from torch_moe_ops.expert_parallel.groups import Ranks, check_config, ranks_of, transport_of_config
 from torch_moe_ops.expert_parallel.payload import payload_of
 from torch_moe_ops.expert_parallel.placement import ExpertPlacement, as_placement
 from torch_moe_ops.expert_parallel.share import prepared_share
 from torch_moe_ops.prepared.fused import fused_moe_routed, route
+from torch_moe_ops.prepared.lora import Lora
 from torch_moe_ops.prepared.prepared_weights import PreparedWeights
 from torch_moe_ops.routing.options import Routing
-from torch_moe_ops.transports.exchange import ALONE
 from torch_moe_ops.transports.members import Wanted, member
 from torch_moe_ops.transports.registry import choose
 from torch_moe_ops.weights.raw_weights import RawWeights
@@ -172,6 +173,8 @@ class ExpertParallel:
         out_dtype: torch.dtype | None = None,
         *,
         max_tokens: int | None = None,
+        lora: Lora | None = None,
+        lora_ids: Tensor | None = None,
     ) -> Tensor:
         """The experts' weighted results of this rank's tokens.
 
@@ -184,6 +187,8 @@ class ExpertParallel:
             out_dtype: None: that of the hidden states.
             max_tokens: the largest number of rows on any rank in this call, where it is known to be less than
                 max_tokens_per_rank. The same on every rank.
+            lora, lora_ids: adapters of this rank's experts (`share_lora`), and each of its own tokens' adapter, as in
+                `fused_moe_routed`. Every rank gives each of them, or none does; hidden states are sent as they are.
 
         Returns: like hidden_states, a new tensor.
         Raises: RuntimeError naming op and argument; before anything is exchanged, so on this rank alone, but for an
@@ -192,14 +197,24 @@ class ExpertParallel:
         if hidden_states.ndim > 2:
             shape = hidden_states.shape[:-1]
             rows, ids, weights = (t.flatten(0, -2) for t in (hidden_states, topk_ids, topk_weights))
-            return self(rows, ids, weights, out_dtype, max_tokens=max_tokens).unflatten(0, shape)
-        rows_of_a_rank = self._rows_of_a_rank(hidden_states, max_tokens)
+            own = None if lora_ids is None else lora_ids.flatten()
+            result = self(rows, ids, weights, out_dtype, max_tokens=max_tokens, lora=lora, lora_ids=own)
+            return result.unflatten(0, shape)
+        most = self.max_tokens_per_rank
+        rows_of_a_rank = check_call(hidden_states, self.w.hidden_size, most, max_tokens, self.capacity)
+        check_adapters(lora, lora_ids, hidden_states.shape[0])
         places = torch.ops.moeq.ep_place(topk_ids, self._first, self._count, self._slots, self.load, self.ranks.rank)
-        quantize = self.payload.quantize
+        topk_weights = topk_weights.to(torch.float32)
+        if lora_ids is not None:
+            places, topk_weights = with_owners(places, topk_weights, lora_ids)
+        quantize = self.payload.quantize if lora is None else None  # adapters see what is not quantized
         codes, scale = (hidden_states, None) if quantize is None else quantize(hidden_states)
         x, x_scale, ids, weights, positions = torch.ops.moeq.ep_dispatch(
-            codes, scale, places, topk_weights.to(torch.float32), *self._exchange, rows_of_a_rank, *self._sent
+            codes, scale, places, topk_weights, *self._exchange, rows_of_a_rank, *self._sent
         )
+        adapters: dict[str, Any] = {} if lora is None else {"lora": lora}
+        if lora_ids is not None:
+            ids, weights, adapters["lora_ids"] = without_owners(ids, weights)
         partial_rows = fused_moe_routed(
             x,
             ids,
@@ -207,6 +222,7 @@ class ExpertParallel:
             self.w,
             hidden_states_scale=None if scale is None else x_scale,
             out_dtype=self.partial_dtype,
+            **adapters,
         )
         return torch.ops.moeq.ep_combine(
             partial_rows,
@@ -229,6 +245,8 @@ class ExpertParallel:
         out_dtype: torch.dtype | None = None,
         max_tokens: int | None = None,
         shared_expert_weights: Tensor | None = None,
+        lora: Lora | None = None,
+        lora_ids: Tensor | None = None,
     ) -> Tensor:
         """Router and experts: `self(hidden_states, *route(router_logits, routing))`, with the shared experts of w.
 
@@ -236,12 +254,13 @@ class ExpertParallel:
             router_logits: [num_tokens, num_experts] or [batch, sequence, num_experts], any float dtype. Shared experts
                 have no column.
             routing: method, top_k and options.
-            shared_expert_weights: as in `route`.
+            shared_expert_weights: as in `route`. lora, lora_ids: as of a call.
         """
         if hidden_states.ndim > 2:
             shape, rows, logits = hidden_states.shape[:-1], hidden_states.flatten(0, -2), router_logits.flatten(0, -2)
             gates = None if shared_expert_weights is None else shared_expert_weights.flatten(0, -2)
             options: dict[str, Any] = {"out_dtype": out_dtype, "max_tokens": max_tokens, "shared_expert_weights": gates}
+            options |= {"lora": lora, "lora_ids": None if lora_ids is None else lora_ids.flatten()}
             return self.fused(rows, logits, routing=routing, **options).unflatten(0, shape)
         shared = self.w.num_shared_experts
         routed = self.placement.num_experts - shared
@@ -251,23 +270,14 @@ class ExpertParallel:
         ids, weights = route(
             router_logits, routing, num_shared_experts=shared, shared_expert_weights=shared_expert_weights
         )
-        return self(hidden_states, ids, weights, out_dtype, max_tokens=max_tokens)
+        return self(hidden_states, ids, weights, out_dtype, max_tokens=max_tokens, lora=lora, lora_ids=lora_ids)
 
-    def _rows_of_a_rank(self, hidden_states: Tensor, max_tokens: int | None) -> int:
-        """Checks what would leave the other ranks waiting, before anything is exchanged, and says so."""
-        most = self.max_tokens_per_rank if max_tokens is None else max_tokens
-        if not 1 <= most <= self.max_tokens_per_rank:
-            raise ValueError(
-                f"ExpertParallel: max_tokens must be in 1 ... {self.max_tokens_per_rank}, got {max_tokens}{ALONE}"
-            )
-        if hidden_states.shape[-1] != self.w.hidden_size:
-            shape = tuple(hidden_states.shape)
-            raise ValueError(f"ExpertParallel: hidden_states must be [..., {self.w.hidden_size}], got {shape}{ALONE}")
-        if self.capacity and torch.compiler.is_compiling():
-            raise RuntimeError(
-                "ExpertParallel: capacity must be None where it is traced: an overflow is told by the host"
-            )
-        return most
+    def share_lora(self, lora: Lora) -> Lora:
+        """This rank's share of adapters of all experts: those of its slots, and its part of the intermediate size.
+
+        Made anew where experts were moved (`rebalance`). `lora`: factors [num_experts, ...], as the router counts.
+        """
+        return share_of_lora(lora, self.placement, self.ranks, self.w)
 
     @torch.no_grad()
     def rebalance(self, placement: ExpertPlacement | Sequence[Sequence[int]]) -> None:

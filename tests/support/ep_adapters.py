@@ -1,0 +1,119 @@
+"""Cases of adapters beside experts on several ranks; as ep_cases.py has them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from ep_cases import BASE, BF16, F32, MAX_TOKENS, World, distance, expect, layer, options_of
+from lora_cases import factors_of
+from problems import Case, make_raw
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import torch_moe_ops as moe
+
+CASE = dataclasses.replace(BASE, bias=True, foreign=True)
+
+
+def _owners(case: Case) -> Tensor:
+    """Adapter 0, 1, or none (-1, and a number that is nobody's)."""
+    return (torch.arange(case.tokens) * 7 % 4 - 1).to(torch.int32)
+
+
+def _compare(
+    world: World, ep: moe.ExpertParallel, case: Case, lora: moe.Lora, owners: Tensor | None, tolerance: float = 1e-6,
+    out_dtype: torch.dtype = F32,
+) -> None:  # fmt: skip
+    x, ids, weights = world.batch(case)
+    mine = world.part(case.tokens)
+    own = {} if owners is None else {"lora_ids": owners[mine]}
+    got = ep(x[mine], ids[mine], weights[mine], out_dtype, lora=ep.share_lora(lora), **own)
+    w = moe.prepare(make_raw(case), **options_of(case))
+    want = moe.fused_moe_routed(x, ids, weights, w, out_dtype=out_dtype, lora=lora, lora_ids=owners)
+    plain = moe.fused_moe_routed(x, ids, weights, w, out_dtype=out_dtype)
+    assert distance(got, want[mine]) <= tolerance, distance(got, want[mine])
+    assert distance(plain, want) > 1e-2  # the adapters are seen
+
+
+def adapters(world: World) -> None:
+    """One for all tokens, and several; experts quantized or not, activations rounded or not, two placements."""
+    turned = [experts[::-1] for experts in moe.ExpertPlacement.contiguous(BASE.experts, world.size).slots][::-1]
+    replicas = [tuple(range(BASE.experts))] * world.size
+    for scheme, act in (("nvfp4", "none"), ("nvfp4", "nvfp4"), ("fp8", "fp8"), ("none", "none")):
+        case = dataclasses.replace(CASE, scheme=scheme, act_format=act, dtype=F32 if act == "none" else BF16)
+        lora, owners = factors_of(make_raw(case), 2, 4, F32), _owners(case)
+        for placement in (None, turned, moe.ExpertPlacement(tuple(replicas), "spread")):
+            _compare(world, layer(world, case, placement=placement), case, lora, owners)
+        single = dataclasses.replace(factors_of(make_raw(case), 1, 4, F32), scaling=0.7)
+        _compare(world, layer(world, case), case, single, None)
+    _compare(world, layer(world, case, capacity=MAX_TOKENS), case, lora, owners)
+    _compare(world, layer(world, case), case, dataclasses.replace(lora, a13=None, b13=None), owners)
+    _compare(world, layer(world, case), case, dataclasses.replace(lora, a2=None, b2=None), owners)
+
+
+def adapters_after_rebalancing(world: World) -> None:
+    lora, owners = factors_of(make_raw(CASE), 2, 4, F32), _owners(CASE)
+    ep = layer(world, dataclasses.replace(CASE, dtype=F32))
+    ep.rebalance([experts[::-1] for experts in ep.placement.slots][::-1] if world.size == 2 else ep.placement)
+    _compare(world, ep, dataclasses.replace(CASE, dtype=F32), lora, owners)
+
+
+def adapters_of_a_router(world: World) -> None:
+    """From router logits, in batches of sequences, in one graph."""
+    case = dataclasses.replace(BASE, dtype=F32)
+    lora, routing = factors_of(make_raw(case), 2, 4, F32), moe.Routing("renormalize", top_k=3)
+    g = torch.Generator().manual_seed(world.rank)
+    x, logits = torch.randn(2, 5, case.hidden, generator=g), torch.randn(2, 5, case.experts, generator=g)
+    owners = torch.tensor([[0, 1, -1, 1, 0], [1, 1, 0, -1, 7]])
+    ep, w = layer(world, case), moe.prepare(make_raw(case), **options_of(case))
+    mine = ep.share_lora(lora)
+    want = moe.fused_moe(x, logits, w, routing=routing, lora=lora, lora_ids=owners)
+
+    def run(x: Tensor, logits: Tensor, owners: Tensor) -> Tensor:
+        return ep.fused(x, logits, routing=routing, lora=mine, lora_ids=owners)
+
+    assert distance(run(x, logits, owners), want) <= 1e-6
+    graph = torch.compile(run, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        assert distance(graph(x, logits, owners), want) <= 1e-6
+
+
+def adapters_refused(world: World) -> None:
+    """Before anything is exchanged: the ranks can go on."""
+    lora, ep = factors_of(make_raw(BASE), 2, 4, F32), layer(world, BASE)
+    x, ids, weights = (t[:3] for t in world.batch(BASE))
+    told: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+        (TypeError, "lora must be a Lora, got dict", lambda: ep.share_lora({})),  # type: ignore[arg-type]
+        (ValueError, "lora.a13 must have shape [8, ., .], of all", lambda: ep.share_lora(_sliced(lora, slice(3)))),
+        (ValueError, "lora.a2 must have size", lambda: ep.share_lora(dataclasses.replace(lora, b13=None, a2=lora.a13))),
+        (ValueError, "lora_ids must have shape (3,)", lambda: ep(x, ids, weights, lora=lora, lora_ids=ids[:2, 0])),
+        (ValueError, "lora must be given with lora_ids", lambda: ep(x, ids, weights, lora_ids=ids[:, 0])),
+    ]  # fmt: skip
+    for kind, text, call in told:
+        said = expect(kind, call)
+        assert text in said, said
+    _compare(world, layer(world, CASE), CASE, factors_of(make_raw(CASE), 2, 4, F32), _owners(CASE), 1e-2)
+
+
+def _sliced(lora: moe.Lora, experts: slice) -> moe.Lora:
+    return dataclasses.replace(lora, **{name: getattr(lora, name)[experts] for name in ("a13", "b13", "a2", "b2")})
+
+
+def adapters_of_divided_experts(world: World) -> None:
+    """EP x TP."""
+    mesh = init_device_mesh("cpu", (world.size // 2, 2), mesh_dim_names=("ep", "tp"))
+    outer = World(mesh.get_local_rank("ep"), world.size // 2)
+    for scheme in ("nvfp4", "none"):
+        case = dataclasses.replace(BASE, scheme=scheme, hidden=128, inter=256, bias=True, dtype=F32)
+        ep = moe.ExpertParallel.from_raw(mesh, make_raw(case), MAX_TOKENS, act_format="none")
+        assert ep.w.intermediate_size == 128
+        _compare(outer, ep, case, factors_of(make_raw(case), 2, 4, F32), _owners(case))
+
+
+ADAPTERS: dict[str, Callable[[World], None]] = {
+    f.__name__: f for f in (adapters, adapters_after_rebalancing, adapters_of_a_router, adapters_refused)
+}
+DIVIDED: dict[str, Callable[[World], None]] = {"adapters_of_divided_experts": adapters_of_divided_experts}
