@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
+from cuda_graphs import captured
 from host_cases import batch, divided, result, whole
 from problems import Case
 from torch import Tensor
@@ -38,19 +37,6 @@ def new_values(given: Given, seed: int) -> None:
     chosen = torch.stack([torch.randperm(8, generator=g)[: ids.shape[1]] for _ in range(ids.shape[0])])
     ids.copy_(chosen)
     weights.copy_(torch.rand(weights.shape, generator=g))
-
-
-def captured(step: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
-    return graph, out
 
 
 @cases

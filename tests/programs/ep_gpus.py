@@ -13,13 +13,13 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1] / "support")]
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from cuda_graphs import captured  # noqa: E402
 from ep_cases import OTHER_KERNELS, World, distance, expect  # noqa: E402
 from problems import Case, make_batch, make_raw  # noqa: E402
 from torch import Tensor  # noqa: E402
@@ -108,21 +108,6 @@ def edges(world: World) -> dict[str, object]:
     assert "capacity must be at least the 40 rows" in text, text
     assert torch.equal(ep(x[:3], ids[:3], weights[:3]), first)
     return {}
-
-
-def captured(call: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    # Other threads (the process group's watchdog) may ask CUDA things meanwhile.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        out = call()
-    return graph, out
 
 
 def graphs(world: World) -> dict[str, object]:

@@ -18,9 +18,10 @@ from torch_moe_ops.expert_parallel.groups import Ranks, check_config, ranks_of, 
 from torch_moe_ops.expert_parallel.payload import payload_of
 from torch_moe_ops.expert_parallel.placement import ExpertPlacement, as_placement
 from torch_moe_ops.expert_parallel.share import prepared_share
-from torch_moe_ops.prepared.fused import fused_moe_routed, route
+from torch_moe_ops.prepared.fused import fused_moe_routed, over_rows, route_rows
 from torch_moe_ops.prepared.lora import Lora
 from torch_moe_ops.prepared.prepared_weights import PreparedWeights
+from torch_moe_ops.prepared.shared_experts import check_router_columns
 from torch_moe_ops.routing.options import Routing
 from torch_moe_ops.transports.members import Wanted, member
 from torch_moe_ops.transports.registry import choose
@@ -195,11 +196,9 @@ class ExpertParallel:
             overflow of the capacity, which every rank raises.
         """
         if hidden_states.ndim > 2:
-            shape = hidden_states.shape[:-1]
-            rows, ids, weights = (t.flatten(0, -2) for t in (hidden_states, topk_ids, topk_weights))
             own = None if lora_ids is None else lora_ids.flatten()
-            result = self(rows, ids, weights, out_dtype, max_tokens=max_tokens, lora=lora, lora_ids=own)
-            return result.unflatten(0, shape)
+            run = lambda *rows: self(*rows, out_dtype, max_tokens=max_tokens, lora=lora, lora_ids=own)  # noqa: E731
+            return over_rows(run, hidden_states, topk_ids, topk_weights)
         most = self.max_tokens_per_rank
         rows_of_a_rank = check_call(hidden_states, self.w.hidden_size, most, max_tokens, self.capacity)
         check_adapters(lora, lora_ids, hidden_states.shape[0])
@@ -256,20 +255,9 @@ class ExpertParallel:
             routing: method, top_k and options.
             shared_expert_weights: as in `route`. lora, lora_ids: as of a call.
         """
-        if hidden_states.ndim > 2:
-            shape, rows, logits = hidden_states.shape[:-1], hidden_states.flatten(0, -2), router_logits.flatten(0, -2)
-            gates = None if shared_expert_weights is None else shared_expert_weights.flatten(0, -2)
-            options: dict[str, Any] = {"out_dtype": out_dtype, "max_tokens": max_tokens, "shared_expert_weights": gates}
-            options |= {"lora": lora, "lora_ids": None if lora_ids is None else lora_ids.flatten()}
-            return self.fused(rows, logits, routing=routing, **options).unflatten(0, shape)
         shared = self.w.num_shared_experts
-        routed = self.placement.num_experts - shared
-        if router_logits.shape[-1] != routed:
-            got = tuple(router_logits.shape)
-            raise RuntimeError(f"ExpertParallel: router_logits must have {routed} columns (routed experts), got {got}")
-        ids, weights = route(
-            router_logits, routing, num_shared_experts=shared, shared_expert_weights=shared_expert_weights
-        )
+        check_router_columns(router_logits, self.placement.num_experts - shared, shared, "ExpertParallel")
+        ids, weights = route_rows(router_logits, routing, shared, shared_expert_weights)
         return self(hidden_states, ids, weights, out_dtype, max_tokens=max_tokens, lora=lora, lora_ids=lora_ids)
 
     def share_lora(self, lora: Lora) -> Lora:

@@ -15,9 +15,10 @@ from torch_moe_ops.host_experts.host_share import HostShare
 from torch_moe_ops.host_experts.moving import move_experts
 from torch_moe_ops.host_experts.split import Split, checked_ids, coldest, split_of
 from torch_moe_ops.host_experts.staging import Staging, staging_of
-from torch_moe_ops.prepared.fused import fused_moe_routed, route
+from torch_moe_ops.prepared.fused import fused_moe_routed, over_rows, route_rows
 from torch_moe_ops.prepared.prepare import prepare
 from torch_moe_ops.prepared.prepared_weights import PreparedWeights
+from torch_moe_ops.prepared.shared_experts import check_router_columns
 from torch_moe_ops.routing.options import Routing
 from torch_moe_ops.weights.raw_weights import RawWeights
 
@@ -101,9 +102,7 @@ class HostExperts:
         Returns: like hidden_states, a new tensor.
         """
         if hidden_states.ndim > 2:
-            shape = hidden_states.shape[:-1]
-            rows, ids, weights = (t.flatten(0, -2) for t in (hidden_states, topk_ids, topk_weights))
-            return self(rows, ids, weights, out_dtype).unflatten(0, shape)
+            return over_rows(lambda *rows: self(*rows, out_dtype), hidden_states, topk_ids, topk_weights)
         places = torch.ops.moeq.ep_place(topk_ids, self._first, self._count, self._slots, self.load, 0)
         return torch.ops.moeq.host_experts(hidden_states, places, topk_weights.to(torch.float32), self.name, out_dtype)
 
@@ -123,22 +122,9 @@ class HostExperts:
             routing: method, top_k and options.
             shared_expert_weights: as in `route`.
         """
-        shape, routed = hidden_states.shape[:-1], self.num_experts - self.num_shared_experts
-        if router_logits.shape[-1] != routed:
-            got = tuple(router_logits.shape)
-            raise RuntimeError(f"HostExperts: router_logits must have {routed} columns (routed experts), got {got}")
-        gates = (
-            None
-            if shared_expert_weights is None
-            else shared_expert_weights.reshape(-1, shared_expert_weights.shape[-1])
-        )
-        ids, weights = route(
-            router_logits.reshape(-1, routed),
-            routing,
-            num_shared_experts=self.num_shared_experts,
-            shared_expert_weights=gates,
-        )
-        return self(hidden_states.reshape(-1, hidden_states.shape[-1]), ids, weights, out_dtype).reshape(*shape, -1)
+        routed, shared = self.num_experts - self.num_shared_experts, self.num_shared_experts
+        check_router_columns(router_logits, routed, shared, "HostExperts")
+        return self(hidden_states, *route_rows(router_logits, routing, shared, shared_expert_weights), out_dtype)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError("HostExperts: must not be copied or pickled, as its op knows it by name: make another one")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -66,7 +67,7 @@ def fused_moe(
         )
     if w.num_shared_experts or shared_expert_weights is not None:
         check_columns(router_logits, w)
-        ids, weights = _route_rows(router_logits, routing, w.num_shared_experts, shared_expert_weights)
+        ids, weights = route_rows(router_logits, routing, w.num_shared_experts, shared_expert_weights)
         given: dict[str, Any] = {"hidden_states_scale": hidden_states_scale, "out_dtype": out_dtype}
         given |= {"lora": lora, "lora_ids": lora_ids, "lora_merged": lora_merged}
         return fused_moe_routed(hidden_states, ids, weights, w, **given)
@@ -278,9 +279,17 @@ def route(
     )
 
 
-def _route_rows(router_logits: Tensor, routing: Routing, shared: int, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+def route_rows(router_logits: Tensor, routing: Routing, shared: int, weights: Tensor | None) -> tuple[Tensor, Tensor]:
     """`route` with any number of dimensions in front."""
     ids, gates = route(_rows(router_logits), routing, num_shared_experts=shared, shared_expert_weights=_rows(weights))
     if isinstance(router_logits, Tensor) and router_logits.ndim > 2:
         return tuple(t.unflatten(0, router_logits.shape[:-1]) for t in (ids, gates))  # type: ignore[return-value]
     return ids, gates
+
+
+def over_rows(
+    run: Callable[[Tensor, Tensor, Tensor], Tensor], hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor
+) -> Tensor:
+    """`run` of a routed layer, which takes rows, on tensors with any number of dimensions in front."""
+    shape = hidden_states.shape[:-1]
+    return run(*(t.flatten(0, -2) for t in (hidden_states, topk_ids, topk_weights))).unflatten(0, shape)

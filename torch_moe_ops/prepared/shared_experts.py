@@ -44,12 +44,12 @@ def check_columns(router_logits: Any, w: PreparedWeights) -> None:
     check_router_columns(router_logits, _routed_experts(w), w.num_shared_experts)
 
 
-def check_router_columns(router_logits: Any, routed: int, shared: int = 0) -> None:
-    """RuntimeError where logits have another number of columns than there are routed experts."""
+def check_router_columns(router_logits: Any, routed: int, shared: int = 0, who: str = "fused_moe") -> None:
+    """RuntimeError of `who` where logits have another number of columns than there are routed experts."""
     if isinstance(router_logits, Tensor) and router_logits.shape[-1] != routed:
         besides = f" (w has {shared} shared ones besides)" if shared else ""
         raise RuntimeError(
-            f"fused_moe: router_logits must have {routed} columns, one for each routed expert{besides}, "
+            f"{who}: router_logits must have {routed} columns, one for each routed expert{besides}, "
             f"got {tuple(router_logits.shape)}"
         )
 
