@@ -12,6 +12,7 @@ METHOD = f"{MOE}/fused_moe_method_base.py:FusedMoEMethodBase"
 COMPRESSED = f"{QUANTIZATION}/compressed_tensors/compressed_tensors.py:CompressedTensorsConfig"
 MODELOPT = f"{QUANTIZATION}/modelopt.py"
 KERNEL = f"{MOE}/modular_kernel.py"
+_EXPERTS = ["w1", "w2", "topk_weights", "topk_ids", "activation", "global_num_experts", "expert_map"]
 _SIZES = ["M", "N", "K", "topk", "global_num_experts", "local_num_experts", "expert_tokens_meta", "activation"]
 
 # file:function or file:class.method -> its parameters. "...": more of them may follow.
@@ -71,13 +72,7 @@ FUNCTIONS: dict[str, list[str]] = {
     f"{KERNEL}:FusedMoEKernel.apply": [
         "self",
         "hidden_states",
-        "w1",
-        "w2",
-        "topk_weights",
-        "topk_ids",
-        "activation",
-        "global_num_experts",
-        "expert_map",
+        *_EXPERTS,
         "apply_router_weight_on_input",
         "shared_experts",
         "shared_experts_input",
@@ -89,13 +84,7 @@ FUNCTIONS: dict[str, list[str]] = {
         "self",
         "output",
         "hidden_states",
-        "w1",
-        "w2",
-        "topk_weights",
-        "topk_ids",
-        "activation",
-        "global_num_experts",
-        "expert_map",
+        *_EXPERTS,
         "a1q_scale",
         "a2_scale",
         "workspace13",
