@@ -23,6 +23,7 @@ _HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE.parent), str(_HERE), str(_HERE / "peers")]
 
 import moe_layers  # noqa: E402
+import result_lines  # noqa: E402
 from moe_peers import common, runner, timing  # noqa: E402
 from torch import Tensor  # noqa: E402
 
@@ -105,8 +106,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device: --read works without one")
     sink = common.Sink(args.out)
-    given = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]  # no machine's paths
-    sink.emit(event="env", gpu=torch.cuda.get_device_name(), torch=torch.__version__, argv=given)
+    sink.emit(**result_lines.environment())
     shapes, ms = common.parse_shapes(args.shapes), [int(m) for m in args.ms.split(",")]
     layers = entries(args.fmts.split(","), args.logits)
     context = runner.Context(Path("."))

@@ -21,6 +21,7 @@ sys.path[:0] = [str(_HERE.parent), str(_HERE), str(_HERE / "peers")]
 
 import bench_peers  # noqa: E402
 import moe_layers  # noqa: E402
+import result_lines  # noqa: E402
 import warm  # noqa: E402
 from moe_peers import common, runner  # noqa: E402
 
@@ -89,7 +90,7 @@ def environment(context: runner.Context, machine: common.Machine) -> dict[str, o
         "steps": "vllm" if context.moe_ops else "torch",
         "bandwidth": machine.bandwidth,
         "tuned": name in tuned.TABLE,
-        "argv": [Path(v).name if Path(v).is_absolute() else v for v in sys.argv[1:]],  # no machine's paths
+        "argv": result_lines.arguments(),
     }
 
 

@@ -9,7 +9,6 @@ A graph holds 20 calls on logits of their own; the time is a call's, the median 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from pathlib import Path
@@ -17,6 +16,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import result_lines
 
 import torch_moe_ops as moe
 from torch_moe_ops.commands.tune.measure import graph_times
@@ -54,19 +55,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--out", type=Path, help="append the lines to this file too")
     args = parser.parse_args()
-    env = {"event": "env", "torch": torch.__version__, "gpu": torch.cuda.get_device_name(), "library": moe.__version__}
-    env["argv"] = [Path(v).name if Path(v).is_absolute() else v for v in sys.argv[1:]]  # no machine's paths
-    lines = [env]
+    lines = [result_lines.environment()]
     for method in args.methods.split(","):
         for m in map(int, args.ms.split(",")):
             us, least = measure(method, m, args.rounds)
             record = {"event": "route", "method": method, "E": EXPERTS, "k": TOP_K, "M": m, "us": us, "us_min": least}
             lines.append(record)
-    for line in lines:
-        print(json.dumps(line), flush=True)
-    if args.out:
-        with args.out.open("a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+    result_lines.write(lines, args.out)
 
 
 if __name__ == "__main__":

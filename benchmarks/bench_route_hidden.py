@@ -11,7 +11,6 @@ too (blocks of a cluster x warps). `--warm` leaves weights in the L2.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable
@@ -24,7 +23,8 @@ from torch.nn.functional import linear
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch_moe_ops as moe
+import result_lines
+
 from torch_moe_ops.backends.sm90 import router
 from torch_moe_ops.commands.tune.measure import graph_times
 
@@ -96,9 +96,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path, help="append the lines to this file too")
     args = parser.parse_args()
-    env = {"event": "env", "torch": torch.__version__, "gpu": torch.cuda.get_device_name(), "library": moe.__version__}
-    env["argv"] = [Path(v).name if Path(v).is_absolute() else v for v in sys.argv[1:]]  # no machine's paths
-    lines: list[dict[str, Any]] = [env]
+    lines: list[dict[str, Any]] = [result_lines.environment()]
     for name in args.shapes.split(","):
         shape = Shape(name, args.warm)
         ways: dict[str, Any] = {"linear and route": shape.apart, "route_hidden": shape.whole}
@@ -109,11 +107,7 @@ def main() -> None:
                 us, least = shape.measure(route, tokens, args.rounds)
                 record = {"event": "route_hidden", "shape": name, "way": way, "M": tokens}
                 lines.append(record | {"us": round(us, 3), "us_min": round(least, 3)})
-    for line in lines:
-        print(json.dumps(line), flush=True)
-    if args.out:
-        with args.out.open("a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+    result_lines.write(lines, args.out)
 
 
 if __name__ == "__main__":

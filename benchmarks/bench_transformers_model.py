@@ -32,6 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import result_lines
 import torch
 import transformers
 from model_graphs import capture, profile, seconds, summary, timed
@@ -191,7 +192,7 @@ def main() -> None:
     result: dict[str, Any] = {
         "shape": args.shape,
         "layers": model.config.num_hidden_layers,
-        "argv": [Path(v).name if Path(v).is_absolute() else v for v in sys.argv[1:]],  # no machine's paths
+        "argv": result_lines.arguments(),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "library": moe.__version__},
         "backends": sorted(weights),

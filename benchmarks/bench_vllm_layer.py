@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Time vLLM's own MoE layer, from router logits to its result, with vLLM's methods and with the plug-in's.
 
-    python benchmarks/bench_vllm_layer.py --shapes qwen3_30b,dsv3 --out FILE       # where vLLM 0.26 to 0.33 is installed
+    python benchmarks/bench_vllm_layer.py --shapes qwen3_30b,dsv3 --out FILE   # where vLLM 0.26 to 0.33 is installed
 
 The layer is what vLLM's models build (`FusedMoE`: router, experts, runner) of an NVFP4 checkpoint in ModelOpt's format,
 with the same random weights; only the method of its experts differs: vLLM's `marlin` and `humming`, and ours, `moeq`,
