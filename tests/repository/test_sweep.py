@@ -118,6 +118,12 @@ def test_cliffs_and_dips_are_steps_of_over_ten_percent(sweep: Any) -> None:
     assert [(s.kind, s.tokens) for s in found] == [("dip", (2, 4)), ("cliff", (4, 8))]
 
 
+def test_the_report_in_the_results_is_that_of_the_file_beside_it(sweep: Any) -> None:
+    """python benchmarks/bench_sweep.py --read > benchmarks/results/h200_auto_sweep.md"""
+    path = sweep.bench.RESULTS
+    assert path.with_suffix(".md").read_text("utf-8") == sweep.findings.report(sweep.cells.read(path)) + "\n"
+
+
 def test_a_piece_is_timed_on_a_cpu_too(sweep: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loaded, called once, timed, and told: `auto` by its own name beside what it did not take."""
     import torch
