@@ -12,9 +12,9 @@ import torch
 from checkpoints_support import FIXTURES, NVFP4_FIXTURES, config_of, copied, stored, write
 
 from torch_moe_ops.checkpoints import CheckpointError, index, load_experts, progress
-from torch_moe_ops.checkpoints.buffers import _empty
 from torch_moe_ops.checkpoints.model_config import activation_fields, parse_config
 from torch_moe_ops.checkpoints.naming import find_layers
+from torch_moe_ops.core.mapped_memory import mapped_empty
 from torch_moe_ops.core.same_bits import same_bits
 from torch_moe_ops.files.tensor_reader import TensorReader
 
@@ -289,7 +289,7 @@ def test_memory_of_a_layer_goes_back_to_the_system() -> None:
     before = anonymous()
     for round_ in range(8):
         kept = torch.zeros(1 << 16)  # what is allocated afterwards lies beyond it
-        buffer = _empty((4, 1 << 20), torch.float32, torch.device("cpu")).zero_()
+        buffer = mapped_empty((4, 1 << 20), torch.float32, torch.device("cpu")).zero_()
         assert anonymous() - before > 15 * 1024
         kept[round_] = buffer[0, 0]
         del buffer

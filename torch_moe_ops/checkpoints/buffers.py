@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
-import mmap
-
 import torch
 from torch import Tensor
 
 from torch_moe_ops.checkpoints.fields import Fields
 from torch_moe_ops.checkpoints.layer import LayerSource
 from torch_moe_ops.checkpoints.linear import Linear
+from torch_moe_ops.core.mapped_memory import mapped_empty
 
-_MAPPED = 1 << 20  # bytes from which memory is mapped
 _MIDDLE = {torch.uint8: 8, torch.int8: 0}
 
 
@@ -36,7 +33,7 @@ class LayerBuffers:
         rows = sum(piece.shape[0] for piece in pieces)
         shape, dtype = (rows, *pieces[0].shape[1:]), pieces[0].dtype
         if name not in self._tensors:
-            self._tensors[name] = _empty((self._num_experts, *shape), dtype, torch.device(self._device))
+            self._tensors[name] = mapped_empty((self._num_experts, *shape), dtype, torch.device(self._device))
         target = self._tensors[name]
         alike = all(piece.shape[1:] == target.shape[2:] and piece.dtype == target.dtype for piece in pieces)
         if shape[0] != target.shape[1] or not alike:
@@ -50,19 +47,6 @@ class LayerBuffers:
 
     def pop(self, name: str) -> Tensor | None:
         return self._tensors.pop(name, None)
-
-
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory for a layer, which goes back to the system with it.
-
-    malloc keeps freed blocks of up to 32 MiB, splits them for smaller ones, and takes more for the next layer: a model
-    that is loaded layer by layer held a third more than its weights.
-    """
-    nbytes = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or nbytes < _MAPPED or not hasattr(mmap, "MAP_ANONYMOUS"):
-        return torch.empty(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def fill(source: LayerSource, expert: int, buffers: LayerBuffers) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torch_moe_ops.backends.cpu_panels import layout as cpu_layout
 from torch_moe_ops.core.layout import Sizes, Spec
+from torch_moe_ops.core.mapped_memory import mapped_empty
 from torch_moe_ops.core.schemes import SCHEMES, Scheme
 from torch_moe_ops.weights.raw_weights import RawWeights
 
@@ -117,7 +118,9 @@ def _to_kernel_codes(scheme: Scheme, weight: Tensor) -> Tensor:
     if scheme.name == "int4":
         return weight.contiguous().view(torch.uint8)
     if scheme.name == "mxint4":
-        return weight.contiguous().view(torch.uint8) ^ 0x88  # value + 8 -> two's complement
+        codes = weight.contiguous().view(torch.uint8)
+        copy = mapped_empty(tuple(codes.shape), torch.uint8, codes.device)  # for as long as the matrix is packed
+        return torch.bitwise_xor(codes, 0x88, out=copy)  # value + 8 -> two's complement
     return cpu_layout.fp6_to_e4m3(weight, scheme.element) if kernel_scheme(scheme) == "mxfp6" else weight
 
 
