@@ -57,6 +57,8 @@ X86_FLAGS["amx_emulated"] = X86_FLAGS["avx2"]
 X86_FLAGS |= {f"integers_{isa}": X86_FLAGS[isa] for isa in ("avx2", "avx512")}
 X86_FLAGS["integers_avxvnni"] = [*X86_FLAGS["avx2"], "-mavxvnni"]
 X86_FLAGS["integers_avx512vnni"] = [*X86_FLAGS["avx512"], "-mavx512vnni"]
+X86_FLAGS["integers_amx"] = X86_FLAGS["integers_avx512vnni"]
+X86_FLAGS["integers_amx_emulated"] = X86_FLAGS["avx2"]
 
 
 def sanitizing() -> bool:
@@ -95,6 +97,8 @@ TRIED = {
 @functools.cache
 def compiles(isa: str) -> bool:
     """Whether this instruction set can be compiled: AMX by GCC 12 and Clang 16, AVX-VNNI by GCC 11 and Clang 12."""
+    if isa == "integers_amx":
+        return compiles("amx")  # one definition tells of both
     if isa not in TRIED:
         return True
     command = [*os.environ.get("CXX", "c++").split(), *X86_FLAGS[isa], "-x", "c++", "-c", "-o", os.devnull, "-"]

@@ -15,12 +15,15 @@ namespace {
 
 #if defined(MOEQ_AMX) && defined(__linux__)
 
-bool processor_has_amx() {
-  constexpr unsigned kBf16 = 1u << 22, kHalf = 1u << 23, kTile = 1u << 24;  // of CPUID leaf 7, EDX
+// All of these bits of CPUID leaf 7, EDX.
+bool processor_has(unsigned bits) {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-  if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return false;
-  return (edx & (kBf16 | kHalf | kTile)) == (kBf16 | kHalf | kTile);
+  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0 && (edx & bits) == bits;
 }
+
+constexpr unsigned kBf16 = 1u << 22, kHalf = 1u << 23, kTile = 1u << 24, kInt8 = 1u << 25;
+bool processor_has_amx() { return processor_has(kBf16 | kHalf | kTile); }
+bool processor_has_int8() { return processor_has(kInt8); }
 
 // XCR0 says which registers the operating system saves.
 bool system_saves_tiles() {
@@ -43,10 +46,12 @@ std::string refusal() {
 
 #elif defined(MOEQ_AMX)
 
+bool processor_has_int8() { return false; }
 std::string refusal() { return "tile registers are asked for on Linux alone"; }
 
 #else
 
+bool processor_has_int8() { return false; }
 std::string refusal() { return "it was not compiled"; }
 
 #endif
@@ -57,5 +62,7 @@ const std::string& amx_refusal() {
   static const std::string reason = refusal();
   return reason;
 }
+
+bool amx_has_int8() { return processor_has_int8(); }
 
 }  // namespace moeq::cpu

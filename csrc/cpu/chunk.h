@@ -43,12 +43,20 @@ struct PanelTask {
   int64_t end;
 };
 
+// What a thread keeps from call to call, so that the next one allocates nothing.
+struct Scratch {
+  Workspace workspace;
+  Routing routing;
+  std::vector<PanelTask> first_tasks;
+  std::vector<PanelTask> second_tasks;
+};
+
 class Chunk {
  public:
   Chunk(const ExpertsArgs& args, const IsaTable& isa, const Dot& dot, const Parallel& parallel, int64_t first,
-        int64_t count);
+        int64_t count, Scratch& scratch);
 
-  void run(Workspace& workspace);
+  void run();
 
  private:
   void allocate(Workspace& workspace);
@@ -71,7 +79,7 @@ class Chunk {
   // chunk_gemm.cpp: each takes some panels of one expert
   void first_gemm_panels(const PanelTask& task) const;
   void second_gemm_panels(const PanelTask& task) const;
-  std::vector<PanelTask> split(int64_t panels) const;
+  void split(int64_t panels, std::vector<PanelTask>& tasks) const;
   DotCall dot_call(const Weight& weight, int64_t expert, int64_t panel, float* out) const;
   TileCall tile_call(const DotCall* panels, int num_panels, const Operands& operands, int64_t slot, int64_t end) const;
   GluCall glu_call(int64_t expert) const;
@@ -95,14 +103,13 @@ class Chunk {
   const Parallel& parallel_;
   const int64_t first_;
   const int64_t count_;
-  const Routing routing_;
+  Scratch& scratch_;
+  const Routing& routing_;
   const int64_t slots_;
   const int64_t inter_;  // padded to whole panels
   const int64_t hidden_;  // padded to whole panels
   const int64_t halves_;  // of w13: gate and up, or one
   const bool per_slot_;  // input operands belong to slots, not to tokens
-  std::vector<PanelTask> first_tasks_;
-  std::vector<PanelTask> second_tasks_;
   Operands input_;
   Operands intermediate_;
   float* values_ = nullptr;  // [input rows, hidden_], input in float32

@@ -31,18 +31,17 @@ struct PanelBias {
 
 }  // namespace
 
-std::vector<PanelTask> Chunk::split(int64_t panels) const {
+void Chunk::split(int64_t panels, std::vector<PanelTask>& tasks) const {
   const int64_t segments = static_cast<int64_t>(routing_.segments.size());
   const int64_t wanted = segments * panels / (parallel_.threads * kTasksPerThread);
   const int64_t step = std::clamp<int64_t>(wanted, 1, kMaxPanelsPerTask);
-  std::vector<PanelTask> tasks;
+  tasks.clear();
   tasks.reserve(static_cast<size_t>(segments * divide_up(panels, step)));
   for (const Segment& segment : routing_.segments) {
     for (int64_t begin = 0; begin < panels; begin += step) {
       tasks.push_back({&segment, begin, std::min(panels, begin + step)});
     }
   }
-  return tasks;
 }
 
 DotCall Chunk::dot_call(const Weight& weight, int64_t expert, int64_t panel, float* out) const {

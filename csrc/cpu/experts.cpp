@@ -8,24 +8,25 @@
 namespace moeq::cpu {
 
 Chunk::Chunk(const ExpertsArgs& args, const IsaTable& isa, const Dot& dot, const Parallel& parallel, int64_t first,
-             int64_t count)
+             int64_t count, Scratch& scratch)
     : args_(args),
       isa_(isa),
       dot_(dot),
       parallel_(parallel),
       first_(first),
       count_(count),
-      routing_(group_by_expert(args, first, count)),
+      scratch_(scratch),
+      routing_(group_by_expert(args, first, count, scratch.routing)),
       slots_(static_cast<int64_t>(routing_.tokens.size())),
       inter_(args.w2.units * kUnit),
       hidden_(padded16(args.hidden_size)),
       halves_(is_gated(args.activation) ? 2 : 1),
       per_slot_(args.a1.gscale != nullptr && args.a1.gscale_count > 1 && args.hidden_scale == nullptr) {}
 
-void Chunk::run(Workspace& workspace) {
-  allocate(workspace);
-  first_tasks_ = split(inter_ / kPanelRows);
-  second_tasks_ = split(hidden_ / kPanelRows);
+void Chunk::run() {
+  allocate(scratch_.workspace);
+  split(inter_ / kPanelRows, scratch_.first_tasks);
+  split(hidden_ / kPanelRows, scratch_.second_tasks);
   auto row_tasks = [&](int64_t rows, int64_t size) { return divide_up(rows, task_rows(rows, size)); };
   Pass passes[5];
   auto set = [&](int i, int64_t tasks, void (*body)(const void*, int64_t)) {
@@ -36,15 +37,15 @@ void Chunk::run(Workspace& workspace) {
   // Nothing but zeros to combine where no slot is ours.
   set(0, slots_ > 0 ? row_tasks(input_rows(), hidden_) : 0,
       [](const void* chunk, int64_t task) { static_cast<const Chunk*>(chunk)->make_inputs(task); });
-  set(1, static_cast<int64_t>(first_tasks_.size()), [](const void* chunk, int64_t task) {
+  set(1, static_cast<int64_t>(scratch_.first_tasks.size()), [](const void* chunk, int64_t task) {
     const Chunk& self = *static_cast<const Chunk*>(chunk);
-    self.first_gemm_panels(self.first_tasks_[static_cast<size_t>(task)]);
+    self.first_gemm_panels(self.scratch_.first_tasks[static_cast<size_t>(task)]);
   });
   set(2, slots_ > 0 ? row_tasks(slots_, inter_) : 0,
       [](const void* chunk, int64_t task) { static_cast<const Chunk*>(chunk)->make_intermediates(task); });
-  set(3, static_cast<int64_t>(second_tasks_.size()), [](const void* chunk, int64_t task) {
+  set(3, static_cast<int64_t>(scratch_.second_tasks.size()), [](const void* chunk, int64_t task) {
     const Chunk& self = *static_cast<const Chunk*>(chunk);
-    self.second_gemm_panels(self.second_tasks_[static_cast<size_t>(task)]);
+    self.second_gemm_panels(self.scratch_.second_tasks[static_cast<size_t>(task)]);
   });
   set(4, row_tasks(count_, hidden_),
       [](const void* chunk, int64_t task) { static_cast<const Chunk*>(chunk)->combine(task); });
@@ -85,12 +86,12 @@ void Chunk::allocate(Workspace& workspace) {
 
 void run_experts(const ExpertsArgs& args, const IsaTable& isa, const Dot& dot, const Parallel& parallel) {
   constexpr int64_t kChunkTokens = 1024;  // bounds the workspace; weights are read once per chunk
-  static thread_local Workspace workspace;
+  static thread_local Scratch scratch;
   for (int64_t first = 0; first < args.num_tokens; first += kChunkTokens) {
     const int64_t count = std::min(kChunkTokens, args.num_tokens - first);
-    Chunk(args, isa, dot, parallel, first, count).run(workspace);
+    Chunk(args, isa, dot, parallel, first, count, scratch).run();
   }
-  workspace.trim();
+  scratch.workspace.trim();
 }
 
 }  // namespace moeq::cpu

@@ -132,9 +132,20 @@ void arrange_row(const RowCall& call) {
   }
 }
 
+#ifdef MOEQ_TILES
+constexpr int64_t kFewestTileRows = 8;  // of an expert: fewer are faster without tiles
+template <class W>
+void multiply_integers(const TileCall& call);  // integer_tiles.h
+#endif
+
 template <class Codes, class Offset, DType kType>
 Dot integer_dot_of() {
-  return {integer_dot<IntegerWeights<Codes, Offset, kType>>, OperandType::kInt8, nullptr, arrange_row<Codes>};
+  using W = IntegerWeights<Codes, Offset, kType>;
+#ifdef MOEQ_TILES
+  return {integer_dot<W>, OperandType::kInt8, multiply_integers<W>, arrange_row<Codes>, kFewestTileRows};
+#else
+  return {integer_dot<W>, OperandType::kInt8, nullptr, arrange_row<Codes>};
+#endif
 }
 
 template <DType kType>

@@ -8,7 +8,7 @@
 namespace moeq::cpu {
 
 constexpr int64_t kSpanUnits = 4096;
-static_assert(kSpanUnits * 16 * 255 * 127 <= INT32_MAX, "a code less its zero point, times an element");
+static_assert(kSpanUnits * 16 * 255 * 128 <= INT32_MAX, "a code less its zero point, times an element");
 
 struct Span {
   int64_t begin;

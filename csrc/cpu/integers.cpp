@@ -4,6 +4,8 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "amx_machine.h"
+
 namespace moeq::cpu {
 namespace {
 
@@ -24,10 +26,16 @@ bool has_avx512() {
 bool has_avxvnni() { return has_avx2() && __builtin_cpu_supports("avxvnni"); }
 #endif
 bool has_avx512vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+#ifdef MOEQ_AMX
+bool has_amx() { return has_avx512vnni() && amx_refusal().empty() && amx_has_int8() && amx_multiplies_bytes(); }
+#endif
 #endif
 
 // The best one first.
 const Candidate kCandidates[] = {
+#ifdef MOEQ_AMX
+    {"amx", amx_integer_dot, has_amx, " amx "},
+#endif
 #ifdef MOEQ_X86
     {"avx512vnni", avx512vnni_integer_dot, has_avx512vnni, " amx avx512bf16 avx512 "},
     {"avx512", avx512_integer_dot, has_avx512, " amx avx512bf16 avx512 "},
@@ -35,6 +43,7 @@ const Candidate kCandidates[] = {
     {"avxvnni", avxvnni_integer_dot, has_avxvnni, " avx2 amx_emulated "},
 #endif
     {"avx2", avx2_integer_dot, has_avx2, " avx2 amx_emulated "},
+    {"amx_emulated", amx_emulated_integer_dot, has_avx2, " nothing: for tests "},
 #endif
     {"portable", portable_integer_dot, [] { return true; }, ""},
 };

@@ -13,6 +13,9 @@ Dot avx2_integer_dot(const DotKey& key);
 Dot avxvnni_integer_dot(const DotKey& key);
 Dot avx512_integer_dot(const DotKey& key);
 Dot avx512vnni_integer_dot(const DotKey& key);
+Dot amx_integer_dot(const DotKey& key);
+bool amx_multiplies_bytes();  // as it should; only where the processor and the system have AMX-INT8
+Dot amx_emulated_integer_dot(const DotKey& key);
 
 // Whether weights and activations are multiplied as integers.
 inline bool are_integers(const DotKey& key) {

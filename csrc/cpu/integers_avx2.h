@@ -29,11 +29,20 @@ MOEQ_INLINE Quads load_quads(const uint8_t* p) {
   return {_mm256_shuffle_epi8(w.lo, order), _mm256_shuffle_epi8(w.hi, order)};
 }
 
+MOEQ_INLINE void store_quads(uint8_t* p, Quads w) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), w.lo);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p) + 1, w.hi);
+}
+
 struct Sums {
   __m256i lo;
   __m256i hi;
 };
 MOEQ_INLINE Sums splat_sums(int32_t value) { return {_mm256_set1_epi32(value), _mm256_set1_epi32(value)}; }
+MOEQ_INLINE Sums load_sums(const int32_t* p) {
+  const Words w = load_words(reinterpret_cast<const uint8_t*>(p));
+  return {w.lo, w.hi};
+}
 MOEQ_INLINE Sums load_sums_u8(const uint8_t* p) {
   const Bytes16 b = load_bytes(p);
   return {_mm256_cvtepu8_epi32(b.lo), _mm256_cvtepu8_epi32(b.hi)};

@@ -18,10 +18,13 @@ MOEQ_INLINE Quads load_quads(const uint8_t* p) {
   return {_mm512_shuffle_epi8(_mm512_loadu_si512(p), order)};
 }
 
+MOEQ_INLINE void store_quads(uint8_t* p, Quads w) { _mm512_storeu_si512(p, w.v); }
+
 struct Sums {
   __m512i v;
 };
 MOEQ_INLINE Sums splat_sums(int32_t value) { return {_mm512_set1_epi32(value)}; }
+MOEQ_INLINE Sums load_sums(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
 MOEQ_INLINE Sums load_sums_u8(const uint8_t* p) { return {_mm512_cvtepu8_epi32(load_bytes(p))}; }
 MOEQ_INLINE Sums load_sums_i8(const uint8_t* p) { return {_mm512_cvtepi8_epi32(load_bytes(p))}; }
 MOEQ_INLINE Sums times(Sums a, int32_t b) { return {_mm512_mullo_epi32(a.v, _mm512_set1_epi32(b))}; }

@@ -2,17 +2,18 @@
 
 namespace moeq::cpu {
 
-Routing group_by_expert(const ExpertsArgs& args, int64_t first_token, int64_t num_tokens) {
+const Routing& group_by_expert(const ExpertsArgs& args, int64_t first_token, int64_t num_tokens, Routing& routing) {
   const int64_t slots = num_tokens * args.top_k;
   const int32_t* ids = args.topk_ids + first_token * args.top_k;
   auto local = [&](int64_t slot) { return static_cast<int64_t>(ids[slot]) - args.expert_offset; };
   auto is_local = [&](int64_t expert) { return expert >= 0 && expert < args.num_experts; };
 
-  std::vector<int64_t> next(static_cast<size_t>(args.num_experts) + 1, 0);
+  std::vector<int64_t>& next = routing.next;
+  next.assign(static_cast<size_t>(args.num_experts) + 1, 0);
   for (int64_t slot = 0; slot < slots; ++slot) {
     if (is_local(local(slot))) ++next[static_cast<size_t>(local(slot)) + 1];
   }
-  Routing routing;
+  routing.segments.clear();
   for (int64_t expert = 0; expert < args.num_experts; ++expert) {
     const int64_t begin = next[static_cast<size_t>(expert)];
     const int64_t end = next[static_cast<size_t>(expert) + 1] += begin;

@@ -8,74 +8,13 @@
 #include <type_traits>
 
 #include "tile_decode.h"
+#include "tile_registers.h"
 #include "tile_rows.h"
 
 namespace moeq::cpu::MOEQ_ISA {
 
-// Tile registers: 2 * block + panel hold sums, kRowTile + block rows, kWeightTile + panel weights.
-constexpr int kRowTile = 4;
-constexpr int kWeightTile = 6;
-constexpr int kTileRows = 16;
-constexpr int kPassRows = 2 * kTileRows;  // rows whose sums the registers hold
-constexpr int kMaxBlocks = 8;             // of 32 values of K, decoded before they are multiplied
-constexpr int kUnitsInPass = 4;           // decoded so where registers hold all sums: decoding overlaps multiplying
-
-MOEQ_INLINE void configure_rows(int count) {
-  TileShapes shapes;
-  const int rows[2] = {count < kTileRows ? count : kTileRows, count < kTileRows ? 0 : count - kTileRows};
-  for (int block = 0; block < 2; ++block) {
-    shapes.set(2 * block, rows[block]);
-    shapes.set(2 * block + 1, rows[block]);
-    shapes.set(kRowTile + block, rows[block]);
-  }
-  shapes.set(kWeightTile, kTileRows);
-  shapes.set(kWeightTile + 1, kTileRows);
-  configure(shapes);
-}
-
-// The sums of up to 32 rows in registers, for some panels and one or two blocks of 16 rows.
-template <int Panels, int Blocks>
-struct Sums {
-  template <class F>
-  static MOEQ_INLINE void each(const F& f) {
-    unroll<Panels * Blocks>([&](auto i) __attribute__((always_inline)) {
-      constexpr int panel = decltype(i)::value % Panels;
-      constexpr int block = decltype(i)::value / Panels;
-      f(Index<panel>{}, Index<block>{});
-    });
-  }
-  static MOEQ_INLINE void zero() {
-    each([](auto panel, auto block)
-             __attribute__((always_inline)) { zero_tile<2 * decltype(block)::value + decltype(panel)::value>(); });
-  }
-  static MOEQ_INLINE void load(float* const (&sums)[Panels]) {
-    each([&](auto panel, auto block) __attribute__((always_inline)) {
-      constexpr int p = decltype(panel)::value, b = decltype(block)::value;
-      load_tile<2 * b + p>(sums[p] + b * kTileRows * kPanelRows, 64);
-    });
-  }
-  static MOEQ_INLINE void store(float* const (&sums)[Panels]) {
-    each([&](auto panel, auto block) __attribute__((always_inline)) {
-      constexpr int p = decltype(panel)::value, b = decltype(block)::value;
-      store_tile<2 * b + p>(sums[p] + b * kTileRows * kPanelRows, 64);
-    });
-  }
-  // 32 values of K: `weights` are tiles, one a panel; `rows` the operands of the first row at this K.
-  static MOEQ_INLINE void add(const uint8_t* const (&weights)[Panels], const uint8_t* rows, int64_t row_bytes) {
-    unroll<Panels>([&](auto panel) __attribute__((always_inline)) {
-      constexpr int p = decltype(panel)::value;
-      load_tile<kWeightTile + p>(weights[p], 64);
-    });
-    unroll<Blocks>([&](auto block) __attribute__((always_inline)) {
-      constexpr int b = decltype(block)::value;
-      load_tile<kRowTile + b>(rows + b * kTileRows * row_bytes, row_bytes);
-    });
-    each([](auto panel, auto block) __attribute__((always_inline)) {
-      constexpr int p = decltype(panel)::value, b = decltype(block)::value;
-      multiply_tiles<2 * b + p, kRowTile + b, kWeightTile + p>();
-    });
-  }
-};
+constexpr int kMaxBlocks = 8;    // of 32 values of K, decoded before they are multiplied
+constexpr int kUnitsInPass = 4;  // decoded so where registers hold all sums: decoding overlaps multiplying
 
 // Units [begin, end) of K, at most kMaxBlocks blocks, decoded.
 template <class P, int Panels>
@@ -127,7 +66,7 @@ struct Stay {
 template <class P, int Panels, int Blocks>
 inline void add_units(const TileCall& call, const DecodedUnits<P, Panels>& units, int first, Stay stay,
                       float* const (&sums)[Panels]) {
-  using Registers = Sums<Panels, Blocks>;
+  using Registers = TileSums<Panels, Blocks, Bf16Products>;
   if (stay.fresh) Registers::zero();
   if (stay.loaded) Registers::load(sums);
   const uint8_t* rows = call.rows + first * call.row_bytes;

@@ -44,5 +44,10 @@ template <int Acc, int A, int B>
 MOEQ_INLINE void multiply_tiles() {
   __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Acc), "i"(A), "i"(B));
 }
+// Acc [rows, 16] int32 += A [rows, 16 quads] of signed bytes times B [16 quads, 16 columns] of unsigned ones.
+template <int Acc, int A, int B>
+MOEQ_INLINE void multiply_byte_tiles() {
+  __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Acc), "i"(A), "i"(B));
+}
 
 }  // namespace moeq::cpu::MOEQ_ISA

@@ -82,4 +82,22 @@ __attribute__((noinline)) void multiply_tiles() {
   }
 }
 
+// Signed bytes of A times unsigned ones of B, in int32.
+template <int Acc, int A, int B>
+__attribute__((noinline)) void multiply_byte_tiles() {
+  TileFile& file = tile_file();
+  for (int row = 0; row < file.shapes.row_counts[Acc]; ++row) {
+    for (int column = 0; column < 16; ++column) {
+      int32_t acc;
+      std::memcpy(&acc, &file.rows[Acc][row][4 * column], sizeof(acc));
+      for (int quad = 0; quad < 16; ++quad) {
+        for (int i = 0; i < 4; ++i) {
+          acc += (int8_t)file.rows[A][row][4 * quad + i] * file.rows[B][quad][4 * column + i];
+        }
+      }
+      std::memcpy(&file.rows[Acc][row][4 * column], &acc, sizeof(acc));
+    }
+  }
+}
+
 }  // namespace moeq::cpu::MOEQ_ISA

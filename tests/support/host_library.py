@@ -25,6 +25,15 @@ def host_library(source: str, folder: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
+def host_program(source: str, folder: Path) -> Path:
+    """A file of tests/cpp as a program in `folder`, of whose allocations it may have its own."""
+    if COMPILER is None:
+        pytest.skip("no C++ compiler (g++ or clang++) to build the program")
+    path, program = CPP / source, folder / "program"
+    subprocess.run([COMPILER, "-std=c++17", "-O1", "-w", "-pthread", str(path), "-o", str(program)], check=True)
+    return program
+
+
 def planning_library(source: str, folder: Path) -> Path:
     """The same of a .cu file: what the host does before a launch, which includes headers of CUDA."""
     if NVCC is None:

@@ -29,7 +29,7 @@ INTEGERS = tuple(
 )
 
 
-@pytest.fixture(params=["avx512vnni", "avx512", "avxvnni", "avx2", "portable"])
+@pytest.fixture(params=["amx", "amx_emulated", "avx512vnni", "avx512", "avxvnni", "avx2", "portable"])
 def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each way to multiply integers that this machine has."""
     try:
@@ -81,6 +81,18 @@ def test_every_instruction_set_has_the_same_bits(instructions: str, case: str) -
     assert torch.equal(got, problem.run(*arguments))
 
 
+@pytest.mark.parametrize("tokens", [8, 15, 33, 150])
+@pytest.mark.parametrize("case", ["int4-int8-g64-f16", "int4-int8-zero", "int8-zero-row"])
+def test_any_number_of_rows_of_an_expert(instructions: str, case: str, tokens: int) -> None:
+    """Blocks of 16 rows, two of them, and calls of 128; K of 592 and 144 are no multiples of what a tile holds."""
+    problem = build(case, 576 if "group" in CASES[case] else 592, 192 if "group" in CASES[case] else 144)
+    x, _, _ = problem.tokens(tokens, 1, BF16)
+    arguments = (x, torch.full((tokens, 1), 2, dtype=torch.int32), torch.ones(tokens, 1))
+    got = problem.run(*arguments)
+    torch.ops.moeq_C.use_cpu_integer_isa("portable")
+    assert torch.equal(got, problem.run(*arguments))
+
+
 @pytest.mark.parametrize("case", INTEGERS)
 def test_bitwise_independent_of_batch_and_threads(instructions: str, case: str) -> None:
     problem = build(case, 192, 128)
@@ -123,7 +135,7 @@ def test_largest_products(instructions: str, case: str) -> None:
 def test_the_choice_by_name() -> None:
     with pytest.raises(RuntimeError, match=r"isa must be one of .*portable, got 'sse9'"):
         torch.ops.moeq_C.use_cpu_integer_isa("sse9")
-    assert torch.ops.moeq_C.cpu_integer_isa() in ("avx512vnni", "avx512", "avxvnni", "avx2", "portable")
+    assert torch.ops.moeq_C.cpu_integer_isa() in ("amx", "avx512vnni", "avx512", "avxvnni", "avx2", "portable")
 
 
 def test_a_table_brings_its_own(isa: str) -> None:
