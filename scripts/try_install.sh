@@ -24,7 +24,7 @@ venv=$work/venv # one path for all, so that a compiler cache recognizes what it 
 # No machine's paths, no package index, and nothing of what torch and pip say of other things.
 filtered() {
   sed -E -e "s#$work/##g; s#$root/##g; s#$HOME#~#g" -e 's#/[^ :]*/(site-packages|torch)/#\1/#g; s#https?://[^ ]*#URL#g' \
-    -e '/^(WARNING: |\[notice\]|W[0-9]{4} |Looking in )/d; /Failed to initialize NumPy|cpu = _conversion|^ *warnings\.warn/d'
+    -e '/^(WARNING: |\[notice\]|W[0-9]{4} |Looking in |ERROR: pip.s dependency resolver|torch [0-9.]+ requires )/d; /Failed to initialize NumPy|cpu = _conversion|^ *warnings\.warn/d'
 }
 
 say() { echo "$*" | filtered | tee -a "$transcript"; }
