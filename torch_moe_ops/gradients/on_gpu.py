@@ -162,17 +162,18 @@ def _chunks(p: Pass, backend: Backend, name: str, one_factor: bool = False) -> I
     step = count if stored.weight.dtype == torch.bfloat16 else at_once_on_gpu(projection, pairs, all_experts)
     space = p.x.new_empty((step if projection.may_have_kernel else 0, *projection.shape))
     exact = not one_factor or stored.scale_2 is None or stored.scale_2.numel() == count
-    factor = torch.ones((count, 1), dtype=torch.float32, device=p.x.device)
+    factor: Tensor | None = None
     for first in range(0, count, step):
         experts = slice(first, min(first + step, count))
         weights = space[: experts.stop - first]
         found = dequantized(projection, experts, weights, exact)
         if found is None:
             weights = decode_projection(projection, experts, torch.bfloat16)
-        elif first == 0:
-            factor = factor * found
-            if exact and stored.scale_2 is not None:
-                factor = factor * stored.scale_2.reshape(count, -1)
+        elif factor is None and exact and stored.scale_2 is not None:
+            factor = found * stored.scale_2.reshape(count, -1)
+        if factor is None:
+            value = 1.0 if found is None else found
+            factor = torch.full((count, 1), value, dtype=torch.float32, device=p.x.device)
         yield _Chunk(first, weights, factor)
 
 

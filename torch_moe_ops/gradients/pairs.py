@@ -45,7 +45,7 @@ class Piece(NamedTuple):
 
 def sort_slots(topk_ids: Tensor, local_expert_offset: int, num_experts: int) -> Slots:
     """Slots of topk_ids. Does not wait for the device."""
-    expert, order = torch.sort(_local(topk_ids, local_expert_offset, num_experts).int(), stable=True)
+    expert, order = torch.sort(_local(topk_ids, local_expert_offset, num_experts), stable=True)
     order = order.int()
     limits = torch.arange(1, num_experts + 1, device=expert.device, dtype=torch.int32)
     ends = torch.searchsorted(expert, limits, out_int32=True)
@@ -53,14 +53,16 @@ def sort_slots(topk_ids: Tensor, local_expert_offset: int, num_experts: int) -> 
 
 
 def _local(topk_ids: Tensor, local_expert_offset: int, num_experts: int) -> Tensor:
-    """int64 [slots], num_experts for foreign ids."""
-    local = topk_ids.reshape(-1).long() - local_expert_offset
-    return torch.where((local < 0) | (local >= num_experts), num_experts, local)
+    """[slots] of the dtype of the ids, num_experts for foreign ones. In few operations: decode pays for each."""
+    local = topk_ids.reshape(-1)
+    if local_expert_offset:
+        local = local - local_expert_offset  # of the smallest numbers it may wrap: far beyond num_experts
+    return local.clamp(-1, num_experts).remainder_(num_experts + 1)
 
 
 def sort_pairs(topk_ids: Tensor, local_expert_offset: int, num_experts: int) -> Pairs:
     """Pairs of topk_ids. Waits for the device, but for a stream that is captured."""
-    expert, order = torch.sort(_local(topk_ids, local_expert_offset, num_experts), stable=True)
+    expert, order = torch.sort(_local(topk_ids, local_expert_offset, num_experts).long(), stable=True)
     ends = torch.searchsorted(expert, torch.arange(1, num_experts + 1, device=expert.device))
     waits = not (topk_ids.is_cuda and torch.cuda.is_current_stream_capturing())
     return Pairs(order, expert, ends, ends.tolist() if waits else None)

@@ -140,6 +140,12 @@ def _result(found: _Checked) -> Tensor:
     return x.new_empty((x.shape[0], found.table.hidden_size), dtype=out_dtype(found.call))
 
 
+def _taken(made: Tensor, result: Tensor) -> Tensor:
+    """What a pass made, of which nobody else knows, or `result` with its numbers where it is not as that has to be."""
+    same = made.dtype is result.dtype and made.shape == result.shape and made.is_contiguous()
+    return made if same else result.copy_(made)
+
+
 def _make(devices: bool) -> Callable[..., Tensor]:
     def impl(*args: Any, **kwargs: Any) -> Tensor:
         found = _checked(OP, _given(NAMES, _DEFAULTS, args, kwargs), devices, tracing=False)
@@ -148,7 +154,7 @@ def _make(devices: bool) -> Callable[..., Tensor]:
             run_experts(found.call, found.plan, found.table, out)  # as without adapters, bit for bit
         elif out.shape[0]:
             with like_a_kernel(out.device.type):
-                out.copy_(lora_layer(found.completed(), found.plan.backend, found.sizes(), found.lora))
+                return _taken(lora_layer(found.completed(), found.plan.backend, found.sizes(), found.lora), out)
         return out
 
     return impl
@@ -199,10 +205,10 @@ def _make_backward(devices: bool) -> Callable[..., tuple[Tensor, ...]]:
             return results  # type: ignore[no-any-return]
         with like_a_kernel(grad.device.type):
             gradients = lora_gradients(found.completed(), found.plan.backend, found.sizes(), found.lora, grad, wanted)
-            for result, gradient in zip(results, gradients, strict=True):
-                if gradient is not None:
-                    result.copy_(gradient)
-        return results  # type: ignore[no-any-return]
+            return tuple(
+                result if made is None else _taken(made, result)
+                for result, made in zip(results, gradients, strict=True)
+            )
 
     return impl
 
