@@ -15,9 +15,9 @@ from torch import Tensor
 import torch_moe_ops as moe
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
-# Products of factors are rounded to bfloat16 twice, beside the experts' own. Measured: 7.1e-3, of routing weights 8.6e-3;
-# where the intermediate is quantized (see test_gpu_gradients.py) 6.4e-2 of routing weights.
-BOUND, OF_WEIGHTS = 8e-3, 1e-2
+# The same passes in Triton's interpreter: at most 4.0e-3 for each scheme. On an H200, of other sizes: 5.6e-3
+# (test_triton_lora.py). Where the intermediate is quantized (see test_gpu_gradients.py) 6.4e-2 of routing weights.
+BOUND, OF_WEIGHTS = 6e-3, 6e-3
 MOVED, OF_WEIGHTS_MOVED = 5e-2, 8e-2
 FACTORS = ("a13", "b13", "a2", "b2")
 CASE = Case(tokens=70, experts=6, top_k=3, hidden=256, inter=128, foreign=True, bias=True)
