@@ -6,7 +6,8 @@
 The layer is what vLLM's models build (`FusedMoE`: router, experts, runner) of an NVFP4 checkpoint in ModelOpt's format,
 with the same random weights; only the method of its experts differs: vLLM's `marlin` and `humming`, and ours, `moeq`,
 as the registered plug-in gives it. Medians of CUDA graph replays over rotating routings, the layers taking turns
-(peers/README.md has the protocol); before that results are compared.
+(peers/README.md has the protocol); before that results are compared. `scripts/carry_vllm.sh` packs what it needs of
+vLLM for a machine without a network. Marlin has its kernels as PTX, which the driver compiles at their first call.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("CUDA_CACHE_MAXSIZE", str(4 << 30))  # read when CUDA starts: room for what the driver compiles
 _HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE.parent), str(_HERE), str(_HERE / "peers")]
 
