@@ -32,6 +32,8 @@ for name in _C_stable_libtorch _moe_C_stable_libtorch; do
   "$python" scripts/thin_fatbins.py "$site/$name.abi3.so" "$work/kept/$name.abi3.so" --arch "${ARCH:-90}"
 done
 find "$site" -name '*.so' -delete
+rm "$site/vllm-rs" # a server
+find "$site/third_party" -depth -type d \( -name include -o -name cutlass \) -exec rm -r {} + # headers of other kernels
 mv "$work"/kept/*.so "$site"
 rm -rf "$site"/vllm_flash_attn/*
 cat >"$site/vllm_flash_attn/__init__.py" <<'PYTHON'
