@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Packs what one of vLLM's MoE layers needs into a file, for a machine with torch 2.11 for CUDA 13 and no network:
 #
-#   bash scripts/carry_vllm.sh             # here; makes .vllm/site.tar.xz (about 36 MB), which git ignores
+#   bash scripts/carry_vllm.sh             # here; makes .vllm/site.tar.xz (about 41 MB), which git ignores
 #   mkdir /tmp/site && tar xJf .vllm/site.tar.xz -C /tmp/site                       # there
 #   PYTHONPATH=/tmp/site:$PWD python benchmarks/bench_vllm_layer.py --out FILE
 #
