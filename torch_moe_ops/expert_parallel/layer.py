@@ -197,7 +197,8 @@ class ExpertParallel:
         """
         if hidden_states.ndim > 2:
             own = None if lora_ids is None else lora_ids.flatten()
-            run = lambda *rows: self(*rows, out_dtype, max_tokens=max_tokens, lora=lora, lora_ids=own)  # noqa: E731
+            options: dict[str, Any] = {"max_tokens": max_tokens, "lora": lora, "lora_ids": own}
+            run = lambda rows, ids, weights: self(rows, ids, weights, out_dtype, **options)  # noqa: E731
             return over_rows(run, hidden_states, topk_ids, topk_weights)
         most = self.max_tokens_per_rank
         rows_of_a_rank = check_call(hidden_states, self.w.hidden_size, most, max_tokens, self.capacity)

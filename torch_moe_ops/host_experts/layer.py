@@ -102,7 +102,8 @@ class HostExperts:
         Returns: like hidden_states, a new tensor.
         """
         if hidden_states.ndim > 2:
-            return over_rows(lambda *rows: self(*rows, out_dtype), hidden_states, topk_ids, topk_weights)
+            run = lambda rows, ids, weights: self(rows, ids, weights, out_dtype)  # noqa: E731
+            return over_rows(run, hidden_states, topk_ids, topk_weights)
         places = torch.ops.moeq.ep_place(topk_ids, self._first, self._count, self._slots, self.load, 0)
         return torch.ops.moeq.host_experts(hidden_states, places, topk_weights.to(torch.float32), self.name, out_dtype)
 
