@@ -137,7 +137,13 @@ def _written_here() -> list[Source]:
         },
     }
     config = {"model_type": "qwen3_moe", "hidden_act": "silu", "quantization_config": {"quant_method": "fp8"}}
-    return [_source(name, "checkpoint", save(t), {"config.json": config}) for name, t in formats.items()]
+    made = [_source(name, "checkpoint", save(t), {"config.json": config}) for name, t in formats.items()]
+    rows = {
+        f"transformer.blocks.0.ffn.experts.mlp.{name}": scales(3 * 32, 64, dtype=torch.bfloat16)
+        for name in ("w1", "v1", "w2")
+    }
+    dbrx = {"model_type": "dbrx", "ffn_config": {"moe_num_experts": 3, "ffn_act_fn": {"name": "silu"}}}
+    return [*made, _source("dbrx", "checkpoint", save(rows), {"config.json": dbrx})]
 
 
 def _saved(folder: Path) -> list[Source]:

@@ -154,7 +154,7 @@ def test_static_cache_and_one_graph(name: str) -> None:
     assert relative_l2(compiled(expected["input_ids"]), expected["logits_dequant"]) < F32
 
 
-@pytest.mark.parametrize("architecture", ["llama4_text", "granitemoe", "dbrx"])
+@pytest.mark.parametrize("architecture", ["llama4_text", "granitemoe", "dbrx", "jetmoe"])
 def test_static_cache_and_one_graph_of_other_blocks(architecture: str, tmp_path: Path) -> None:
     if architecture == "llama4_text" and transformers.__version__.startswith("5.17."):
         pytest.skip("generate of Llama 4 with a static cache fails in transformers 5.17 itself")

@@ -88,7 +88,7 @@ def test_what_records_router_logits_hears_of_them() -> None:
 
 
 @pytest.mark.parametrize("name", ["dbrx", "jetmoe"])
-def test_copies_of_adapted_models_run_and_are_not_written(name: str, tmp_path: Path) -> None:
+def test_copies_of_adapted_models_run_and_are_not_written_quantized(name: str, tmp_path: Path) -> None:
     model = random_model(name)
     moeq_transformers.quantize_model(model, "nvfp4")
     assert torch.equal(logits(copy.deepcopy(model)), logits(model))
@@ -119,25 +119,98 @@ def test_adapted_models_run_where_they_are_unpickled(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_jetmoe_is_quantized_while_it_is_loaded(tmp_path: Path) -> None:
-    model = random_model("jetmoe")
+@pytest.mark.parametrize("name", ["dbrx", "jetmoe"])
+@pytest.mark.parametrize("scheme", ["none", "nvfp4", "int4"])
+def test_adapted_models_are_quantized_while_they_are_loaded(name: str, scheme: str, tmp_path: Path) -> None:
+    """DBRX's files hold the rows of all experts below each other."""
+    model = random_model(name)
     model.save_pretrained(tmp_path)
     moeq_transformers.register()
-    config = moeq_transformers.MoeqConfig(scheme="nvfp4")
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    loaded = load(tmp_path, quantization_config=config, dtype=torch.float32)
-    moeq_transformers.quantize_model(model, "nvfp4")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=moeq_transformers.MoeqConfig(scheme=scheme), dtype=torch.float32
+    )
+    assert {found.module.moeq_weights.prepared.scheme for found in find_experts(loaded)} == {scheme}
+    moeq_transformers.quantize_model(model, scheme)
     assert torch.equal(logits(loaded), logits(model))
 
 
-def test_dbrx_is_not_quantized_while_it_is_loaded(tmp_path: Path) -> None:
-    """Its files hold the rows of all experts below each other."""
-    random_model("dbrx").save_pretrained(tmp_path)
+@pytest.mark.parametrize("name", ["dbrx", "jetmoe"])
+def test_adapted_models_with_unquantized_experts_are_written_as_they_were(name: str, tmp_path: Path) -> None:
+    """By the names of transformers' own files, which it then reads without this library."""
+    model = random_model(name)
+    before, want = {key: tensor.clone() for key, tensor in model.state_dict().items()}, logits(model)
+    moeq_transformers.quantize_model(model, "none")
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert not any(hasattr(found.module, "moeq_weights") for found in find_experts(again))
+    after = again.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    assert torch.equal(logits(again), want)
+
+
+def _experts_as_they_are_meant(model: Any, prepared: dict[str, Any]) -> Any:
+    """Give adapted modules what `prepared` means, by the names of their own parameters."""
+    for found in find_experts(model):
+        w13, w2 = moe.dequantize_experts(moe.restore(prepared[found.name]))
+        if hasattr(found.module, "mlp"):
+            gate, up = w13.chunk(2, dim=1)
+            meant = {"mlp.w1": gate.flatten(0, 1), "mlp.v1": up.flatten(0, 1), "mlp.w2": w2.mT.flatten(0, 1)}
+        else:
+            meant = {"input_linear.weight": w13, "output_linear.weight": w2}
+        for name, tensor in meant.items():
+            found.module.get_parameter(name).data = tensor.contiguous()
+    return model
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4", "mxfp4", "mxfp8", "fp8", "fp8_block", "int8", "int4"])
+@pytest.mark.parametrize("name", ["dbrx", "jetmoe"])
+def test_schemes_give_the_logits_of_adapted_models_on_dequantized_weights(name: str, scheme: str) -> None:
+    model, oracle = random_model(name), random_model(name)
+    before = logits(model)
+    prepared = moeq_transformers.quantize_model(model, scheme)
+    assert relative_l2(logits(model), logits(_experts_as_they_are_meant(oracle, prepared))) < F32
+    assert 1e-4 < relative_l2(logits(model), before) < 0.5
+
+
+@pytest.mark.parametrize("norm", [None, 1.0, 2.0])
+def test_weights_of_experts_of_dbrx_are_divided_by_any_norm(norm: float | None) -> None:
+    """It is the block's to divide them: its experts get what it has made of them."""
+    model, oracle = random_model("dbrx"), random_model("dbrx")
+    for block in (*model.transformer.blocks, *oracle.transformer.blocks):
+        block.ffn.moe_normalize_expert_weights = norm
+    prepared = moeq_transformers.quantize_model(model, "int4")
+    _experts_as_they_are_meant(oracle, prepared)
+    assert relative_l2(logits(model), logits(oracle)) < F32
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    ids = IDS[:1, :5]
+    assert torch.equal(model.generate(ids, **options), oracle.generate(ids, **options))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("dbrx", {"ffn_act_fn": {"name": "gelu"}}), ("jetmoe", {"activation_function": "gelu"})]
+)
+def test_activations_of_adapted_models_are_those_of_their_configs(
+    name: str, said: dict[str, Any], tmp_path: Path
+) -> None:
+    """In memory and from files: neither calls it hidden_act."""
+    config = random_model(name).config
+    for key, value in said.items():
+        setattr(config.ffn_config if name == "dbrx" else config, key, value)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for found in find_experts(model):
+        for parameter in found.module.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+    want = logits(model)
+    model.save_pretrained(tmp_path)
     moeq_transformers.register()
-    with pytest.raises(ValueError, match=r"layer 0: unused tensor transformer.blocks.0.ffn.experts.mlp.v1 and 2 more"):
-        transformers.AutoModelForCausalLM.from_pretrained(
-            tmp_path, quantization_config=moeq_transformers.MoeqConfig(scheme="nvfp4")
-        )
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, experts_implementation="moeq", dtype=torch.float32
+    )
+    moeq_transformers.quantize_model(model, "none")
+    for here in (model, loaded):
+        assert {found.module.moeq_weights.prepared.activation for found in find_experts(here)} == {"gelu"}
+        assert relative_l2(logits(here), want) < F32
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4", "mxfp4", "mxfp8", "fp8", "fp8_block", "int8", "int4"])

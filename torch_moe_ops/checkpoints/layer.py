@@ -8,6 +8,7 @@ from torch_moe_ops.checkpoints.index import CheckpointIndex
 from torch_moe_ops.checkpoints.linear import Linear
 from torch_moe_ops.checkpoints.model_config import ModelConfig
 from torch_moe_ops.checkpoints.naming import ExpertLayer
+from torch_moe_ops.checkpoints.stacked import TRANSPOSED, with_experts_dimension
 from torch_moe_ops.files.errors import CheckpointError, short
 from torch_moe_ops.files.limits import MAX_EXPERTS
 from torch_moe_ops.files.tensor_reader import TensorReader
@@ -39,7 +40,6 @@ class LayerSource:
         input_scales: bool = True,
         config: ModelConfig | None = None,
     ) -> None:
-        self.reader = reader
         self.names = names
         self.config = config or reader.index.model
         self.where = f"{reader.index.path} layer {names.number}"
@@ -47,13 +47,14 @@ class LayerSource:
             raise CheckpointError(f"{self.where}: unused tensor {names.unknown[0]}{_more(names.unknown)}")
         if names.is_fused and len(names.experts) > 1:
             raise CheckpointError(f"{self.where}: experts are stored one by one and fused at once, under {names.root}")
+        self.reader = with_experts_dimension(reader, names, self.config.num_experts) if names.is_stacked else reader
         self.projections = self._find_projections()
         self.format = detect(self._fullest(), self.config, self.where)
         self._skip = INPUT_PARTS if not input_scales else frozenset()
         self._check_parts()
         self.num_experts = self._count_experts()
         self._check_sizes()
-        self._transposed = names.is_fused and self._is_transposed()
+        self._transposed = self._transposed_projections() if names.is_fused else frozenset()
 
     @property
     def is_gated(self) -> bool:
@@ -76,7 +77,8 @@ class LayerSource:
         parts = self.names.experts[None if fused else expert][projection]
         if self._skip:
             parts = {part: name for part, name in parts.items() if part not in self._skip}
-        return Linear(self.reader, parts, projection, expert, self.num_experts if fused else 0, self._transposed)
+        transposed = projection in self._transposed
+        return Linear(self.reader, parts, projection, expert, self.num_experts if fused else 0, transposed)
 
     def read(self, expert: int, projection: str) -> list[tuple[Linear, Fields]]:
         """Fields of a projection; of gate and up where the file holds them as one."""
@@ -176,6 +178,11 @@ class LayerSource:
         if len(shape) < 3 or 0 in shape:
             raise linear.fail(linear.weight_part, "have dimensions [experts, rows, columns]", shape)
         return shape[0]
+
+    def _transposed_projections(self) -> frozenset[str]:
+        if self.names.is_stacked:
+            return TRANSPOSED
+        return frozenset(self.projections) if self._is_transposed() else frozenset()
 
     def _is_transposed(self) -> bool:
         """Whether fused matrices are [K, rows]: only one of the two readings fits both projections."""

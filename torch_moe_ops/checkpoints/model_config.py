@@ -88,7 +88,7 @@ def parse_config(config: Mapping[str, Any], quant_config: Mapping[str, Any], fil
     """
     nested = [config[key] for key in _NESTED if isinstance(config.get(key), dict)]
     # The nested config knows the language model better than the outer one.
-    scopes = [*reversed(nested), config]
+    scopes = [*reversed(nested), config, _dbrx_ffn(config)]
 
     def find(kind: type, *keys: str) -> Any:
         found = (scope[key] for scope in scopes for key in keys if isinstance(scope.get(key), kind))
@@ -97,13 +97,23 @@ def parse_config(config: Mapping[str, Any], quant_config: Mapping[str, Any], fil
     constants = {name: _constant(scopes, name, file) for name in _GPT_OSS}
     return ModelConfig(
         model_type=find(str, "model_type"),
-        hidden_act=find(str, "mlp_hidden_act", "hidden_act", "hidden_activation"),
+        hidden_act=find(str, "mlp_hidden_act", "hidden_act", "hidden_activation", "activation_function"),
         constants={name: value for name, value in constants.items() if value is not None},
         num_experts=_count(scopes, NUM_EXPERTS, file),
         num_hidden_layers=_count(scopes, ("num_hidden_layers",), file),
         quantization=find(dict, "quantization_config") or _older_modelopt(quant_config),
         file=file,
     )
+
+
+def _dbrx_ffn(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What DBRX keeps in a config of its own, by the names that others have for it; {} of other models."""
+    ffn = config.get("ffn_config")
+    if not isinstance(ffn, dict) or "moe_num_experts" not in ffn:
+        return {}
+    activation = ffn.get("ffn_act_fn")
+    name = activation.get("name") if isinstance(activation, dict) else None
+    return {"moe_num_experts": ffn["moe_num_experts"], "hidden_act": name or "silu"}
 
 
 def _is_count(value: Any) -> bool:

@@ -7,7 +7,7 @@ Two layouts exist, under any prefix and with any module between the layer and it
 
 Granite calls the second one `block_sparse_moe.input_linear.<part>` and `block_sparse_moe.output_linear.<part>`, JetMoe
 `mlp.input_linear.<part>`. DBRX has transformer.blocks.<n>.ffn.experts.mlp.<projection>_linear.<e>.<part> for the first
-one, as ModelOpt splits it.
+one, as ModelOpt splits it, and ...mlp.<projection> for unquantized rows of all experts below each other (stacked.py).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch_moe_ops.files.errors import CheckpointError
 _PER_EXPERT = re.compile(r"([0-9]+)\.(gate_up_proj|gate_proj|up_proj|down_proj|w1|w2|w3)\.(.+)")
 _FUSED = re.compile(r"(gate_up_proj|gate_proj|up_proj|down_proj|input_linear|output_linear)(?:[._](.+))?")
 _DBRX = re.compile(r"mlp\.(w1|v1|w2)_linear\.([0-9]+)\.(.+)")
+_STACKED = re.compile(r"mlp\.(w1|v1|w2)")
 # Granite's and JetMoe's.
 _AROUND_LINEARS = ("block_sparse_moe", "mlp")
 # Of JetMoe, whose attention has experts too: each of them is a pair of projections without an activation.
@@ -63,6 +64,7 @@ class ExpertLayer:
         experts: expert number -> projection ("gate", "up", "down" or "gate_up") -> part ("weight",
             "weight_scale", ...) -> tensor name; the expert number is None where all experts share a tensor.
         unknown: names below `root` that fit neither layout.
+        is_stacked: tensors that all experts share have two dimensions, and only the config says where an expert ends.
     """
 
     root: str
@@ -70,6 +72,7 @@ class ExpertLayer:
     mtp: bool = False
     experts: dict[int | None, dict[str, dict[str, str]]] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
+    is_stacked: bool = False
 
     @property
     def is_fused(self) -> bool:
@@ -83,12 +86,15 @@ class ExpertLayer:
 
     def add(self, rest: str, name: str) -> None:
         """File one tensor under its expert, projection and part."""
-        per_expert, dbrx = _PER_EXPERT.fullmatch(rest), _DBRX.fullmatch(rest)
+        per_expert, dbrx, stacked = (kind.fullmatch(rest) for kind in (_PER_EXPERT, _DBRX, _STACKED))
         fused = None if per_expert else _FUSED.fullmatch(rest)
         if per_expert:
             expert, projection, part = int(per_expert[1]), per_expert[2], per_expert[3]
         elif dbrx:
             expert, projection, part = int(dbrx[2]), dbrx[1], dbrx[3]
+        elif stacked:
+            expert, projection, part = None, stacked[1], "weight"
+            self.is_stacked = True
         elif fused:
             expert, projection, part = None, fused[1], fused[2] or "weight"
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from types import TracebackType
 from typing import BinaryIO, Generic, TypeVar
@@ -36,6 +37,13 @@ class TensorReader(Generic[Index]):
     ) -> None:
         while self._files:
             self._files.popitem()[1].close()
+
+    def with_shapes(self, shapes: dict[str, tuple[int, ...]]) -> TensorReader[Index]:
+        """A reader of the same open files for which tensors have other shapes of as many elements."""
+        entries = {name: self.index.entries[name]._replace(shape=shape) for name, shape in shapes.items()}
+        other = TensorReader(dataclasses.replace(self.index, entries=self.index.entries | entries))
+        other._files = self._files  # which this one closes
+        return other
 
     def read(self, name: str, row: int | None = None) -> Tensor:
         """The tensor, or `row` of its first dimension, in its stored dtype on the CPU."""

@@ -35,7 +35,8 @@ class Adapter:
         activation: name of the module that computes the activation.
         is_transposed: as use_experts_implementation says it of modules that have the interface.
         prepare_options: options of `prepare` that the module asks for, beside those that a caller gives.
-        written: whether `save_pretrained` can write it: whether other tools have names for such quantized experts.
+        parameters: the way back from `weights`: what the module's own parameters were, by name. None: gate_up_proj and
+            down_proj. `save_pretrained` writes others unquantized only, as other tools have no names for their codes.
     """
 
     module: str
@@ -47,7 +48,7 @@ class Adapter:
     activation: str
     is_transposed: bool = False
     prepare_options: dict[str, Any] = field(default_factory=dict)
-    written: bool = True
+    parameters: Callable[[Tensor, Tensor], dict[str, Tensor]] | None = None
 
     def __reduce__(self) -> tuple[Callable[[str], Adapter], tuple[str]]:
         """A model that is unpickled where none was adapted before runs too."""
@@ -65,8 +66,17 @@ def _dbrx_weights(experts: Any) -> tuple[Tensor, Tensor]:
     return torch.cat((gate, up), 1), down.mT
 
 
+def _dbrx_parameters(w13: Tensor, w2: Tensor) -> dict[str, Tensor]:
+    matrices = zip(("w1", "v1", "w2"), (*w13.chunk(2, 1), w2.mT), strict=True)
+    return {f"mlp.{name}": matrix.flatten(0, 1) for name, matrix in matrices}
+
+
 def _jetmoe_weights(experts: Any) -> tuple[Tensor, Tensor]:
     return experts.input_linear.weight, experts.output_linear.weight
+
+
+def _jetmoe_parameters(w13: Tensor, w2: Tensor) -> dict[str, Tensor]:
+    return {"input_linear.weight": w13, "output_linear.weight": w2}
 
 
 # What use_experts_implementation says of modules that have the interface.
@@ -91,9 +101,9 @@ _ADAPTERS = {
             runs="DbrxExperts",
             forward=dbrx,
             weights=_dbrx_weights,
+            parameters=_dbrx_parameters,
             own=("mlp",),
             activation="mlp.activation_fn",
-            written=False,
         ),
         Adapter(
             module="transformers.models.jetmoe.modeling_jetmoe",
@@ -101,9 +111,9 @@ _ADAPTERS = {
             runs="JetMoeMoE",
             forward=jetmoe,
             weights=_jetmoe_weights,
+            parameters=_jetmoe_parameters,
             own=("input_linear", "output_linear"),
             activation="activation",
-            written=False,
         ),
     )
 }

@@ -77,12 +77,12 @@ def _check(model: Any, modules: list[ExpertsModule]) -> None:
         if not hasattr(found.module, HOLDER):
             raise ValueError(f"save_pretrained: {found.name} must hold packed experts like others, got its own weights")
         adapter = adapter_of(found.module)
-        if adapter is not None and not adapter.written:
+        w = getattr(found.module, HOLDER).prepared
+        if adapter is not None and adapter.parameters is not None and w.scheme != "none":
             raise ValueError(
                 f"save_pretrained: {found.name} must be of a class whose packed experts other tools have names for, "
                 f"got {adapter.experts} (torch.save and state_dict keep them)"
             )
-        w = getattr(found.module, HOLDER).prepared
         if w.num_local_experts != w.num_experts:
             raise ValueError(
                 f"save_pretrained: {found.name} must hold all {w.num_experts} experts, got the "
@@ -114,6 +114,9 @@ def _raw(found: ExpertsModule) -> RawWeights:
 def _parameters(found: ExpertsModule, raw: RawWeights) -> dict[str, Tensor]:
     """What the module's own parameters were: unquantized experts themselves, of others the shapes."""
     module = found.module
+    adapter = adapter_of(module)
+    if adapter is not None and adapter.parameters is not None:  # unquantized, as `_check` has seen
+        return {f"{found.name}.{own}": tensor for own, tensor in adapter.parameters(raw.w13, raw.w2).items()}
     first = "gate_up_proj" if module.has_gate else "up_proj"
     tensors = {}
     for name, own in (("w13", first), ("w2", "down_proj")):
