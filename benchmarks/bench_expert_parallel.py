@@ -51,7 +51,7 @@ SHAPES = {
     "mixtral_8x7b": Shape(8, 2, 4096, 14336),
     "tiny": Shape(8, 2, 256, 128),
 }
-PARTIAL = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+PARTIAL = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn}
 
 
 def random_experts(shape: Shape, device: torch.device) -> moe.RawWeights:
@@ -191,6 +191,7 @@ def layers_of(
         )
         for transport in args.transports.split(",")
         for text in args.partial.split(",")
+        if transport != "p2p" or text != "float8_e4m3fn"  # which p2p refuses
         for payload in (args.payloads.split(",") if act_format != "none" else ["plain"])
     }
 
@@ -201,7 +202,7 @@ def main() -> int:
     parser.add_argument("--ms", default="1,8,64,256,1024,4096", help="tokens a rank")
     parser.add_argument("--act-formats", default="none", help="comma list, of prepare")
     parser.add_argument("--transports", default="nccl,p2p", help="comma list")
-    parser.add_argument("--partial", default="float32,bfloat16", help="comma list of dtypes of partial rows")
+    parser.add_argument("--partial", default="float32,bfloat16", help="comma list of " + ", ".join(PARTIAL))
     parser.add_argument("--payloads", default="plain", help="comma list of plain, quantized: of ExpertParallel")
     parser.add_argument("--replays", type=int, default=12, help="each with new routings for all of its calls")
     parser.add_argument("--out", type=Path, help="JSON lines")

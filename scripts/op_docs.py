@@ -168,6 +168,8 @@ ARGUMENTS = {
     "load": "int64 [num_experts], contiguous: grows by the number of times that each expert is asked for.",
     "rank": "Of this process in the group.",
     "partial_rows": "[world_size * (capacity or max_tokens), hidden_size] bfloat16, float16 or float32.",
+    "wire_dtype": "None: partial rows travel as they are; float8_e4m3fn: as codes, with a float32 scale for 128 values "
+    "(transport nccl).",
     "positions": "int32 [num_tokens, world_size]: the row of a rank's part that has a token's result, -1: none; "
     "[0, world_size] without a capacity. ep_dispatch makes it.",
     "num_tokens": "Of this rank.",

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from ep_adapters import ADAPTERS, DIVIDED
 from ep_cases import CASES, QUICK, SLOW
 from ep_errors import ERRORS
+from ep_partial_rows import PARTIAL_ROWS, PARTIAL_ROWS_DIVIDED
 from ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo")
@@ -21,10 +22,11 @@ def _fixture(name: str, size: int, names: list[str]) -> pytest.FixtureRequest:
     return pytest.fixture(scope="module", name=name)(outcomes)
 
 
-QUICK_NAMES, SLOW_NAMES = [*(f.__name__ for f in QUICK), *ERRORS, *ADAPTERS], [f.__name__ for f in SLOW]
+QUICK_NAMES, SLOW_NAMES = [*(f.__name__ for f in QUICK), *ERRORS, *ADAPTERS, *PARTIAL_ROWS], [f.__name__ for f in SLOW]
 of_two_quick = _fixture("of_two_quick", 2, QUICK_NAMES)
 of_two_slow = _fixture("of_two_slow", 2, SLOW_NAMES)
-of_four = _fixture("of_four", 4, [*CASES, *ERRORS, *ADAPTERS, *DIVIDED])
+FOUR_NAMES = [*CASES, *ERRORS, *ADAPTERS, *DIVIDED, *PARTIAL_ROWS, *PARTIAL_ROWS_DIVIDED]
+of_four = _fixture("of_four", 4, FOUR_NAMES)
 
 
 def _check(outcomes: dict[str, list[str]], name: str) -> None:
@@ -44,6 +46,6 @@ def test_two_ranks_slow(name: str, request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*CASES, *ERRORS, *ADAPTERS, *DIVIDED])
+@pytest.mark.parametrize("name", FOUR_NAMES)
 def test_four_ranks(name: str, request: pytest.FixtureRequest) -> None:
     _check(request.getfixturevalue("of_four"), name)

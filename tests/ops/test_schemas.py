@@ -19,7 +19,7 @@ class TestSchemas(TestCase):
             "\n".join(lines),
             """\
 moeq::dynamic_gscale_nvfp4(Tensor x) -> Tensor  [pt2_compliant_tag]
-moeq::ep_combine(Tensor partial_rows, Tensor positions, SymInt num_tokens, str transport, str group, int world_size, int max_tokens, ScalarType out_dtype, int[] slots=[], int capacity=0, str tp_group="", int tp_size=1) -> Tensor  [pt2_compliant_tag]
+moeq::ep_combine(Tensor partial_rows, Tensor positions, SymInt num_tokens, str transport, str group, int world_size, int max_tokens, ScalarType out_dtype, int[] slots=[], int capacity=0, str tp_group="", int tp_size=1, ScalarType? wire_dtype=None) -> Tensor  [pt2_compliant_tag]
 moeq::ep_dispatch(Tensor hidden_states, Tensor? hidden_states_scale, Tensor topk_ids, Tensor topk_weights, str transport, str group, int world_size, int max_tokens, int[] slots=[], int capacity=0) -> (Tensor hidden_states, Tensor hidden_states_scale, Tensor topk_ids, Tensor topk_weights, Tensor positions)  [pt2_compliant_tag]
 moeq::ep_place(Tensor topk_ids, Tensor first, Tensor count, Tensor slots, Tensor(a!) load, int rank) -> Tensor places  [pt2_compliant_tag]
 moeq::fp8_block_moe(Tensor hidden_states, Tensor? hidden_states_scale, Tensor router_logits, Tensor? routing_bias, Tensor w13, Tensor w13_scale, Tensor? w13_bias, Tensor w2, Tensor w2_scale, Tensor? w2_bias, str backend, str routing_method, int top_k, str act_format="fp8", str activation="silu", float? swiglu_alpha=None, float? swiglu_beta=None, float? swiglu_limit=None, int num_experts=0, int local_expert_offset=0, int n_group=0, int topk_group=0, float routed_scaling_factor=1., bool? renormalize=None, str weight_policy="exact", ScalarType? out_dtype=None) -> Tensor  [pt2_compliant_tag]

@@ -22,7 +22,9 @@ import torch.distributed as dist
 from ep_adapters import ADAPTERS, DIVIDED
 from ep_cases import CASES, World
 from ep_errors import ERRORS
+from ep_partial_rows import PARTIAL_ROWS, PARTIAL_ROWS_DIVIDED
 
+EVERY = CASES | ERRORS | ADAPTERS | DIVIDED | PARTIAL_ROWS | PARTIAL_ROWS_DIVIDED
 SECONDS = 120  # that a collective waits for the others: compiling takes a while
 
 
@@ -44,7 +46,7 @@ def main(rank: int, size: int, store: str, out: str, transport: str, names: list
     for name in names:
         torch.manual_seed(0)
         try:
-            (CASES | ERRORS | ADAPTERS | DIVIDED)[name](world)
+            EVERY[name](world)
             outcomes[name] = "passed"
         except BaseException:
             outcomes[name] = traceback.format_exc()

@@ -342,6 +342,12 @@ def _exchanged() -> list[tuple[str, str, Any, str]]:
         ("ep_combine", "num_tokens", 9, "num_tokens must be at most max_tokens = 8, got 9"),
         ("ep_combine", "num_tokens", -1, "num_tokens must be at least 0, got -1"),
         ("ep_combine", "out_dtype", torch.float64, "out_dtype must be one of"),
+        (
+            "ep_combine",
+            "wire_dtype",
+            torch.float8_e5m2,
+            "wire_dtype must be None or one of ['torch.float8_e4m3fn'], got",
+        ),
     ]
 
 

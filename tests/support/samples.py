@@ -357,6 +357,7 @@ def _ep_combine(device: str) -> list[Sample]:
         ((rows, nowhere, 5, *_exchange(device, 8), torch.bfloat16), {}),
         ((rows.bfloat16(), nowhere, 0, *_exchange(device, 8), torch.float32), {}),
         ((rows, placed, 3, *_exchange(device, 9), torch.float32), {"slots": [4], "capacity": 8}),
+        ((rows, nowhere, 5, *_exchange(device, 8), torch.bfloat16), {"wire_dtype": torch.float8_e4m3fn}),
     ]
 
 

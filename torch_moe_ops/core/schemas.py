@@ -147,7 +147,8 @@ SCHEMAS: dict[str, str] = {
     ),
     "ep_combine": (
         f"(Tensor partial_rows, Tensor positions, SymInt num_tokens, {_EXCHANGE}, ScalarType out_dtype, "
-        'int[] slots=[], int capacity=0, str tp_group="", int tp_size=1) -> Tensor'
+        'int[] slots=[], int capacity=0, str tp_group="", int tp_size=1, '
+        "ScalarType? wire_dtype=None) -> Tensor"
     ),
     "host_experts": (
         "(Tensor hidden_states, Tensor places, Tensor topk_weights, str layer, ScalarType? out_dtype=None) -> Tensor"

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from torch_moe_ops.prepared.prepared_weights import PreparedWeights
 from torch_moe_ops.transports.exchange import ALONE
+from torch_moe_ops.transports.partial_rows import WIRE_DTYPES
 from torch_moe_ops.transports.registry import check_name
 
-PARTIAL_DTYPES = (torch.float32, torch.bfloat16)
+PARTIAL_DTYPES = (torch.float32, torch.bfloat16, *WIRE_DTYPES)
 
 
 def check_arguments(
@@ -29,6 +30,11 @@ def check_arguments(
         names = [str(dtype) for dtype in PARTIAL_DTYPES]
         raise ValueError(f"ExpertParallel: partial_dtype must be one of {names}, got {partial_dtype}")
     check_name(transport)
+
+
+def computed_and_sent(partial_dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype | None]:
+    """The dtype of the experts' results, and what ep_combine makes of them to send them, None: nothing."""
+    return (torch.float32, partial_dtype) if partial_dtype in WIRE_DTYPES else (partial_dtype, None)
 
 
 def check_call(hidden_states: Tensor, hidden_size: int, most: int, max_tokens: int | None, capacity: int) -> int:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from torch_moe_ops.expert_parallel.payload import bytes_of_row
 from torch_moe_ops.prepared.explaining import explain as explain_weights
+from torch_moe_ops.transports.partial_rows import GROUP, WIRE_DTYPES, bytes_of_partial_row
 from torch_moe_ops.transports.registry import TRANSPORTS
 
 
@@ -45,9 +46,7 @@ def _lines(ep: Any) -> list[str]:
     lines.append(f"dispatch: {_dispatch(ep)}")
     row = bytes_of_row(ep.w, ep.payload, torch.bfloat16)
     lines.append(f"payload: {ep.payload.name}, {row} bytes a row of bfloat16 hidden states: {ep.payload.reason}")
-    dtype = str(ep.partial_dtype).removeprefix("torch.")
-    how = TRANSPORTS[ep.transport].how[1]
-    lines.append(f"combine: {how}, {dtype}, added in float32 in ascending rank order")
+    lines.append(f"combine: {_combine(ep)}, added in float32 in ascending rank order")
     replicas = f", replicas: {placement.replicas}" if placement.has_replicas else ""
     slots = f"{placement.num_experts} experts in {placement.num_slots} slots, {placement.slots_of_ranks} on the ranks"
     lines.append(f"placement: {slots}{replicas}")
@@ -58,6 +57,13 @@ def _why(ep: Any) -> str:
     if ep.requested != "auto":
         return "as asked"
     return "chosen as the first that serves the group"
+
+
+def _combine(ep: Any) -> str:
+    dtype = str(ep.partial_dtype).removeprefix("torch.")
+    scales = f" with a float32 scale for {GROUP} values" if ep.partial_dtype in WIRE_DTYPES else ""
+    row = bytes_of_partial_row(ep.w.hidden_size, ep.partial_dtype)
+    return f"{TRANSPORTS[ep.transport].how[1]}, {dtype}{scales}, {row} bytes a row"
 
 
 def _dispatch(ep: Any) -> str:

@@ -13,7 +13,7 @@ from torch_moe_ops.config.parallel import FusedMoEParallelConfig
 from torch_moe_ops.expert_parallel import explaining, rebalancing
 from torch_moe_ops.expert_parallel.adapters import check_adapters, share_of_lora, with_owners, without_owners
 from torch_moe_ops.expert_parallel.agreement import agreed, agreed_placement, told_to_all
-from torch_moe_ops.expert_parallel.arguments import check_arguments, check_call
+from torch_moe_ops.expert_parallel.arguments import check_arguments, check_call, computed_and_sent
 from torch_moe_ops.expert_parallel.groups import Ranks, check_config, ranks_of, transport_of_config
 from torch_moe_ops.expert_parallel.payload import payload_of
 from torch_moe_ops.expert_parallel.placement import ExpertPlacement, as_placement
@@ -46,8 +46,8 @@ class ExpertParallel:
             a rank, whatever their number is, unless it says max_tokens.
         transport: "auto", or a name of `transports.registry.TRANSPORTS`: "p2p" (GPUs of one host), "nccl" (any).
         placement: an ExpertPlacement or its slots; None: each expert once, in order, as w was prepared.
-        partial_dtype: torch.float32 or torch.bfloat16, in which the ranks' partial results travel. They are added in
-            float32 in ascending rank order either way.
+        partial_dtype: torch.float32, torch.bfloat16 or torch.float8_e4m3fn (with a scale for 128 values, "nccl" alone),
+            in which the ranks' partial results travel. They are added in float32 in ascending rank order in any case.
         payload: what of the hidden states travels. "plain": as they are; "quantized": as codes and scales, where the
             layer quantizes them anyway; "auto": quantized where one launch does it. The result is the same.
         capacity: rows that one rank sends to another one at most, at most max_tokens_per_rank. Rows then go only
@@ -84,8 +84,9 @@ class ExpertParallel:
         self.requested = transport
         self.max_tokens_per_rank = max_tokens_per_rank
         self.partial_dtype = partial_dtype
+        self._computed, self._wire = computed_and_sent(partial_dtype)
         self.capacity = capacity or 0
-        chosen, self.against = choose(transport, Wanted(members, w.hidden_size, self.capacity))
+        chosen, self.against = choose(transport, Wanted(members, w.hidden_size, self.capacity, self._wire))
         self.transport = chosen.name
         settings = {
             "max_tokens_per_rank": max_tokens_per_rank,
@@ -221,7 +222,7 @@ class ExpertParallel:
             weights,
             self.w,
             hidden_states_scale=None if scale is None else x_scale,
-            out_dtype=self.partial_dtype,
+            out_dtype=self._computed,
             **adapters,
         )
         return torch.ops.moeq.ep_combine(
@@ -234,6 +235,7 @@ class ExpertParallel:
             *self._sent,
             self.ranks.tp_name,
             self.ranks.tp_size,
+            self._wire,
         )
 
     def fused(

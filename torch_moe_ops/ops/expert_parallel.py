@@ -16,6 +16,7 @@ from torch_moe_ops.core.schemes import FLOATS
 from torch_moe_ops.ops.bind import attach, like_a_kernel
 from torch_moe_ops.transports.exchange import ALONE, Combine, Exchange, Rows
 from torch_moe_ops.transports.groups import group_of
+from torch_moe_ops.transports.partial_rows import WIRE_DTYPES
 from torch_moe_ops.transports.placing import place
 from torch_moe_ops.transports.registry import TRANSPORTS
 
@@ -183,6 +184,8 @@ def _check_combine(partial_rows: Tensor, transport: str, exchange: Exchange, how
         fail(op, "positions", f"be on {partial_rows.device} like partial_rows", positions.device)
     if how.out_dtype not in FLOATS:
         fail(op, "out_dtype", f"be one of {[str(d) for d in FLOATS]}", how.out_dtype)
+    if how.wire_dtype is not None and how.wire_dtype not in WIRE_DTYPES:
+        fail(op, "wire_dtype", f"be None or one of {[str(d) for d in WIRE_DTYPES]}", how.wire_dtype)
     most = f"be at most max_tokens = {exchange.max_tokens}"
     check(how.num_tokens <= exchange.max_tokens, lambda: describe(op, "num_tokens", most, how.num_tokens))
     check(how.num_tokens >= 0, lambda: describe(op, "num_tokens", "be at least 0", how.num_tokens))
@@ -201,10 +204,11 @@ def _bind_combine(
     capacity: int = 0,
     tp_group: str = "",
     tp_size: int = 1,
+    wire_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, str, Exchange, Combine]:
     """The arguments, checked."""
     exchange = Exchange(group, world_size, max_tokens, tuple(slots), capacity)
-    how = Combine(positions, num_tokens, out_dtype, tp_group, tp_size)
+    how = Combine(positions, num_tokens, out_dtype, tp_group, tp_size, wire_dtype)
     _check_combine(partial_rows, transport, exchange, how)
     return partial_rows, transport, exchange, how
 

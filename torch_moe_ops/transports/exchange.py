@@ -57,7 +57,7 @@ class Combine(NamedTuple):
 
     positions: int32 [T, world_size], the row of a rank's part in which a token's partial result lies, -1: nowhere;
     [0, world_size] where token t is row t of every part. tp_group: ranks that hold other parts of the same experts and
-    the same tokens, "": none.
+    the same tokens, "": none. wire_dtype: None: partial rows travel as they are; else as partial_rows.py encodes them.
     """
 
     positions: Tensor
@@ -65,3 +65,4 @@ class Combine(NamedTuple):
     out_dtype: torch.dtype
     tp_group: str = ""
     tp_size: int = 1
+    wire_dtype: torch.dtype | None = None

@@ -26,11 +26,12 @@ class Member(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Of one layer: its ranks in ascending order, and what the exchange has to do."""
+    """Of one layer: its ranks in ascending order, and what the exchange has to do. wire_dtype: as of Combine."""
 
     members: tuple[Member, ...]
     hidden_size: int
     capacity: int
+    wire_dtype: torch.dtype | None = None
 
 
 def member(device: torch.device) -> Member:

@@ -2,7 +2,8 @@
 
 Dispatch: an all-gather of everybody's rows, or, with a capacity, an all-to-all of the rows that a rank needs.
 Combine: an all-to-all of partial rows and their sum in float32 in ascending rank order. It sends as many bytes as a
-reduce-scatter, whose order of summation is the library's affair and whose partial sums are rounded to what is sent.
+reduce-scatter, whose order of summation is the library's affair and whose partial sums are rounded to what is sent; and
+it can send codes and scales, which cannot be added.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch_moe_ops.core.check import fail
 from torch_moe_ops.transports import launch
 from torch_moe_ops.transports.exchange import Combine, Exchange, Rows
 from torch_moe_ops.transports.groups import all_gather, all_to_all, largest
+from torch_moe_ops.transports.partial_rows import decode, encode
 
 NOBODY = -1  # the expert of a row that stands for no token
 
@@ -76,7 +78,7 @@ def _scattered(t: Tensor, token: Tensor, place: Tensor, size: int, is_ids: bool)
 
 def combine(partial_rows: Tensor, exchange: Exchange, how: Combine) -> Tensor:
     """Sums [num_tokens, hidden_size] of the ranks' partial rows [exchange.rows, hidden_size], in float32, ascending."""
-    (received,) = all_to_all(exchange.group, [partial_rows])
+    received = _to_owners(partial_rows, exchange.group, how.wire_dtype)
     parts = received.unflatten(0, (exchange.world_size, exchange.rows_of_a_rank))
     if how.positions.shape[0]:
         parts = _placed(parts, how.positions)
@@ -87,6 +89,13 @@ def combine(partial_rows: Tensor, exchange: Exchange, how: Combine) -> Tensor:
     if how.positions.shape[0]:
         whole = _padded(whole, exchange.max_tokens, False)
     return over_tensor_parallel(whole, how)
+
+
+def _to_owners(partial_rows: Tensor, group: str, wire_dtype: torch.dtype | None) -> Tensor:
+    """Of every rank the part that is of this rank's tokens, in ascending rank order: shaped like partial_rows."""
+    if wire_dtype is None:
+        return all_to_all(group, [partial_rows])[0]
+    return decode(*all_to_all(group, list(encode(partial_rows))))
 
 
 def over_tensor_parallel(whole: Tensor, how: Combine) -> Tensor:

@@ -37,6 +37,8 @@ def reason_against(wanted: Wanted) -> str | None:
             return f"rank {rank} sees no GPU of rank {far[0]} with peer access"
     if wanted.capacity:
         return "it sends every row to every rank, a capacity is of transport 'nccl'"
+    if wanted.wire_dtype is not None:
+        return f"it sends partial rows as they are, {wanted.wire_dtype} is of transport 'nccl'"
     if wanted.hidden_size % 8:
         return f"it is for a hidden size that is a multiple of 8, not {wanted.hidden_size}"
     return None
@@ -67,6 +69,8 @@ def _aligned(t: Tensor | None) -> Tensor | None:
 
 def combine(partial_rows: Tensor, exchange: Exchange, how: Combine) -> Tensor:
     """As of nccl.py."""
+    if how.wire_dtype is not None:
+        fail("ep_combine", "wire_dtype", "be None with transport 'p2p', which sends rows as they are", how.wire_dtype)
     own = _buffers("ep_combine", exchange)
     tokens, dtype = (exchange.max_tokens, torch.float32) if how.tp_group else (how.num_tokens, how.out_dtype)
     out = partial_rows.new_empty((tokens, partial_rows.shape[1]), dtype=dtype)
