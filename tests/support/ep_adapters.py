@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_moe_ops as moe
+from torch_moe_ops.transports.exchange import ALONE
 
 CASE = dataclasses.replace(BASE, bias=True, foreign=True)
 
@@ -89,13 +90,34 @@ def adapters_refused(world: World) -> None:
         (TypeError, "lora must be a Lora, got dict", lambda: ep.share_lora({})),  # type: ignore[arg-type]
         (ValueError, "lora.a13 must have shape [8, ., .], of all", lambda: ep.share_lora(_sliced(lora, slice(3)))),
         (ValueError, "lora.a2 must have size", lambda: ep.share_lora(dataclasses.replace(lora, b13=None, a2=lora.a13))),
-        (ValueError, "lora_ids must have shape (3,)", lambda: ep(x, ids, weights, lora=lora, lora_ids=ids[:2, 0])),
         (ValueError, "lora must be given with lora_ids", lambda: ep(x, ids, weights, lora_ids=ids[:, 0])),
     ]  # fmt: skip
     for kind, text, call in told:
         said = expect(kind, call)
         assert text in said, said
+    _refused_by_the_op(ep, x, ids, weights, lora)
     _compare(world, layer(world, CASE), CASE, factors_of(make_raw(CASE), 2, 4, F32), _owners(CASE), 1e-2)
+
+
+def _refused_by_the_op(ep: moe.ExpertParallel, x: Tensor, ids: Tensor, weights: Tensor, lora: moe.Lora) -> None:
+    """Which runs between the two exchanges, where an error of one rank would leave the others in the second one."""
+    mine, owners = ep.share_lora(lora), ids[:, 0]
+    wrong: dict[str, tuple[Any, Tensor | None]] = {
+        "lora_ids must have shape (3,)": (mine, owners[:2]),
+        "lora_ids must have dtype torch.int32 or torch.int64, got torch.float32": (mine, owners.float()),
+        "lora_ids must be given for 2 adapters": (mine, None),
+        f"lora_a13 must have shape [{ep.w.num_local_experts}, ranks": (lora, owners),  # not this rank's share
+        "lora_b2 must be given with lora_a2": (dataclasses.replace(mine, b2=None), owners),
+        "lora_a13 must be given, or lora_a2": (moe.Lora(), None),
+        "lora_scaling must have dtype torch.float32": (
+            dataclasses.replace(mine, scaling=mine.scaling.double()),
+            owners,
+        ),
+        "lora_a2 must be on cpu": (dataclasses.replace(mine, a2=mine.a2.to("meta")), owners),
+    }
+    for text, (given, of_tokens) in wrong.items():
+        said = expect(RuntimeError, lambda given=given, own=of_tokens: ep(x, ids, weights, lora=given, lora_ids=own))
+        assert text in said and said.endswith(ALONE), said
 
 
 def _sliced(lora: moe.Lora, experts: slice) -> moe.Lora:

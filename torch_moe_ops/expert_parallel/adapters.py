@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops.core.activations import is_gated
+from torch_moe_ops.core.check import fail
+from torch_moe_ops.core.lora_checks import check_factors, check_ids, check_scaling, check_some_given
 from torch_moe_ops.expert_parallel.groups import Ranks
 from torch_moe_ops.expert_parallel.placement import ExpertPlacement
 from torch_moe_ops.prepared.lora import Lora
 from torch_moe_ops.prepared.prepared_weights import PreparedWeights
 from torch_moe_ops.transports.exchange import ALONE
 
-_FACTORS = ("a13", "b13", "a2", "b2")
+_OP, _FACTORS = "moe_routed_lora", ("a13", "b13", "a2", "b2")
 
 
 def share_of_lora(lora: Lora, placement: ExpertPlacement, ranks: Ranks, w: PreparedWeights) -> Lora:
@@ -48,17 +50,37 @@ def share_of_lora(lora: Lora, placement: ExpertPlacement, ranks: Ranks, w: Prepa
     return dataclasses.replace(lora, **found, scaling=scaling)
 
 
-def check_adapters(lora: Lora | None, lora_ids: Tensor | None, tokens: int) -> None:
-    """Raises what would leave the other ranks waiting. tokens: of this rank."""
-    if lora is not None and not isinstance(lora, Lora):
+def check_adapters(lora: Lora | None, lora_ids: Tensor | None, hidden_states: Tensor, w: PreparedWeights) -> None:
+    """Raises what would leave the other ranks waiting: also what the layer's op refuses, which runs between the two
+    exchanges. hidden_states: of this rank; w: its share."""
+    if lora is None:
+        if lora_ids is not None:
+            raise ValueError(f"ExpertParallel: lora must be given with lora_ids, got None{ALONE}")
+        return
+    if not isinstance(lora, Lora):
         raise TypeError(f"ExpertParallel: lora must be a Lora, got {type(lora).__name__}{ALONE}")
-    if lora_ids is not None and lora is None:
-        raise ValueError(f"ExpertParallel: lora must be given with lora_ids, got None{ALONE}")
-    if lora_ids is not None and lora_ids.shape != (tokens,):
-        shape = tuple(lora_ids.shape)
-        raise ValueError(
-            f"ExpertParallel: lora_ids must have shape ({tokens},), a row for each token, got {shape}{ALONE}"
-        )
+    try:
+        _check_share(lora, lora_ids, hidden_states, w)
+    except RuntimeError as error:
+        raise RuntimeError(f"{error}{ALONE}") from None
+
+
+def _check_share(lora: Lora, lora_ids: Tensor | None, hidden_states: Tensor, w: PreparedWeights) -> None:
+    adapters = 1
+    if isinstance(lora.scaling, Tensor):
+        check_scaling(_OP, lora.scaling)
+        adapters = lora.scaling.shape[0]
+    check_ids(_OP, lora_ids, hidden_states.shape[0], adapters, (torch.int32, torch.int64))
+    factors = (lora.a13, lora.b13, lora.a2, lora.b2)
+    check_some_given(_OP, factors)
+    experts, hidden, inter = w.num_local_experts, w.hidden_size, w.intermediate_size
+    rows = (2 if is_gated(w.activation) else 1) * inter
+    check_factors(_OP, "13", lora.a13, lora.b13, adapters, (experts, rows, hidden))
+    check_factors(_OP, "2", lora.a2, lora.b2, adapters, (experts, hidden, inter))
+    named = zip((*_FACTORS, "scaling", "ids"), (*factors, lora.scaling, lora_ids), strict=True)
+    for name, value in named:
+        if isinstance(value, Tensor) and value.device != hidden_states.device:
+            fail(_OP, f"lora_{name}", f"be on {hidden_states.device} like hidden_states", value.device)
 
 
 def with_owners(places: Tensor, weights: Tensor, lora_ids: Tensor) -> tuple[Tensor, Tensor]:

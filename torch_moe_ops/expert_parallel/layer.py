@@ -203,7 +203,7 @@ class ExpertParallel:
             return over_rows(run, hidden_states, topk_ids, topk_weights)
         most = self.max_tokens_per_rank
         rows_of_a_rank = check_call(hidden_states, self.w.hidden_size, most, max_tokens, self.capacity)
-        check_adapters(lora, lora_ids, hidden_states.shape[0])
+        check_adapters(lora, lora_ids, hidden_states, self.w)
         places = torch.ops.moeq.ep_place(topk_ids, self._first, self._count, self._slots, self.load, self.ranks.rank)
         topk_weights = topk_weights.to(torch.float32)
         if lora_ids is not None:

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops.core.call import FIELDS, ExpertsCall
-from torch_moe_ops.core.check import check, check_given, describe, fail
+from torch_moe_ops.core.check import check_given, fail
 from torch_moe_ops.core.layout import Sizes
+from torch_moe_ops.core.lora_checks import check_factors, check_ids, check_scaling, check_some_given
 from torch_moe_ops.core.schemas import arguments
-from torch_moe_ops.core.schemes import FLOATS, SCHEMES
+from torch_moe_ops.core.schemes import SCHEMES
 from torch_moe_ops.gradients.lora import LoraArguments
 from torch_moe_ops.gradients.lora_layer import WantedLora, lora_gradients, lora_layer
 from torch_moe_ops.ops.autograd import Args, Rule
@@ -65,29 +66,16 @@ def _checked(op: str, given: dict[str, Any], devices: bool, tracing: bool) -> _C
 
 def _check_lora(op: str, found: _Checked) -> None:
     lora, sizes = found.lora, found.sizes()
-    check_given(op, "lora_scaling", lora.scaling)
-    if lora.scaling.ndim != 1 or not lora.scaling.shape[0]:
-        fail(op, "lora_scaling", "have shape [adapters], of at least one", lora.scaling.shape)
-    if lora.scaling.dtype is not torch.float32:
-        fail(op, "lora_scaling", "have dtype torch.float32", lora.scaling.dtype)
-    if lora.ids is not None:
-        tokens = found.call.hidden_states.shape[0]
-        fits = lora.ids.ndim == 1 and lora.ids.shape[0] == tokens
-        shape = lora.ids.shape
-        check(fits, lambda: describe(op, "lora_ids", f"have shape ({tokens},), a row for each token", shape))
-        if lora.ids.dtype is not torch.int32:
-            fail(op, "lora_ids", "have dtype torch.int32", lora.ids.dtype)
-    elif lora.scaling.shape[0] != 1:
-        fail(op, "lora_ids", f"be given for {lora.scaling.shape[0]} adapters", None)
+    check_scaling(op, lora.scaling)
+    check_ids(op, lora.ids, found.call.hidden_states.shape[0], lora.scaling.shape[0])
     if lora.merged and (lora.ids is not None or lora.scaling.shape[0] != 1):
         got = f"{lora.scaling.shape[0]} adapters" + (" and lora_ids" if lora.ids is not None else "")
         fail(op, "lora_merged", "be False but for one adapter of all tokens", got)
-    if lora.a13 is None and lora.b13 is None and lora.a2 is None and lora.b2 is None:
-        fail(op, "lora_a13", "be given, or lora_a2, with their lora_b", None)
+    check_some_given(op, (lora.a13, lora.b13, lora.a2, lora.b2))
     width = _width(op, found, sizes)
     rows = (2 if sizes.is_gated else 1) * width
-    _check_factors(op, "13", lora.a13, lora.b13, lora.scaling.shape[0], (sizes.num_experts, rows, sizes.hidden_size))
-    _check_factors(op, "2", lora.a2, lora.b2, lora.scaling.shape[0], (sizes.num_experts, sizes.hidden_size, width))
+    check_factors(op, "13", lora.a13, lora.b13, lora.scaling.shape[0], (sizes.num_experts, rows, sizes.hidden_size))
+    check_factors(op, "2", lora.a2, lora.b2, lora.scaling.shape[0], (sizes.num_experts, sizes.hidden_size, width))
 
 
 def _width(op: str, found: _Checked, sizes: Sizes) -> int:
@@ -109,26 +97,6 @@ def _width(op: str, found: _Checked, sizes: Sizes) -> int:
         for name in ("w13", "w2")
     )
     return width if fits else padded
-
-
-def _check_factors(
-    op: str, which: str, a: Tensor | None, b: Tensor | None, adapters: int, shape: tuple[int, int, int]
-) -> None:
-    first, second = f"lora_a{which}", f"lora_b{which}"
-    if a is None or b is None:
-        if a is not None or b is not None:
-            missing, there = (second, first) if b is None else (first, second)
-            fail(op, missing, f"be given with {there}", None)
-        return
-    experts, rows, k = shape
-    wanted = f"have shape [{experts}, ranks, {k}], ranks a positive multiple of the {adapters} adapters"
-    if a.ndim != 3 or a.shape[0] != experts or a.shape[2] != k or not a.shape[1] or a.shape[1] % adapters:
-        fail(op, first, wanted, a.shape)
-    if tuple(b.shape) != (experts, rows, a.shape[1]):
-        fail(op, second, f"have shape ({experts}, {rows}, {a.shape[1]})", b.shape)
-    for name, factor in ((first, a), (second, b)):
-        if factor.dtype not in FLOATS:
-            fail(op, name, f"have one of the dtypes {[str(d) for d in FLOATS]}", factor.dtype)
 
 
 def _given(names: tuple[str, ...], defaults: Args, args: Args, kwargs: dict[str, Any]) -> dict[str, Any]:
