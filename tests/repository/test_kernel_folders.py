@@ -1,4 +1,4 @@
-"""The folders of csrc/cuda/sm90: named in docs/hopper.md, and files that have no namesake."""
+"""The folders of csrc/cuda/sm90: named in docs/hopper.md, files that have no namesake, and are where texts say."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ROOT / "csrc" / "cuda" / "sm90"
+TEXTS = {".cu", ".cuh", ".cpp", ".h", ".py", ".sh", ".md"}
+SOURCE = re.compile(r"(?<![\w/])csrc/[\w/]+\.(?:cuh?|cpp|h)\b")
 
 
 def test_docs_name_every_folder() -> None:
@@ -23,3 +25,13 @@ def test_no_two_sources_have_one_name() -> None:
     names = Counter(p.name for p in KERNELS.rglob("*") if p.is_file())
     assert [name for name, count in names.items() if count > 1] == []
     assert [p for p in KERNELS.iterdir() if p.is_file()] == []
+
+
+def test_texts_name_sources_that_exist() -> None:
+    """Comments, pages and scripts, which nothing else holds to where files are moved."""
+    folders = ("csrc", "torch_moe_ops", "tests", "docs", "scripts", "benchmarks", "examples")
+    texts = [p for folder in folders for p in (ROOT / folder).rglob("*") if p.suffix in TEXTS]
+    texts += [p for p in ROOT.iterdir() if p.suffix in TEXTS or p.name == "Makefile"]
+    named = {(p, name) for p in texts for name in SOURCE.findall(p.read_text("utf-8"))}
+    assert len(named) > 10
+    assert [f"{p.relative_to(ROOT)}: {name}" for p, name in sorted(named) if not (ROOT / name).exists()] == []
