@@ -68,7 +68,8 @@ void Helpers::run(int64_t tasks, TaskBody body, const void* context) {
   // Closed while it changes: a claim by the ticket of the last run must not see the tasks of this one.
   const Ticket closed = ticket_.load(std::memory_order_relaxed) | kNone;
   ticket_.store(closed);
-  tasks_.store(static_cast<Ticket>(tasks), std::memory_order_relaxed);
+  // Release: who sees these tasks sees the ticket closed, and its claim by the old one fails.
+  tasks_.store(static_cast<Ticket>(tasks), std::memory_order_release);
   done_.store(0, std::memory_order_relaxed);
   body_.store(body, std::memory_order_relaxed);
   context_.store(context, std::memory_order_relaxed);

@@ -39,7 +39,7 @@ class Helpers {
   static constexpr Ticket kNone = kNextRun - 1;  // as a task: of no run
 
   static Ticket next_task(Ticket ticket) { return ticket & kNone; }
-  bool has_task(Ticket ticket) const { return next_task(ticket) < tasks_.load(std::memory_order_relaxed); }
+  bool has_task(Ticket ticket) const { return next_task(ticket) < tasks_.load(std::memory_order_acquire); }
   bool work();
   bool is_done() const { return done_.load(std::memory_order_acquire) == tasks_.load(std::memory_order_relaxed); }
   bool has_news(int index) const;
