@@ -83,6 +83,28 @@ def test_logits_of_further_architectures(architecture: str, format_name: str, tm
     test_logits_are_those_of_the_dequantized_model(architecture, format_name, tmp_path)
 
 
+@pytest.mark.parametrize("format_name", [REFUSED_FORMAT, "compressed-tensors INT4", "GPTQ"])
+@pytest.mark.parametrize("architecture", ["llama4_text", "dbrx", "jetmoe"])
+def test_blocks_without_the_interface_are_given_experts(architecture: str, format_name: str, tmp_path: Path) -> None:
+    """A model that was built in another way: of a checkpoint's experts, and of unquantized ones."""
+    written = write_model(tmp_path, architecture, format_name)
+    oracle, model = (
+        transformers.AutoModelForCausalLM.from_pretrained(written.dequantized, dtype=torch.float32) for _ in range(2)
+    )
+    want = logits(oracle)
+    for found in find_experts(model):
+        for parameter in found.module.parameters():
+            if parameter.ndim == 3 or architecture == "dbrx":
+                torch.nn.init.zeros_(parameter)
+    assert relative_l2(logits(model), want) > 0.1
+    attached = moeq_transformers.attach_experts(model, written.quantized, act_format="none")
+    assert len(attached) == packed_layers(model) == 2 and "none" not in {w.scheme for w in attached.values()}
+    assert relative_l2(logits(model), want) < F32
+    attached = moeq_transformers.attach_experts(oracle, written.dequantized, act_format="none")
+    assert {w.scheme for w in attached.values()} == {"none"}
+    assert relative_l2(logits(oracle), want) < F32
+
+
 @pytest.mark.parametrize("format_name", ["compressed-tensors FP8", "compressed-tensors MXFP4"])
 def test_granite_with_all_experts_in_one_tensor(format_name: str, tmp_path: Path) -> None:
     """As its unquantized files have them: input_linear holds gate and up."""
