@@ -18,7 +18,8 @@ def mapped_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
     that is loaded layer by layer held a third more than its weights.
     """
     nbytes = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or nbytes < _MAPPED or not hasattr(mmap, "MAP_ANONYMOUS"):
+    has_data = type(torch.empty(0)) is Tensor  # not where FakeTensorMode makes all tensors
+    if device.type != "cpu" or nbytes < _MAPPED or not has_data or not hasattr(mmap, "MAP_ANONYMOUS"):
         return torch.empty(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
