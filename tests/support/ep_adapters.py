@@ -26,10 +26,10 @@ def _owners(case: Case) -> Tensor:
 
 def _compare(
     world: World, ep: moe.ExpertParallel, case: Case, lora: moe.Lora, owners: Tensor | None, tolerance: float = 1e-6,
-    out_dtype: torch.dtype = F32,
+    out_dtype: torch.dtype = F32, counts: list[int] | None = None,
 ) -> None:  # fmt: skip
     x, ids, weights = world.batch(case)
-    mine = world.part(case.tokens)
+    mine = world.part(case.tokens, counts)
     own = {} if owners is None else {"lora_ids": owners[mine]}
     got = ep(x[mine], ids[mine], weights[mine], out_dtype, lora=ep.share_lora(lora), **own)
     w = moe.prepare(make_raw(case), **options_of(case))
@@ -55,11 +55,30 @@ def adapters(world: World) -> None:
     _compare(world, layer(world, case), case, dataclasses.replace(lora, a2=None, b2=None), owners)
 
 
+def adapters_of_few_tokens(world: World) -> None:
+    """All tokens on one rank, and none anywhere."""
+    case = dataclasses.replace(CASE, dtype=F32)
+    lora, owners = factors_of(make_raw(case), 2, 4, F32), _owners(case)
+    for capacity in (None, MAX_TOKENS):
+        ep = layer(world, case, capacity=capacity)
+        for rank in range(world.size):
+            counts = [MAX_TOKENS if r == rank else 0 for r in range(world.size)]
+            _compare(world, ep, case, lora, owners, counts=counts)
+        own, none = ep.share_lora(lora), tuple(t[:0] for t in world.batch(case))
+        assert ep(*none, lora=own, lora_ids=owners[:0]).shape == (0, case.hidden)
+
+
 def adapters_after_rebalancing(world: World) -> None:
-    lora, owners = factors_of(make_raw(CASE), 2, 4, F32), _owners(CASE)
-    ep = layer(world, dataclasses.replace(CASE, dtype=F32))
-    ep.rebalance([experts[::-1] for experts in ep.placement.slots][::-1] if world.size == 2 else ep.placement)
-    _compare(world, ep, dataclasses.replace(CASE, dtype=F32), lora, owners)
+    """Replicas and shares taken anew: a share belongs to a placement."""
+    case = dataclasses.replace(CASE, dtype=F32)
+    lora, owners = factors_of(make_raw(case), 2, 4, F32), _owners(case)
+    wide = 8 // world.size + 1
+    for rule in ("nearest", "spread"):
+        ring = [[(rank * wide + j) % 8 for j in range(wide)] for rank in range(world.size)]
+        ep = layer(world, case, placement=moe.ExpertPlacement(ring, rule))
+        for shift in (0, 3):
+            ep.rebalance(moe.ExpertPlacement([[(e + shift) % 8 for e in experts][::-1] for experts in ring], rule))
+            _compare(world, ep, case, lora, owners)
 
 
 def adapters_of_a_router(world: World) -> None:
@@ -136,6 +155,7 @@ def adapters_of_divided_experts(world: World) -> None:
 
 
 ADAPTERS: dict[str, Callable[[World], None]] = {
-    f.__name__: f for f in (adapters, adapters_after_rebalancing, adapters_of_a_router, adapters_refused)
+    f.__name__: f
+    for f in (adapters, adapters_of_few_tokens, adapters_after_rebalancing, adapters_of_a_router, adapters_refused)
 }
 DIVIDED: dict[str, Callable[[World], None]] = {"adapters_of_divided_experts": adapters_of_divided_experts}
