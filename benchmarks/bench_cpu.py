@@ -36,7 +36,8 @@ def random_layer(scheme: str, experts: int, hidden: int, inter: int, dtype: torc
     scales = {"int4": (torch.bfloat16, INT4_GROUP), "int8": (torch.float32, 0)}.get(scheme, (None, 0))
     for name, (shape, kind) in layout.packed_shapes(scheme, experts, hidden, inter, True, dtype, *scales).items():
         if name.endswith("_scale"):
-            tensors[name] = torch.full(shape, 1.0, dtype=torch.float32).to(kind)
+            one = 127 if kind == torch.uint8 else 1  # of powers of two, the exponent's byte
+            tensors[name] = torch.full(shape, one, dtype=torch.float32).to(kind)
         elif kind == torch.uint8:
             tensors[name] = torch.randint(0, 256, shape, dtype=torch.uint8)
         else:
@@ -73,29 +74,38 @@ def caller(
     return call
 
 
-def measure(call: Callable[[Tensor, Tensor], None], routes: list[tuple[Tensor, Tensor]], seconds: float) -> list[float]:
-    """Milliseconds of each call, the routing changing from call to call."""
+def measure(
+    call: Callable[[Tensor, Tensor], None],
+    routes: list[tuple[Tensor, Tensor]],
+    seconds: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
+    """Milliseconds of each call by `clock`, the routing changing from call to call."""
     for ids, weights in routes[:2]:
         call(ids, weights)
     times: list[float] = []
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(times) < ROUTINGS:
         ids, weights = routes[len(times) % ROUTINGS]
-        start = time.perf_counter()
+        start = clock()
         call(ids, weights)
-        times.append((time.perf_counter() - start) * 1e3)
+        times.append((clock() - start) * 1e3)
     return times
 
 
 def take_turns(
-    call: Callable[[Tensor, Tensor], None], routes: list[tuple[Tensor, Tensor]], isas: list[str], seconds: float
+    call: Callable[[Tensor, Tensor], None],
+    routes: list[tuple[Tensor, Tensor]],
+    isas: list[str],
+    seconds: float,
+    clock: Callable[[], float],
 ) -> dict[str, list[float]]:
     """Milliseconds of each call by instruction set, measured in turns."""
     times: dict[str, list[float]] = {isa: [] for isa in isas}
     for _ in range(ROUNDS if len(isas) > 1 else 1):
         for isa in isas:
             torch.ops.moeq_C.use_cpu_isa(isa)
-            times[isa] += measure(call, routes, seconds / (ROUNDS if len(isas) > 1 else 1))
+            times[isa] += measure(call, routes, seconds / (ROUNDS if len(isas) > 1 else 1), clock)
     return times
 
 
@@ -110,7 +120,8 @@ def run(args: argparse.Namespace, scheme: str, act_format: str) -> list[dict[str
         touched = statistics.mean(len(ids.unique()) for ids, _ in routes)
         flop = 2.0 * 3 * args.hidden * args.intermediate * tokens * args.top_k
         call = caller(w, scheme, act_format, hidden, out)
-        for isa, times in take_turns(call, routes, args.isas, args.seconds).items():
+        clock = time.process_time if args.processor_time else time.perf_counter
+        for isa, times in take_turns(call, routes, args.isas, args.seconds, clock).items():
             median = statistics.median(times)
             rows.append(
                 {
@@ -148,13 +159,17 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--isas", nargs="+", default=[], help="instruction sets to compare, in turns")
     parser.add_argument("--seconds", type=float, default=2.0, help="per measurement")
+    parser.add_argument("--processor-time", action="store_true", help="of one thread, where other processes are busy")
     parser.add_argument("--json", type=Path, help="append one line per measurement to this file")
     args = parser.parse_args()
+    if args.processor_time:
+        args.threads = 1
     torch.set_num_threads(args.threads)
     args.isas = args.isas or [torch.ops.moeq_C.cpu_isa()]
     machine = {
         "machine": processor(),
         "threads": args.threads,
+        "clock": "processor" if args.processor_time else "wall",
         "torch": torch.__version__,
         "shape": [args.experts, args.top_k, args.hidden, args.intermediate],
     }

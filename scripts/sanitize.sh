@@ -16,5 +16,6 @@ MOEQ_SANITIZE=1 MOEQ_CUDA=0 "$python" setup.py -q build_ext --inplace >build.log
 preload=$(g++ -print-file-name=libasan.so):$(g++ -print-file-name=libubsan.so)
 LD_PRELOAD=$preload ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
   PYTHONPATH=$copy "$python" -m pytest -q -p no:cacheprovider tests/backends/cpu/test_cpu_kernels.py \
-  tests/backends/cpu/test_cpu_schemes.py tests/backends/cpu/test_cpu_integers.py tests/ops/test_op_abuse.py tests/ops/test_plans.py
+  tests/backends/cpu/test_cpu_schemes.py tests/backends/cpu/test_cpu_integers.py tests/backends/cpu/test_cpu_e2m1.py \
+  tests/host_experts/test_host_experts.py tests/ops/test_op_abuse.py tests/ops/test_plans.py
 echo "sanitize: clean"

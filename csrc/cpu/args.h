@@ -39,7 +39,7 @@ struct Weight {
 struct ActQuant {
   ActFormat format = ActFormat::kNone;
   DType dtype = DType::kFloat32;  // kNone: the value is rounded to this
-  int64_t group = 0;              // kFp8: elements that share a dynamic scale, 0 for a whole row
+  int64_t group = 0;              // elements that share a scale apart from the operand, 0 for a whole row
   const float* gscale = nullptr;  // null: dynamic
   int64_t gscale_count = 0;       // 1, or E
 };

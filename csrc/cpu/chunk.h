@@ -89,6 +89,7 @@ class Chunk {
   void second_gemm_tiles(const PanelTask& task) const;
 
   bool tiled() const { return dot_.tile != nullptr; }
+  int rows_at_once() const { return dot_.rows > 0 ? dot_.rows : isa_.tile; }
   bool takes_tiles(const Segment& segment) const { return tiled() && segment.end - segment.begin >= dot_.tile_rows; }
   // Where a slot's operand lies; the row from which it is made.
   int64_t input_row(int64_t slot) const {

@@ -106,8 +106,8 @@ void Chunk::first_gemm_panels(const PanelTask& task) const {
     DotCall up = dot_call(w13, expert, last, acc[1]);
     glu.gate_bias = gate_bias.load(w13, expert, halves_, 0, panel);
     glu.up_bias = up_bias.load(w13, expert, halves_, halves_ - 1, panel);
-    for (int64_t slot = task.segment->begin; slot < task.segment->end; slot += isa_.tile) {
-      const int count = static_cast<int>(std::min<int64_t>(isa_.tile, task.segment->end - slot));
+    for (int64_t slot = task.segment->begin; slot < task.segment->end; slot += rows_at_once()) {
+      const int count = static_cast<int>(std::min<int64_t>(rows_at_once(), task.segment->end - slot));
       gate.count = up.count = count;
       for (int i = 0; i < count; ++i) {
         const int64_t row = input_row(slot + i);
@@ -133,8 +133,8 @@ void Chunk::second_gemm_panels(const PanelTask& task) const {
   for (int64_t panel = task.begin; panel < task.end; ++panel) {
     DotCall call = dot_call(args_.w2, expert, panel, acc);
     scale.bias = bias.load(args_.w2, expert, 1, 0, panel);
-    for (int64_t slot = task.segment->begin; slot < task.segment->end; slot += isa_.tile) {
-      call.count = static_cast<int>(std::min<int64_t>(isa_.tile, task.segment->end - slot));
+    for (int64_t slot = task.segment->begin; slot < task.segment->end; slot += rows_at_once()) {
+      call.count = static_cast<int>(std::min<int64_t>(rows_at_once(), task.segment->end - slot));
       for (int i = 0; i < call.count; ++i) {
         call.rows[i] = intermediate_.row(slot + i);
         call.row_scales[i] = intermediate_.groups_of(slot + i);

@@ -7,8 +7,11 @@
 
 namespace moeq::cpu::MOEQ_ISA {
 
-// Values by code, as floats and as bf16 bits (twice over, because the look-up reads five bits).
+// Values by code, as floats, as bf16 bits (twice over, because the look-up reads five bits), and as bytes: integers,
+// which kOfByte makes values of.
 struct E2m1 {
+  alignas(16) static constexpr int8_t kBytes[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+  static constexpr float kOfByte = 0.5f;
   static constexpr float kValues[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
                                         -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
   alignas(64) static constexpr uint16_t kBf16[32] = {0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
@@ -19,6 +22,8 @@ struct E2m1 {
 
 // Codes 0..15 stand for -8..7.
 struct Offset8 {
+  alignas(16) static constexpr int8_t kBytes[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+  static constexpr float kOfByte = 1.0f;
   static constexpr float kValues[16] = {-8.0f, -7.0f, -6.0f, -5.0f, -4.0f, -3.0f, -2.0f, -1.0f,
                                         0.0f,  1.0f,  2.0f,  3.0f,  4.0f,  5.0f,  6.0f,  7.0f};
   alignas(64) static constexpr uint16_t kBf16[32] = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
@@ -29,6 +34,8 @@ struct Offset8 {
 
 // Two's complement.
 struct Signed4 {
+  alignas(16) static constexpr int8_t kBytes[16] = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
+  static constexpr float kOfByte = 1.0f;
   static constexpr float kValues[16] = {0.0f,  1.0f,  2.0f,  3.0f,  4.0f,  5.0f,  6.0f,  7.0f,
                                         -8.0f, -7.0f, -6.0f, -5.0f, -4.0f, -3.0f, -2.0f, -1.0f};
   alignas(64) static constexpr uint16_t kBf16[32] = {0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
@@ -40,6 +47,8 @@ struct Signed4 {
 // Codes from which a zero point is still to be subtracted. The differences -16..15 are looked up by
 // their low five bits.
 struct Unsigned4 {
+  alignas(16) static constexpr int8_t kBytes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  static constexpr float kOfByte = 1.0f;
   static constexpr float kValues[16] = {0.0f, 1.0f, 2.0f,  3.0f,  4.0f,  5.0f,  6.0f,  7.0f,
                                         8.0f, 9.0f, 10.0f, 11.0f, 12.0f, 13.0f, 14.0f, 15.0f};
   alignas(64) static constexpr uint16_t kDifference[32] = {
@@ -48,9 +57,27 @@ struct Unsigned4 {
       0xc120, 0xc110, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80};
 };
 
+// The code at bit Shift of every dword.
+#if defined(MOEQ_BYTE_LOOK_UP) && !defined(MOEQ_TILES)
+template <class Table>
+constexpr float kOfLookUp = Table::kOfByte;
+template <class Table, int Shift>
+MOEQ_INLINE F32 look_up_code(Words w) {
+  return look_up_byte<Shift>(w, Table::kBytes);
+}
+#else
+template <class Table>
+constexpr float kOfLookUp = 1.0f;
+template <class Table, int Shift>
+MOEQ_INLINE F32 look_up_code(Words w) {
+  return look_up<Shift>(w, Table::kValues);
+}
+#endif
+
 template <class Table>
 struct Codes4 {
   static constexpr int kUnitBytes = 128;
+  static constexpr float kFactor = kOfLookUp<Table>;  // of what even and odd give: a value
   Words half[2];
 
   MOEQ_INLINE Codes4(const DotCall& call, int64_t unit, int64_t)
@@ -58,11 +85,11 @@ struct Codes4 {
 
   template <int Pair>
   MOEQ_INLINE F32 even() const {
-    return look_up<4 * (Pair % 4)>(half[Pair / 4], Table::kValues);
+    return look_up_code<Table, 4 * (Pair % 4)>(half[Pair / 4]);
   }
   template <int Pair>
   MOEQ_INLINE F32 odd() const {
-    return look_up<16 + 4 * (Pair % 4)>(half[Pair / 4], Table::kValues);
+    return look_up_code<Table, 16 + 4 * (Pair % 4)>(half[Pair / 4]);
   }
 #ifdef MOEQ_BF16
   template <int Pair>
@@ -75,6 +102,7 @@ struct Codes4 {
 // With a zero point (0..16, one byte per row and group).
 struct Codes4Zero {
   static constexpr int kUnitBytes = 128;
+  static constexpr float kFactor = 1.0f;
   Words half[2];
   const uint8_t* zero_point;
 
@@ -84,11 +112,11 @@ struct Codes4Zero {
 
   template <int Pair>
   MOEQ_INLINE F32 even() const {
-    return sub(look_up<4 * (Pair % 4)>(half[Pair / 4], Unsigned4::kValues), load_u8(zero_point));
+    return sub(look_up_code<Unsigned4, 4 * (Pair % 4)>(half[Pair / 4]), load_u8(zero_point));
   }
   template <int Pair>
   MOEQ_INLINE F32 odd() const {
-    return sub(look_up<16 + 4 * (Pair % 4)>(half[Pair / 4], Unsigned4::kValues), load_u8(zero_point));
+    return sub(look_up_code<Unsigned4, 16 + 4 * (Pair % 4)>(half[Pair / 4]), load_u8(zero_point));
   }
 #ifdef MOEQ_BF16
   template <int Pair>

@@ -71,6 +71,7 @@ struct Int8Bytes {
 template <class Bytes>
 struct Codes8 {
   static constexpr int kUnitBytes = 256;
+  static constexpr float kFactor = 1.0f;
   const uint8_t* p;
   MOEQ_INLINE Codes8(const DotCall& call, int64_t unit, int64_t) : p(call.codes + unit * kUnitBytes) {}
 
@@ -93,6 +94,7 @@ struct Codes8 {
 // int8 with a zero point (int8, one per row and group). The difference may need nine bits: float only.
 struct Int8Zero {
   static constexpr int kUnitBytes = 256;
+  static constexpr float kFactor = 1.0f;
   Codes8<Int8Bytes> codes;
   const uint8_t* zero_point;
   MOEQ_INLINE Int8Zero(const DotCall& call, int64_t unit, int64_t group)

@@ -8,6 +8,7 @@ namespace moeq::cpu::MOEQ_ISA {
 // bf16: eight pairs, each [row][2].
 struct PlainBf16 {
   static constexpr int kUnitBytes = 512;
+  static constexpr float kFactor = 1.0f;
   const uint8_t* p;
   MOEQ_INLINE PlainBf16(const DotCall& call, int64_t unit, int64_t) : p(call.codes + unit * kUnitBytes) {}
   template <int Pair>
@@ -27,6 +28,7 @@ struct PlainBf16 {
 // f16: [k][row].
 struct PlainF16 {
   static constexpr int kUnitBytes = 512;
+  static constexpr float kFactor = 1.0f;
   const uint8_t* p;
   MOEQ_INLINE PlainF16(const DotCall& call, int64_t unit, int64_t) : p(call.codes + unit * kUnitBytes) {}
   template <int Pair>
@@ -42,6 +44,7 @@ struct PlainF16 {
 // f32: [k][row].
 struct PlainF32 {
   static constexpr int kUnitBytes = 1024;
+  static constexpr float kFactor = 1.0f;
   const uint8_t* p;
   MOEQ_INLINE PlainF32(const DotCall& call, int64_t unit, int64_t) : p(call.codes + unit * kUnitBytes) {}
   template <int Pair>

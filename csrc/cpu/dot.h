@@ -93,37 +93,20 @@ inline void dot_rows(const DotCall& call) {
     }
   }
   W::Scale::finish(acc, call);
+  constexpr float kFactor = W::Codes::kFactor;
 #pragma GCC unroll 8
-  for (int row = 0; row < Rows; ++row) store(call.out + row * kPanelRows, acc[row]);
+  for (int row = 0; row < Rows; ++row) {
+    store(call.out + row * kPanelRows, kFactor == 1.0f ? acc[row] : mul(acc[row], broadcast(&kFactor)));
+  }
 }
 
 template <class W, class Operand>
 void dot(const DotCall& call) {
   static_assert(kTile <= kMaxTile, "the call has room for kMaxTile rows");
-  switch (call.count) {
-    case 1:
-      return dot_rows<W, Operand, 1>(call);
-    case 2:
-      return dot_rows<W, Operand, 2>(call);
-    default:
-      break;
-  }
-  if constexpr (kTile > 2) {
-    switch (call.count) {
-      case 3:
-        return dot_rows<W, Operand, 3>(call);
-      case 4:
-        return dot_rows<W, Operand, 4>(call);
-      case 5:
-        return dot_rows<W, Operand, 5>(call);
-      case 6:
-        return dot_rows<W, Operand, 6>(call);
-      case 7:
-        return dot_rows<W, Operand, 7>(call);
-      default:
-        return dot_rows<W, Operand, 8>(call);
-    }
-  }
+  unroll<kTile>([&](auto index) {
+    constexpr int rows = decltype(index)::value + 1;
+    if (call.count == rows) dot_rows<W, Operand, rows>(call);
+  });
 }
 
 }  // namespace moeq::cpu::MOEQ_ISA

@@ -5,6 +5,8 @@
 #include <system_error>
 #include <thread>
 
+#include "cores.h"
+
 namespace moeq::cpu {
 namespace {
 
@@ -125,6 +127,7 @@ void Helpers::sleep_until_news(int index) {
 }
 
 void Helpers::help(int index) {
+  use_cores_of_process();
   while (true) {
     if (!spin_until([this, index] { return has_news(index); })) sleep_until_news(index);
     while (work()) {

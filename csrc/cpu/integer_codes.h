@@ -14,6 +14,18 @@ struct ByteOrder {
   static constexpr int kOrder[kUnit] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 };
 
+// A row's elements, in the order of the codes.
+template <class Codes>
+MOEQ_INLINE void reorder(int8_t* row, int64_t units) {
+  if (Codes::kOrder[1] == 1) return;
+  for (int64_t unit = 0; unit < units; ++unit) {
+    int8_t* elements = row + unit * kUnit;
+    int8_t natural[kUnit];
+    std::memcpy(natural, elements, sizeof(natural));
+    for (int i = 0; i < kUnit; ++i) elements[i] = natural[Codes::kOrder[i]];
+  }
+}
+
 // Flip: bits that make a code unsigned.
 template <int32_t Flip>
 struct Nibbles : NibbleOrder {

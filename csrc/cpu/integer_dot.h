@@ -4,6 +4,7 @@
 // in ascending order, each step rounded: every instruction set gives the same bits.
 #pragma once
 
+#include "e2m1_dot.h"
 #include "integer_codes.h"
 #include "integer_spans.h"
 #include "scales.h"
@@ -65,50 +66,11 @@ inline void integer_rows(const DotCall& call) {
 }
 
 template <class W>
-void integer_dot(const DotCall& call);
-
-// Rows that are more than these registers hold: the table of instructions beside may have larger ones.
-template <class W>
-void integer_dot_by_parts(const DotCall& call) {
-  for (int first = 0; first < call.count; first += kTile) {
-    DotCall part = call;
-    part.count = call.count - first < kTile ? call.count - first : kTile;
-    for (int row = 0; row < part.count; ++row) {
-      part.rows[row] = call.rows[first + row];
-      part.row_sums[row] = call.row_sums[first + row];
-    }
-    part.out = call.out + first * kPanelRows;
-    integer_dot<W>(part);
-  }
-}
-
-template <class W>
 void integer_dot(const DotCall& call) {
-  if (call.count > kTile) return integer_dot_by_parts<W>(call);
-  switch (call.count) {
-    case 1:
-      return integer_rows<W, 1>(call);
-    case 2:
-      return integer_rows<W, 2>(call);
-    default:
-      break;
-  }
-  if constexpr (kTile > 2) {
-    switch (call.count) {
-      case 3:
-        return integer_rows<W, 3>(call);
-      case 4:
-        return integer_rows<W, 4>(call);
-      case 5:
-        return integer_rows<W, 5>(call);
-      case 6:
-        return integer_rows<W, 6>(call);
-      case 7:
-        return integer_rows<W, 7>(call);
-      default:
-        return integer_rows<W, 8>(call);
-    }
-  }
+  unroll<kTile>([&](auto index) {
+    constexpr int rows = decltype(index)::value + 1;
+    if (call.count == rows) integer_rows<W, rows>(call);
+  });
 }
 
 // An operand row of int8: the order of the codes, and the sum of each span.
@@ -123,13 +85,7 @@ void arrange_row(const RowCall& call) {
     for (int64_t k = span.begin * kUnit; k < span.end * kUnit; ++k) sum += row[k];
     call.sums[index] = sum;
   }
-  if (Codes::kOrder[1] == 1) return;
-  for (int64_t unit = 0; unit < units; ++unit) {
-    int8_t* elements = row + unit * kUnit;
-    int8_t natural[kUnit];
-    std::memcpy(natural, elements, sizeof(natural));
-    for (int i = 0; i < kUnit; ++i) elements[i] = natural[Codes::kOrder[i]];
-  }
+  reorder<Codes>(row, units);
 }
 
 #ifdef MOEQ_TILES
@@ -141,11 +97,13 @@ void multiply_integers(const TileCall& call);  // integer_tiles.h
 template <class Codes, class Offset, DType kType>
 Dot integer_dot_of() {
   using W = IntegerWeights<Codes, Offset, kType>;
+  Dot dot{integer_dot<W>, OperandType::kInt8, nullptr, arrange_row<Codes>};
+  dot.rows = kTile;
 #ifdef MOEQ_TILES
-  return {integer_dot<W>, OperandType::kInt8, multiply_integers<W>, arrange_row<Codes>, kFewestTileRows};
-#else
-  return {integer_dot<W>, OperandType::kInt8, nullptr, arrange_row<Codes>};
+  dot.tile = multiply_integers<W>;
+  dot.tile_rows = kFewestTileRows;
 #endif
+  return dot;
 }
 
 template <DType kType>
@@ -158,8 +116,10 @@ Dot choose_integer_dot(const DotKey& key) {
   return integer_dot_of<Nibbles<0>, FixedOffset<8>, kType>();
 }
 
-// For the schemes int4, mxint4 and int8, with activations in int8.
+// For the schemes int4, mxint4 and int8 with activations in int8, and for nvfp4 and mxfp4 with activations in the same.
 inline Dot find_integer_dot(const DotKey& key) {
+  if (key.scheme == Scheme::kNvfp4) return e2m1_dot_of<E4m3Blocks>();
+  if (key.scheme == Scheme::kMxfp4) return e2m1_dot_of<E8m0Blocks>();
   if (key.scheme == Scheme::kMxint4) {
     return integer_dot_of<Nibbles<(int32_t)0x88888888>, FixedOffset<8>, DType::kBFloat16>();
   }

@@ -62,9 +62,24 @@ const Candidate& chosen(const IsaTable& table) {
   return *candidate;  // the last one serves every table
 }
 
+bool are_integers(const DotKey& key) {
+  const bool codes = key.scheme == Scheme::kInt4 || key.scheme == Scheme::kMxint4 || key.scheme == Scheme::kInt8;
+  return codes && key.has_scale && key.act_format == ActFormat::kInt8;
+}
+
+bool are_e2m1(const DotKey& key) {
+  return (key.scheme == Scheme::kNvfp4 && key.act_format == ActFormat::kNvfp4) ||
+         (key.scheme == Scheme::kMxfp4 && key.act_format == ActFormat::kMxfp4);
+}
+
 }  // namespace
 
-Dot find_integer_dot(const DotKey& key, const IsaTable& table) { return chosen(table).find(key); }
+Dot find_dot(const DotKey& key, const IsaTable& table) {
+  if (are_integers(key)) return chosen(table).find(key);
+  const Dot dot = table.find_dot(key);
+  // Tiles of bf16 hold scaled weights, and take many rows faster than integers whose sums end after each block.
+  return are_e2m1(key) && dot.tile == nullptr ? chosen(table).find(key) : dot;
+}
 
 std::string integer_isa(const IsaTable& table) { return chosen(table).name; }
 

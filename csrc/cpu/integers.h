@@ -1,5 +1,5 @@
-// Products of integers (int4, mxint4 and int8 weights, int8 activations): one function per instruction set that has
-// them, all with the same bits, and the choice at run time.
+// Products of integers (int4, mxint4 and int8 weights with int8 activations, NVFP4 or MXFP4 both): one function per
+// instruction set that has them, all with the same bits, and the choice at run time.
 #pragma once
 
 #include <string>
@@ -17,14 +17,9 @@ Dot amx_integer_dot(const DotKey& key);
 bool amx_multiplies_bytes();  // as it should; only where the processor and the system have AMX-INT8
 Dot amx_emulated_integer_dot(const DotKey& key);
 
-// Whether weights and activations are multiplied as integers.
-inline bool are_integers(const DotKey& key) {
-  const bool codes = key.scheme == Scheme::kInt4 || key.scheme == Scheme::kMxint4 || key.scheme == Scheme::kInt8;
-  return codes && key.has_scale && key.act_format == ActFormat::kInt8;
-}
-
-// By the best instructions that `table` may use, or by those that were asked for.
-Dot find_integer_dot(const DotKey& key, const IsaTable& table);
+// How a layer multiplies: where weights and activations are integers, or small floats that are taken as such, by the
+// best instructions that `table` may use, or by those that were asked for; else as `table` does.
+Dot find_dot(const DotKey& key, const IsaTable& table);
 
 // The name of those.
 std::string integer_isa(const IsaTable& table);

@@ -84,4 +84,40 @@ MOEQ_INLINE Sums add_products(Sums sums, Quads w, const int8_t* x) {
   return {add_products_half<kSmall>(sums.lo, w.lo, all), add_products_half<kSmall>(sums.hi, w.hi, all)};
 }
 
+// table[byte] for bytes of 0 to 15.
+MOEQ_INLINE Quads look_up_bytes(Quads q, const uint8_t (&table)[16]) {
+  const __m256i values = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(table)));
+  return {_mm256_shuffle_epi8(values, q.lo), _mm256_shuffle_epi8(values, q.hi)};
+}
+
+// Sums of so few small products that two of 16 bits hold those of a row; they start at what small_owed made of `owed`.
+constexpr int kSmallRows = 4;  // in registers at once
+#ifdef MOEQ_VNNI
+using SmallSums = Sums;
+MOEQ_INLINE int32_t small_owed(int32_t owed) { return owed; }
+MOEQ_INLINE SmallSums start_small_sums(int32_t owed) { return splat_sums(owed); }
+MOEQ_INLINE SmallSums add_small_products(SmallSums sums, Quads w, const int8_t* x) {
+  return add_products<true>(sums, w, x);
+}
+MOEQ_INLINE Sums whole_sums(SmallSums sums) { return sums; }
+#else
+struct SmallSums {
+  __m256i lo;
+  __m256i hi;
+};
+MOEQ_INLINE int32_t small_owed(int32_t owed) { return owed & 0xffff; }
+MOEQ_INLINE SmallSums start_small_sums(int32_t owed) { return {_mm256_set1_epi32(owed), _mm256_set1_epi32(owed)}; }
+MOEQ_INLINE SmallSums add_small_products(SmallSums sums, Quads w, const int8_t* x) {
+  int32_t quad;
+  std::memcpy(&quad, x, sizeof(quad));
+  const __m256i all = _mm256_set1_epi32(quad);
+  return {_mm256_add_epi16(sums.lo, _mm256_maddubs_epi16(w.lo, all)),
+          _mm256_add_epi16(sums.hi, _mm256_maddubs_epi16(w.hi, all))};
+}
+MOEQ_INLINE Sums whole_sums(SmallSums sums) {
+  const __m256i ones = _mm256_set1_epi16(1);
+  return {_mm256_madd_epi16(sums.lo, ones), _mm256_madd_epi16(sums.hi, ones)};
+}
+#endif
+
 }  // namespace moeq::cpu::MOEQ_ISA

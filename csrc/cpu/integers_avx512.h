@@ -52,4 +52,34 @@ MOEQ_INLINE Sums add_products(Sums sums, Quads w, const int8_t* x) {
 #endif
 }
 
+// table[byte] for bytes of 0 to 15.
+MOEQ_INLINE Quads look_up_bytes(Quads q, const uint8_t (&table)[16]) {
+  const __m512i values = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(table)));
+  return {_mm512_shuffle_epi8(values, q.v)};
+}
+
+// Sums of so few small products that two of 16 bits hold those of a row; they start at what small_owed made of `owed`.
+constexpr int kSmallRows = 8;  // in registers at once
+#ifdef MOEQ_VNNI
+using SmallSums = Sums;
+MOEQ_INLINE int32_t small_owed(int32_t owed) { return owed; }
+MOEQ_INLINE SmallSums start_small_sums(int32_t owed) { return splat_sums(owed); }
+MOEQ_INLINE SmallSums add_small_products(SmallSums sums, Quads w, const int8_t* x) {
+  return add_products<true>(sums, w, x);
+}
+MOEQ_INLINE Sums whole_sums(SmallSums sums) { return sums; }
+#else
+struct SmallSums {
+  __m512i v;
+};
+MOEQ_INLINE int32_t small_owed(int32_t owed) { return owed & 0xffff; }
+MOEQ_INLINE SmallSums start_small_sums(int32_t owed) { return {_mm512_set1_epi32(owed)}; }
+MOEQ_INLINE SmallSums add_small_products(SmallSums sums, Quads w, const int8_t* x) {
+  int32_t quad;
+  std::memcpy(&quad, x, sizeof(quad));
+  return {_mm512_add_epi16(sums.v, _mm512_maddubs_epi16(w.v, _mm512_set1_epi32(quad)))};
+}
+MOEQ_INLINE Sums whole_sums(SmallSums sums) { return {_mm512_madd_epi16(sums.v, _mm512_set1_epi16(1))}; }
+#endif
+
 }  // namespace moeq::cpu::MOEQ_ISA

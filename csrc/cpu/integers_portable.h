@@ -47,4 +47,23 @@ MOEQ_INLINE Sums add_products(Sums sums, Quads w, const int8_t* x) {
   return sums;
 }
 
+// table[byte] for bytes of 0 to 15.
+MOEQ_INLINE Quads look_up_bytes(Quads q, const uint8_t (&table)[16]) {
+  uint8_t bytes[64];
+  std::memcpy(bytes, &q.v, sizeof(bytes));
+  for (uint8_t& byte : bytes) byte = table[byte];
+  std::memcpy(&q.v, bytes, sizeof(bytes));
+  return q;
+}
+
+// Sums of few small products; they start at what small_owed made of `owed`.
+constexpr int kSmallRows = 2;  // at once
+using SmallSums = Sums;
+MOEQ_INLINE int32_t small_owed(int32_t owed) { return owed; }
+MOEQ_INLINE SmallSums start_small_sums(int32_t owed) { return splat_sums(owed); }
+MOEQ_INLINE SmallSums add_small_products(SmallSums sums, Quads w, const int8_t* x) {
+  return add_products<true>(sums, w, x);
+}
+MOEQ_INLINE Sums whole_sums(SmallSums sums) { return sums; }
+
 }  // namespace moeq::cpu::MOEQ_ISA

@@ -16,7 +16,7 @@ struct DotCall {
   int64_t group_units;
   int count;                      // rows, 1..kMaxTile
   const void* rows[kMaxTile];     // operands, bf16 or f32 as the table entry says
-  const float* row_scales[kMaxTile];  // one per 128 of K, fp8 blocks only
+  const float* row_scales[kMaxTile];  // one per block of K, where they are apart from the operand
   const int32_t* row_sums[kMaxTile];  // of the codes of each group of weights, int8 operands only
   float* out;                     // [count, 16]
 };
@@ -53,6 +53,7 @@ struct Dot {
   TileFn tile = nullptr;
   void (*finish)(const RowCall&) = nullptr;  // what each operand row goes through, where not null
   int64_t tile_rows = 1;                     // rows of an expert from which on `tile` serves them
+  int rows = 0;                              // that suit a call of `fn`; 0: as many as the table says
 };
 
 // What decides which dot product runs.

@@ -40,14 +40,13 @@ MOEQ_INLINE float packed_element(ActFormat format, const uint8_t* codes, int64_t
   }
 }
 
-// The scale of the 16 elements from k on; 1 where the format's scales apply to the accumulator.
+// The scale of the 16 elements from k on.
 MOEQ_INLINE float packed_block_scale(ActFormat format, const uint8_t* scales, int64_t k) {
   if (format == ActFormat::kNvfp4) return e4m3_to_float(scales[k / 16]);
-  if (format != ActFormat::kMxfp4 && format != ActFormat::kMxfp8) return 1.0f;
   return scales[k / 32] == 255 ? __builtin_nanf("") : power_of_two((int)scales[k / 32] - 127);
 }
 
-// nvfp4 and mx codes: block scales go into the operand. fp8, int8: float32 scales, kept apart.
+// nvfp4 and mx codes: block scales as the operand takes them. fp8, int8: float32 scales, kept apart.
 inline void load_packed_row(const RowCall& call, const uint8_t* codes, const uint8_t* scales) {
   const ActFormat format = call.quant->format;
   const bool apart = format == ActFormat::kFp8 || format == ActFormat::kInt8;
@@ -62,8 +61,11 @@ inline void load_packed_row(const RowCall& call, const uint8_t* codes, const uin
     Vec v{};
     const int64_t count = call.size - k < 16 ? call.size - k : 16;
     for (int64_t i = 0; i < count; ++i) v[i] = packed_element(format, codes, k + i);
-    // All of nvfp4's values, and the codes of fp8 and int8, are normal.
-    store_operand(call, k, without_subnormals(v * splat(packed_block_scale(format, scales, k))));
+    if (apart) {
+      store_operand(call, k, v);
+    } else {
+      store_block(call, k, v, packed_block_scale(format, scales, k));
+    }
   }
 }
 

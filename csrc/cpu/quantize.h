@@ -1,5 +1,5 @@
-// Activation rows become GEMM operands. Codes are never stored: a quantized element times its block
-// scale is exact in bf16 for every format, so the operand holds that product.
+// Activation rows become GEMM operands. A quantized element times its block scale is exact in bf16 for every format, so
+// the operand holds that product; where it holds integers, the code (of e2m1, twice its value), and scales are apart.
 #pragma once
 
 #include "isa.h"
@@ -42,9 +42,24 @@ MOEQ_INLINE Vec round_element(Vec y, float max, int mantissa, int min_exponent) 
 MOEQ_INLINE Vec round_e2m1(Vec y) { return round_element(y, 6.0f, 1, 0); }
 MOEQ_INLINE Vec round_e4m3(Vec y) { return round_element(y, 448.0f, 3, -6); }
 
+// Values of MX blocks below the smallest normal float count as zero, as matrix instructions may take them.
+MOEQ_INLINE Vec without_subnormals(Vec v) { return abs(v) < splat(0x1p-126f) ? Vec{} : v; }
+
+// Sixteen elements of a block and its scale.
+MOEQ_INLINE void store_block(const RowCall& call, int64_t k, Vec elements, float scale) {
+  const Vec values = without_subnormals(elements * splat(scale));
+  if (call.type != OperandType::kInt8) return store_operand(call, k, values);
+  store_operand(call, k, (values != values) | (values == Vec{}) ? Vec{} : elements + elements);
+  Amax seen;  // no integer tells that a value is none, or too large
+  seen.see(values);
+  const float own = scale + seen.value() * 0.0f;
+  float& known = call.group_scales[k / call.quant->group];
+  known = k % call.quant->group == 0 ? own : known + (own - own);
+}
+
 // One block of NVFP4: `inverse` is fl(1 / gscale). The two products and the two reciprocals are
 // each rounded, in this order; that is what makes the codes reproducible. A NaN passes through every step.
-MOEQ_INLINE Vec nvfp4_block(Vec x, float gscale, float inverse) {
+MOEQ_INLINE void store_nvfp4_block(const RowCall& call, int64_t k, Vec x, float gscale, float inverse) {
   constexpr float kSixth = 1.0f / 6.0f;  // 0x3E2AAAAB
   Amax amax;
   amax.see(x);
@@ -53,7 +68,7 @@ MOEQ_INLINE Vec nvfp4_block(Vec x, float gscale, float inverse) {
   const float scale = lane_round_small_float(s, 3, -6);
   float reciprocal = scale == 0.0f ? 0.0f : 1.0f / (scale * inverse);
   reciprocal = reciprocal > kLargestFloat ? kLargestFloat : reciprocal;
-  return round_e2m1(x * splat(reciprocal)) * splat(scale);
+  store_block(call, k, round_e2m1(x * splat(reciprocal)), scale);
 }
 
 MOEQ_INLINE float dynamic_gscale(float amax) {
@@ -68,7 +83,7 @@ MOEQ_INLINE void quantize_nvfp4(const RowCall& call) {
   const float inverse = 1.0f / gscale;
   *call.row_scale = dynamic ? inverse : 1.0f;
   for (int64_t k = 0; k < call.padded_size; k += 16) {
-    store_operand(call, k, nvfp4_block(load_padded(call, k), gscale, inverse));
+    store_nvfp4_block(call, k, load_padded(call, k), gscale, inverse);
   }
 }
 
@@ -136,9 +151,6 @@ MOEQ_INLINE int mx_exponent(float amax, float max) {
   return exponent > 127 ? 127 : exponent;
 }
 
-// Values of MX blocks below the smallest normal float count as zero, as matrix instructions may take them.
-MOEQ_INLINE Vec without_subnormals(Vec v) { return abs(v) < splat(0x1p-126f) ? Vec{} : v; }
-
 MOEQ_INLINE void quantize_mx(const RowCall& call, MxElement element) {
   *call.row_scale = 1.0f;
   for (int64_t k = 0; k < call.padded_size; k += 32) {
@@ -151,8 +163,7 @@ MOEQ_INLINE void quantize_mx(const RowCall& call, MxElement element) {
     const float scale = power_of_two(exponent) + amax * 0.0f;  // NaN where amax is
     for (int i = 0; i < 2; ++i) {
       const Vec y = x[i] * splat(power_of_two(-exponent));
-      const Vec rounded = round_element(y, element.max, element.mantissa, element.min_exponent);
-      store_operand(call, k + 16 * i, without_subnormals(rounded * splat(scale)));
+      store_block(call, k + 16 * i, round_element(y, element.max, element.mantissa, element.min_exponent), scale);
     }
   }
 }

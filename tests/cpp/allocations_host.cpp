@@ -8,6 +8,7 @@ static int64_t allocations = 0;
 
 #include "../../csrc/cpu/chunk_gemm.cpp"
 #include "../../csrc/cpu/chunk_rows.cpp"
+#include "../../csrc/cpu/cores.cpp"
 #include "../../csrc/cpu/experts.cpp"
 #include "../../csrc/cpu/helpers.cpp"
 #include "../../csrc/cpu/routing.cpp"

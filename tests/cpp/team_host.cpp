@@ -1,9 +1,11 @@
 // The judge of thread teams, the passes that ask it, and the helpers in their place, behind a C interface.
+#include <sched.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <vector>
 
+#include "../../csrc/cpu/cores.cpp"
 #include "../../csrc/cpu/helpers.cpp"
 #include "../../csrc/cpu/parallel.h"
 
@@ -141,5 +143,36 @@ int64_t run_beside_a_late_helper(int64_t late_ms) {
   const int64_t elapsed = (moeq::cpu::nanoseconds() - start) / 1000000;
   helpers.give_back();
   return elapsed;
+}
+
+// How many cores a helper may use whose caller is bound to the first that this process has, as OpenMP binds it.
+int64_t cores_of_a_helper_of_a_bound_caller() {
+  static auto& helpers = *new moeq::cpu::Helpers;  // its thread outlives this call
+  static std::atomic<int> cores{0};
+  std::thread([] {
+    cpu_set_t mine;
+    sched_getaffinity(0, sizeof(mine), &mine);
+    int first = 0;
+    while (!CPU_ISSET(first, &mine)) ++first;
+    CPU_ZERO(&mine);
+    CPU_SET(first, &mine);
+    sched_setaffinity(0, sizeof(mine), &mine);
+    const std::thread::id caller = std::this_thread::get_id();
+    helpers.take(1);
+    helpers.run(
+        2,
+        [](const void* context, int64_t) {
+          if (std::this_thread::get_id() == *static_cast<const std::thread::id*>(context)) {
+            while (cores == 0) std::this_thread::yield();
+            return;
+          }
+          cpu_set_t own;
+          sched_getaffinity(0, sizeof(own), &own);
+          cores = CPU_COUNT(&own);
+        },
+        &caller);
+    helpers.give_back();
+  }).join();
+  return cores;
 }
 }

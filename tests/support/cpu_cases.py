@@ -63,10 +63,10 @@ def build(case: str, hidden: int, inter: int, **fields: object) -> Problem:
     return problem
 
 
-def any_case(case: str, hidden: int, inter: int) -> Problem:
+def any_case(case: str, hidden: int, inter: int, **fields: object) -> Problem:
     """The same, and "none-bf16", "nvfp4-none" and "nvfp4-nvfp4" besides."""
     if case == "none-bf16":
-        return Problem("none", 4, hidden, inter, weight_dtype=BF16)
+        return Problem("none", 4, hidden, inter, weight_dtype=BF16, **fields)
     if case in ("nvfp4-none", "nvfp4-nvfp4"):
-        return nvfp4(hidden, inter, experts=4, act_format=case.removeprefix("nvfp4-"))
-    return build(case, hidden, inter)
+        return nvfp4(hidden, inter, experts=4, act_format=case.removeprefix("nvfp4-"), **fields)
+    return build(case, hidden, inter, **fields)

@@ -107,10 +107,18 @@ def _both(call: ExpertsCall) -> tuple[Tensor | None, Tensor | None]:
     return a, torch.full_like(call.w2_scale, middle, dtype=dtype)
 
 
+def _multiplies_integers(problem: Problem) -> bool:
+    """int8 activations, or both in NVFP4 or MXFP4, whose doubled codes are integers; tiles take those in bfloat16."""
+    act_format = problem.act_format
+    if act_format in ("nvfp4", "mxfp4"):
+        return act_format == problem.scheme and not cpu_isa().startswith("amx")
+    return act_format == "int8"
+
+
 def _notes(problem: Problem) -> str:
     if not extension.has_cpu_extension():
         return ""
-    integers = cpu_integer_isa() if problem.act_format == "int8" else ""
+    integers = cpu_integer_isa() if _multiplies_integers(problem) else ""
     return f"kernels: {cpu_isa()}" + (f", products of integers: {integers}" if integers else "")
 
 

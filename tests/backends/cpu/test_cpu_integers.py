@@ -141,6 +141,7 @@ def test_the_choice_by_name() -> None:
 def test_a_table_brings_its_own(isa: str) -> None:
     """Where instructions are asked for by name, integers are not multiplied by others."""
     beside = {"portable": {"portable"}, "avx2": {"avx2", "avxvnni"}, "amx_emulated": {"avx2", "avxvnni"}}
+    beside["amx"] = {"amx", "avx512vnni"}  # tiles of bytes where the machine has them
     assert torch.ops.moeq_C.cpu_integer_isa() in beside.get(isa, {"avx512", "avx512vnni"})
 
 

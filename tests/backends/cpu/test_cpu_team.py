@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 
 import pytest
 from host_library import host_library
@@ -13,6 +14,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     library = host_library("team_host.cpp", tmp_path_factory.mktemp("team"))
     names = ("alone_calls", "alone_calls_after_recovery", "run_calls")
     names += ("wrong_tasks", "wrong_tasks_in_a_child", "taken_twice", "run_beside_a_late_helper")
+    names += ("cores_of_a_helper_of_a_bound_caller",)
     for name in names:
         getattr(library, name).restype = ctypes.c_int64
     return library
@@ -60,3 +62,11 @@ def test_one_call_at_a_time_has_the_helpers(host: ctypes.CDLL) -> None:
 def test_a_run_waits_for_a_task_that_a_helper_is_at(host: ctypes.CDLL) -> None:
     """Longer than anybody spins: the caller sleeps, and is woken."""
     assert host.run_beside_a_late_helper(number(50)) >= 50
+
+
+def test_helpers_are_not_bound_where_their_caller_is(host: ctypes.CDLL) -> None:
+    """OMP_PROC_BIND binds each thread to a core of its own, and who is started by one inherits it."""
+    cores = len(os.sched_getaffinity(0))
+    if cores < 2:
+        pytest.skip("this process has one core")
+    assert host.cores_of_a_helper_of_a_bound_caller() == cores

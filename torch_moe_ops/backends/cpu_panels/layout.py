@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops.backends.cpu_panels.huge_pages import with_huge_pages
+from torch_moe_ops.backends.cpu_panels.numa import interleaved
 from torch_moe_ops.core.kernel_facts import CpuPanels
 
 PANEL, UNIT, TILE = CpuPanels.PANEL_ROWS, CpuPanels.UNIT, CpuPanels.TILE
@@ -242,7 +243,7 @@ def _expert_by_expert(x: Tensor, gated: bool, pack_half: Callable[[Tensor], Tens
         parts = [pack_half(half) for half in bits[e].chunk(halves)]
         if out is None:
             panels, *rest = parts[0].shape
-            out = with_huge_pages(bits.new_empty((x.shape[0], panels, halves, *rest)))
+            out = interleaved(with_huge_pages(bits.new_empty((x.shape[0], panels, halves, *rest))))
         for half, part in enumerate(parts):
             out[e, :, half] = part
     if out is None:
