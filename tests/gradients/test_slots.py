@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_moe_ops as moe
 from torch_moe_ops.gradients.pairs import sort_slots
+from torch_moe_ops.ops import backward as backward_op
 from torch_moe_ops.ops import lora as lora_op
 
 LEAST, MOST = -(2**31), 2**31 - 1
@@ -66,3 +67,17 @@ def test_what_a_pass_made_is_the_result(dtype: torch.dtype, monkeypatch: pytest.
     same = [any(t is not None and t.data_ptr() == result.data_ptr() for t in made) for result in results]
     assert same == [t.dtype is torch.float32 for t in results]
     assert all(t.dtype is dtype for t in results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_a_plain_layer_are_handed_on(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(tokens=5, experts=2, top_k=2, hidden=32, inter=32, dtype=dtype, scheme="none")
+    w = moe.prepare(make_raw(case), act_format="none", backend="reference")
+    x, ids, weights = make_batch(case)
+    made: list[torch.Tensor] = []
+    real = backward_op.experts_gradients
+    monkeypatch.setattr(backward_op, "experts_gradients", lambda *a: made.extend(found := real(*a)) or found)
+    out = moe.fused_moe_routed(x.requires_grad_(), ids, weights.requires_grad_(), w)
+    found = torch.autograd.grad(out.sum(), (x, weights))
+    same = [any(t is not None and t.data_ptr() == result.data_ptr() for t in made) for result in found]
+    assert same == [t.dtype is torch.float32 for t in found]

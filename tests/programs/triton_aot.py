@@ -18,6 +18,7 @@ import torch
 import triton
 from launch_order import Launch, faults
 from ptx_order import ptx_order
+from sm90_cases import fp8_in_tiles
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton_cases import empty_output, make_call, packed_input
@@ -81,18 +82,21 @@ def signature_type(value: Any) -> str:
     return "i32" if isinstance(value, int) else "fp32"
 
 
-def record(pdl: bool = False, packed: bool = False, **fields: Any) -> Recorder:
+def record(pdl: bool = False, packed: bool = False, tiled: bool = False, **fields: Any) -> Recorder:
     """The launches of one small call, as a GPU would get them. Nothing runs.
 
-    pdl: with dependent launches. packed: with hidden states that come quantized.
+    pdl: with dependent launches. packed: with hidden states that come quantized. tiled: weights of `cuda_sm90_fp8`.
     """
     call = make_call(**fields)
+    out = empty_output(call)
     if packed:
         call = packed_input(call)
+    if tiled:
+        call = fp8_in_tiles(call)
     recorder = Recorder()
     target = mock.patch.object(plan, "target_of", lambda device: {"USE_PTX": True, "PDL": pdl})
     with target, mock.patch.object(launch, "_launch", recorder):
-        launch.run_experts(call, empty_output(call))
+        launch.run_experts(call, out)
     return recorder
 
 
@@ -110,6 +114,7 @@ CASES: tuple[dict[str, Any], ...] = (
     *(_SIZES | {"scheme": scheme, "act_format": act} for scheme in SCHEMES for act in SCHEMES[scheme].act_formats),
     *(_SIZES | {"scheme": scheme, "dtype": torch.float16, "hidden": 160} for scheme in ("mxfp4", "mxfp8", "fp8")),
     *(_SIZES | {"scheme": scheme, "act_format": "fp8", "backend": "triton_fp8"} for scheme in ("fp8", "fp8_block")),
+    *(_SIZES | {"scheme": scheme, "act_format": "fp8", "tiled": True} for scheme in ("fp8", "fp8_block")),
     _SIZES | {"scheme": "int4", "weights": {"group": 128, "zero": True, "scale_dtype": torch.float16}},
     _SIZES | {"scheme": "int4", "weights": {"group": -1}, "act_format": "fp8"},
     _SIZES | {"scheme": "int4", "weights": {"group": 128, "zero": True}, "dtype": torch.float16},
@@ -122,7 +127,7 @@ CASES: tuple[dict[str, Any], ...] = (
 def main(capability: int, cases: tuple[dict[str, Any], ...]) -> None:
     """Compile cases for one target; print a line for each kernel: name, PTX's products, arithmetic or PTX decode."""
     for fields in cases:
-        if fields.get("backend") == "triton_fp8" and capability < 89:
+        if (fields.get("backend") == "triton_fp8" or "tiled" in fields) and capability < 89:
             continue
         recorder = record(pdl=capability >= 90, **fields)
         for use_ptx in (True, False) if fields is _SIZES else (True,):

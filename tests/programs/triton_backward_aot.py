@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,7 +25,17 @@ from triton.compiler import ASTSource, CompiledKernel
 from triton_aot import signature_type
 
 from torch_moe_ops.backends import BACKENDS
-from torch_moe_ops.backends.triton_engine import backward_launch, dequantize, dequantize_tiles, few, grouped, ranks
+from torch_moe_ops.backends.triton_engine import (
+    backward_launch,
+    dequantize,
+    dequantize_bytes,
+    dequantize_tiles,
+    few,
+    grouped,
+    ranks,
+    slots,
+)
+from torch_moe_ops.backends.triton_engine.backward_pass import Pass, RanksBySlot
 from torch_moe_ops.core.call import FIELDS, ExpertsCall
 from torch_moe_ops.core.layout import Sizes
 from torch_moe_ops.core.schemes import SCHEMES
@@ -41,8 +52,10 @@ _KERNELS = (
     (few, "few_kernel"),
     (ranks, "low_kernel"),
     (ranks, "outer_kernel"),
+    (slots, "slots_kernel"),
     (dequantize, "dequantize_kernel"),
     (dequantize_tiles, "dequantize_tiles_kernel"),
+    (dequantize_bytes, "dequantize_bytes_kernel"),
 )
 _OPTIONS = ("num_warps", "num_stages")
 CASES = (
@@ -50,6 +63,7 @@ CASES = (
     (Case(hidden=256, inter=96, experts=2), "cuda_sm90"),
     (Case(hidden=256, inter=128, experts=2, scheme="int4", activation="swigluoai"), "cuda_sm90_int4"),
     (Case(hidden=256, inter=128, experts=2, scheme="fp8_block", activation="relu2_no_mul"), "triton"),
+    (Case(hidden=256, inter=128, experts=2, scheme="fp8_block"), "cuda_sm90"),
     (Case(hidden=72, inter=40, experts=2, scheme="int8", dtype=torch.float16), "triton"),
 )
 
@@ -62,6 +76,19 @@ class _Recorded:
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         return lambda *args, **constants: self.found.append((self.kernel, args, constants))
+
+
+class _Elsewhere:
+    """Products of a layer by kernels that are not Triton's (BySlot)."""
+
+    def __init__(self, p: Pass) -> None:
+        self.p = p
+
+    def hidden(self, addend: RanksBySlot | None, out: torch.Tensor | None) -> None:
+        pass
+
+    def output(self, addend: RanksBySlot | None, out: torch.Tensor) -> None:
+        pass
 
 
 def launches(case: Case, backend: str, capability: int) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
@@ -87,10 +114,13 @@ def launches(case: Case, backend: str, capability: int) -> list[tuple[Any, tuple
         stack.enter_context(mock.patch.object(grouped, "_capability", lambda out: divmod(capability, 10)))
         stack.enter_context(mock.patch("torch_moe_ops.backends.triton.runs_on", lambda device: True))
         biases = (raw.w13_bias, raw.w2_bias)
+        slots.sort_few_slots(ids, 0, case.experts)
         p = on_gpu.make_pass(call, sizes, torch.ones_like(x), x, biases)
         on_gpu.run_pass(p, BACKENDS[backend], case.dtype, True, case.bias, case.bias)
         lora = adapters(raw, sizes, x)
         on_gpu.run_forward(p, BACKENDS[backend], lora, case.dtype)
+        with mock.patch.object(on_gpu, "FEW_ROWS_BY_SLOT", 0):
+            on_gpu.run_forward(p, replace(BACKENDS[backend], rows_by_slot=_Elsewhere), lora, case.dtype)
         on_gpu.run_pass(p, BACKENDS[backend], case.dtype, True, False, False, lora)
     return found
 

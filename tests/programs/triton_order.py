@@ -46,6 +46,7 @@ def _cases() -> Iterator[dict[str, Any]]:
         yield _ONE | {"tokens": tokens, "scheme": "none", "bias": True, "router_weight_on_input": True, "top_k": 1}
         for scheme in ("fp8", "fp8_block"):
             yield _ONE | {"tokens": tokens, "scheme": scheme, "act_format": "fp8", "backend": "triton_fp8"}
+            yield _ONE | {"tokens": tokens, "scheme": scheme, "act_format": "fp8", "tiled": True}
     yield _ONE | {"tokens": 300}
     yield _ONE | {"scheme": "none", "dtype": torch.float16, "foreign": True}
 

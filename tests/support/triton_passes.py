@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from problems import Case, make_batch, make_raw
 from triton_cases import DEVICE
 
+import torch_moe_ops as moe
 from torch_moe_ops.backends import BACKENDS
 from torch_moe_ops.core.activations import ACTIVATIONS
 from torch_moe_ops.core.call import FIELDS, ExpertsCall
@@ -16,6 +18,17 @@ from torch_moe_ops.core.schemes import SCHEMES
 
 LAYER = Case(experts=3, hidden=64, inter=96, tokens=9, top_k=2)
 CONSTANTS = {"swigluoai": (1.702, 1.0, 1.5), "swiglustep": (1.0, 0.0, 0.75), "situ": (1.3, 0.8, float("inf"))}
+
+
+def with_int4_scales(raw: moe.RawWeights, dtype: torch.dtype, zero: bool) -> moe.RawWeights:
+    """Codes of an int4 layer with other scales, a random one for each 64 values of K, and zero points."""
+    g, changed = torch.Generator().manual_seed(1), dict[str, Any]()
+    for name, k in (("w13", raw.hidden_size), ("w2", raw.intermediate_size)):
+        shape = (*getattr(raw, name).shape[:2], k // 64)
+        changed[f"{name}_scale"] = (0.05 * torch.rand(shape, generator=g) + 0.01).to(dtype)
+        if zero:
+            changed[f"{name}_zero_point"] = torch.randint(0, 16, shape, generator=g).to(torch.uint8)
+    return replace(raw, **changed)
 
 
 def make_call(case: Case, backend: str, **fields: Any) -> tuple[ExpertsCall, Sizes]:

@@ -21,8 +21,10 @@ BACKWARD_KERNELS = {
     "outer_kernel",
     "bias_kernel",
     "gather_sum_kernel",
+    "slots_kernel",
     "dequantize_kernel",
     "dequantize_tiles_kernel",
+    "dequantize_bytes_kernel",
 }
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops.backends.registry import Backend
-from torch_moe_ops.backends.triton_engine.backward_pass import Pass
+from torch_moe_ops.backends.triton_engine.backward_pass import BySlot, Pass, Slots
 from torch_moe_ops.core.call import ExpertsCall
 from torch_moe_ops.core.layout import Sizes
 from torch_moe_ops.core.schemes import ceil_div
@@ -31,7 +31,8 @@ from torch_moe_ops.gradients.weights import (
     projection_shape,
 )
 
-FEW_ROWS = 16  # of an expert in the mean: up to so many, weights are multiplied as they are packed
+FEW_ROWS = 16  # of an expert in the mean: up to so many, weights are multiplied in Triton's kernels as they are packed
+FEW_ROWS_BY_SLOT = 2  # the same where the layer's own kernels multiply them so, too
 _TILES = 160  # of 128 x 256 results that a product should have in the mean: enough for every multiprocessor
 
 
@@ -48,11 +49,20 @@ def make_pass(
     call: ExpertsCall, sizes: Sizes, grad: Tensor, x: Tensor, biases: tuple[Tensor | None, Tensor | None]
 ) -> Pass:
     """x: what GEMM1 multiplied, biases in checkpoint order."""
-    slots = sort_slots(call.topk_ids, call.local_expert_offset, sizes.num_experts)
+    slots = _sorted(call.topk_ids, call.local_expert_offset, sizes.num_experts)
     x, grad = (t.to(torch.bfloat16).contiguous() for t in (x, grad))
     # Without the rows that a layout adds, a bias is a view of it.
     w13_bias, w2_bias = (None if t is None else t.contiguous() for t in biases)
     return Pass(call, sizes, x, grad, (w13_bias, w2_bias), not call.router_weight_on_input, slots)
+
+
+def _sorted(topk_ids: Tensor, local_expert_offset: int, num_experts: int) -> Slots:
+    if topk_ids.is_cuda:
+        from torch_moe_ops.backends.triton_engine.slots import MOST, sort_few_slots
+
+        if topk_ids.numel() <= MOST:
+            return sort_few_slots(topk_ids, local_expert_offset, num_experts)
+    return sort_slots(topk_ids, local_expert_offset, num_experts)
 
 
 def run_pass(
@@ -72,14 +82,16 @@ def run_pass(
 
     sizes, pairs, token, ends = p.sizes, p.slots.order.shape[0], p.slots.token, p.slots.ends
     of13, of2 = (None if f is None else RanksOnGpu(f, p) for f in lora)
-    u = p.grad.new_empty((pairs, sizes.intermediate_size))
-    if of2 is not None:
+    z = p.grad.new_empty((pairs, projection_shape("w13", sizes)[0]))
+    if of2 is None:  # the gradient of the intermediate lies where a tile's other result will be
+        u = z[:, z.shape[1] - sizes.intermediate_size :]
+    else:
+        u = p.grad.new_empty((pairs, sizes.intermediate_size))
         of2.back(p.grad, token, 0, sizes.num_experts)
     addend = None if of2 is None else of2.backward_addend()
     for chunk in _chunks(p, backend, "w2"):
         engine.product(p.grad, token, chunk.weights, ends, chunk.first, False, u, chunk.factor, addend)
     del chunk  # a view of the workspace
-    z = p.grad.new_empty((pairs, projection_shape("w13", sizes)[0]))
     dx = p.grad.new_empty((0 if hidden_dtype is None else pairs, sizes.hidden_size))
     parts = engine.parts_of(p) if weights else None
     if of13 is not None:
@@ -95,6 +107,7 @@ def run_pass(
         if hidden_dtype is not None:
             scale = factor if factor.shape[1] == 1 else None  # two are in z
             engine.product(z, None, chunk.weights, ends, first, False, dx, scale, back_addend)
+    del chunk
     if of13 is not None:
         of13.learn(p.x, True, z, False, None)
     if of2 is not None:  # where u was, the intermediate is
@@ -115,11 +128,17 @@ def run_forward(p: Pass, backend: Backend, lora: Lora, dtype: torch.dtype) -> Te
 
     sizes, pairs, token, ends = p.sizes, p.slots.order.shape[0], p.slots.token, p.slots.ends
     of13, of2 = (None if f is None else RanksOnGpu(f, p) for f in lora)
+    by_slot, all_experts = backend.rows_by_slot, p.call.all_experts()
+    if backend.few_rows is not None and pairs <= FEW_ROWS_BY_SLOT * all_experts:
+        by_slot = None
+    layer = None if by_slot is None else by_slot(p)
+    if layer is not None:
+        return _forward_by_slot(p, layer, of13, of2, dtype)
     h = p.x.new_empty((pairs, sizes.intermediate_size))
     if of13 is not None:
         of13.down(p.x, token)
     addend = None if of13 is None else of13.forward_addend()
-    if pairs <= FEW_ROWS * p.call.all_experts() and backend.few_rows is not None:
+    if backend.few_rows is not None and pairs <= FEW_ROWS * all_experts:
         w13, w2 = (projection_of(p.call, name, backend, sizes) for name in ("w13", "w2"))
         if backend.few_rows(p, w13, p.x, token, addend, h):
             y = torch.empty((pairs, sizes.hidden_size), dtype=torch.float32, device=h.device)
@@ -137,7 +156,27 @@ def run_forward(p: Pass, backend: Backend, lora: Lora, dtype: torch.dtype) -> Te
     addend = None if of2 is None else of2.forward_addend()
     for chunk in _chunks(p, backend, "w2"):
         engine.product(h, None, chunk.weights, ends, chunk.first, True, y, chunk.factor, addend)
+    del chunk
     return engine.combine(y, p, dtype, of_output=True)
+
+
+def _forward_by_slot(
+    p: Pass, layer: BySlot, of13: RanksOnGpu | None, of2: RanksOnGpu | None, dtype: torch.dtype
+) -> Tensor:
+    """run_forward on the layer's own kernels (Backend.rows_by_slot), which multiply weights as they are packed.
+
+    Of each expert's result, rounded to bfloat16, those have added up in float32 what weights and adapters give.
+    """
+    from torch_moe_ops.backends.triton_engine import backward_launch as engine
+
+    slots = p.slots.order.shape[0]
+    h = None if of2 is None else p.x.new_empty((slots, p.sizes.intermediate_size))
+    layer.hidden(None if of13 is None else of13.by_slot(p.x, p.slots.token), h)
+    addend = None if of2 is None or h is None else of2.by_slot(h, p.slots.order)
+    del h
+    rows = p.x.new_empty((slots, p.sizes.hidden_size))
+    layer.output(addend, rows)
+    return engine.combine(rows, p, dtype, of_output=True, by_slot=True)
 
 
 class _Chunk(NamedTuple):

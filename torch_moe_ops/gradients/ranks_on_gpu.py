@@ -6,12 +6,15 @@ stands adds that times the other factor to its own sums, before it rounds them: 
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from torch_moe_ops.backends.triton_engine.backward_pass import Pass
+from torch_moe_ops.backends.triton_engine.backward_pass import RANK_CHUNK, Pass, RanksBySlot
+from torch_moe_ops.core.schemes import ceil_div
 from torch_moe_ops.gradients.lora import Factors
 
 if TYPE_CHECKING:
@@ -30,10 +33,17 @@ class RanksOnGpu:
         self.factors, self.p, self.engine = factors, p, ranks
         self.a, self.b = (t.to(torch.bfloat16).contiguous() for t in factors.given)
         self.owners = ranks.Ranks(factors.scaling, factors.ids)
-        self.low, self.through = (
-            torch.empty((p.slots.order.shape[0], self.a.shape[1]), dtype=torch.float32, device=self.a.device)
-            for _ in range(2)
-        )
+
+    @cached_property
+    def low(self) -> Tensor:
+        return self._of_pairs()
+
+    @cached_property
+    def through(self) -> Tensor:
+        return self._of_pairs()
+
+    def _of_pairs(self) -> Tensor:
+        return torch.empty((self.p.slots.order.shape[0], self.a.shape[1]), dtype=torch.float32, device=self.a.device)
 
     def down(self, rows: Tensor, index: Tensor | None) -> None:
         """low: scaling * A row. rows, index: as products take them."""
@@ -58,6 +68,16 @@ class RanksOnGpu:
         from torch_moe_ops.backends.triton_engine.grouped import Addend
 
         return None if self.factors.merged else Addend(low, factor)
+
+    def by_slot(self, rows: Tensor, index: Tensor | None) -> RanksBySlot | None:
+        """`down` and `forward_addend` for kernels that take them by slot."""
+        if self.factors.merged:
+            return None
+        p, ranks = self.p, self.a.shape[1]
+        chunks = ceil_div(ranks, RANK_CHUNK)
+        low = self.a.new_empty((p.slots.order.shape[0], chunks, 2, RANK_CHUNK))
+        self.engine.low_rows(rows, index, self.a, p.slots, True, self.owners, 0, p.sizes.num_experts, low, RANK_CHUNK)
+        return RanksBySlot(low, F.pad(self.b, (0, -ranks % 8)) if ranks % 8 else self.b)
 
     def learn(
         self, rows: Tensor, rows_of_tokens: bool, grad: Tensor, grad_of_tokens: bool, weights: Tensor | None

@@ -77,10 +77,21 @@ def like_arguments(x: Tensor, names: tuple[str, ...], tensors: dict[str, Tensor]
     )
 
 
-def _allocated(call: ExpertsCall, wanted: Wanted) -> tuple[Tensor, ...]:
-    names = Wanted._fields
-    asked = {name: getattr(call, name) for name, is_wanted in zip(names, wanted, strict=True) if is_wanted}
-    return like_arguments(call.hidden_states, names, asked)
+def handed_on(made: Tensor | None, like: Tensor | None, x: Tensor) -> Tensor:
+    """The result for `like`, an argument: the gradient that a pass made, of which nobody else knows, or its numbers in
+    another tensor where it is not as the argument is. None: empty.
+    """
+    if like is None:
+        return x.new_empty(0, dtype=_F32)
+    if made is not None and made.dtype is like.dtype and made.shape == like.shape and made.is_contiguous():
+        return made
+    result = x.new_empty(like.shape, dtype=like.dtype)
+    return result if made is None else result.copy_(made)
+
+
+def _asked(call: ExpertsCall, wanted: Wanted) -> dict[str, Tensor]:
+    """By name the arguments whose gradients are wanted."""
+    return {name: getattr(call, name) for name, is_wanted in zip(Wanted._fields, wanted, strict=True) if is_wanted}
 
 
 _F32 = FLOATS[2]
@@ -89,28 +100,23 @@ _F32 = FLOATS[2]
 def _make(devices: bool) -> Callable[..., tuple[Tensor, ...]]:
     def impl(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         grad, call, plan, table, wanted = _checked(args, kwargs, devices, tracing=False)
-        results = _allocated(call, wanted)
+        x, asked = call.hidden_states, _asked(call, wanted)
         if not call.topk_ids.shape[0]:
-            for result in results:
-                result.zero_()
-            return results
+            return tuple(result.zero_() for result in like_arguments(x, Wanted._fields, asked))
         scheme, layout = plan.scheme, plan.backend.layout
         call = completed(call, plan, table, call.out_dtype or grad.dtype)
         inter = layout.intermediate_size(scheme, tuple(call.w2.shape))
         sizes = Sizes(table.num_experts, table.hidden_size, inter, plan.is_gated, call.w13.dtype)
         with like_a_kernel(grad.device.type):
             found = experts_gradients(call, plan.backend, sizes, grad, wanted)
-            for result, gradient in zip(results, found, strict=True):
-                if gradient is not None:
-                    result.copy_(gradient)
-        return results
+            return tuple(handed_on(made, asked.get(name), x) for name, made in zip(Wanted._fields, found, strict=True))
 
     return impl
 
 
 def _fake(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     _, call, _, _, wanted = _checked(args, kwargs, devices=True, tracing=True)
-    return _allocated(call, wanted)
+    return like_arguments(call.hidden_states, Wanted._fields, _asked(call, wanted))
 
 
 attach(OP, _make(devices=False), _make(devices=True), _fake)

@@ -20,7 +20,7 @@ from torch_moe_ops.core.schemes import SCHEMES
 from torch_moe_ops.gradients.lora import LoraArguments
 from torch_moe_ops.gradients.lora_layer import WantedLora, lora_gradients, lora_layer
 from torch_moe_ops.ops.autograd import Args, Rule
-from torch_moe_ops.ops.backward import check_grad, like_arguments
+from torch_moe_ops.ops.backward import check_grad, handed_on, like_arguments
 from torch_moe_ops.ops.bind import attach, like_a_kernel
 from torch_moe_ops.ops.checks import check_experts, check_topk
 from torch_moe_ops.ops.plan import Plan, Table, plan_of
@@ -108,22 +108,19 @@ def _result(found: _Checked) -> Tensor:
     return x.new_empty((x.shape[0], found.table.hidden_size), dtype=out_dtype(found.call))
 
 
-def _taken(made: Tensor, result: Tensor) -> Tensor:
-    """What a pass made, of which nobody else knows, or `result` with its numbers where it is not as that has to be."""
-    same = made.dtype is result.dtype and made.shape == result.shape and made.is_contiguous()
-    return made if same else result.copy_(made)
-
-
 def _make(devices: bool) -> Callable[..., Tensor]:
     def impl(*args: Any, **kwargs: Any) -> Tensor:
         found = _checked(OP, _given(NAMES, _DEFAULTS, args, kwargs), devices, tracing=False)
-        out = _result(found)
-        if out.shape[0] and found.lora.merged:
-            run_experts(found.call, found.plan, found.table, out)  # as without adapters, bit for bit
-        elif out.shape[0]:
-            with like_a_kernel(out.device.type):
-                return _taken(lora_layer(found.completed(), found.plan.backend, found.sizes(), found.lora), out)
-        return out
+        x = found.call.hidden_states
+        if found.lora.merged or not x.shape[0]:
+            out = _result(found)
+            if x.shape[0]:
+                run_experts(found.call, found.plan, found.table, out)  # as without adapters, bit for bit
+            return out
+        with like_a_kernel(x.device.type):
+            made = lora_layer(found.completed(), found.plan.backend, found.sizes(), found.lora)
+            same = made.dtype is out_dtype(found.call) and made.is_contiguous()
+            return made if same else _result(found).copy_(made)
 
     return impl
 
@@ -161,29 +158,25 @@ def _checked_backward(args: Args, kwargs: dict[str, Any], devices: bool, tracing
         if is_wanted and given[name] is None:
             fail(BACKWARD, name, "be given where its gradient is wanted", None)
     tensors = {name: given[name] for name, is_wanted in zip(WantedLora._fields, wanted, strict=True) if is_wanted}
-    return grad, found, wanted, like_arguments(found.call.hidden_states, WantedLora._fields, tensors)
+    return grad, found, wanted, tensors
 
 
 def _make_backward(devices: bool) -> Callable[..., tuple[Tensor, ...]]:
     def impl(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        grad, found, wanted, results = _checked_backward(args, kwargs, devices, tracing=False)
+        grad, found, wanted, tensors = _checked_backward(args, kwargs, devices, tracing=False)
+        x, names = found.call.hidden_states, WantedLora._fields
         if not found.call.topk_ids.shape[0]:
-            for result in results:
-                result.zero_()
-            return results  # type: ignore[no-any-return]
+            return tuple(result.zero_() for result in like_arguments(x, names, tensors))
         with like_a_kernel(grad.device.type):
             gradients = lora_gradients(found.completed(), found.plan.backend, found.sizes(), found.lora, grad, wanted)
-            return tuple(
-                result if made is None else _taken(made, result)
-                for result, made in zip(results, gradients, strict=True)
-            )
+            return tuple(handed_on(made, tensors.get(name), x) for name, made in zip(names, gradients, strict=True))
 
     return impl
 
 
 def _fake_backward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    results: tuple[Tensor, ...] = _checked_backward(args, kwargs, devices=True, tracing=True)[-1]
-    return results
+    _, found, _, tensors = _checked_backward(args, kwargs, devices=True, tracing=True)
+    return like_arguments(found.call.hidden_states, WantedLora._fields, tensors)
 
 
 attach(BACKWARD, _make_backward(devices=False), _make_backward(devices=True), _fake_backward)

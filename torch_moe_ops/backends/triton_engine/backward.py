@@ -109,13 +109,14 @@ def gather_sum_kernel(
     H: tl.constexpr,
     WEIGHTED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    BY_SLOT: tl.constexpr,
     BLOCK: tl.constexpr,
     USE_PTX: tl.constexpr,
 ):
     """out[t] = the sum of rows[place[t, j]], j ascending, in float32. Grid: (tokens, cdiv(H, BLOCK)).
 
-    Places from ends[num_experts - 1] on belong to experts that are not here. HAS_BIAS: the row's expert's, float32
-    [E, H], is added to it. WEIGHTED: the routing weight of the slot multiplies it then.
+    BY_SLOT: of rows[t * TOP_K + j]. Places from ends[num_experts - 1] on belong to experts that are not here. HAS_BIAS:
+    the row's expert's, float32 [E, H], is added to it. WEIGHTED: the routing weight of the slot multiplies it then.
     """
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -124,7 +125,8 @@ def gather_sum_kernel(
     for j in tl.static_range(TOP_K):
         place = tl.load(place_ptr + token * TOP_K + j)
         here = (n < H) & (tl.zeros_like(n) + place < local)
-        row = tl.load(rows_ptr + place.to(tl.int64) * H + n, mask=here, other=0.0).to(tl.float32)
+        source = token * TOP_K + j if BY_SLOT else place.to(tl.int64)
+        row = tl.load(rows_ptr + source * H + n, mask=here, other=0.0).to(tl.float32)
         if HAS_BIAS:
             expert = tl.load(expert_ptr + place).to(tl.int64)
             row += tl.load(bias_ptr + expert * H + n, mask=here, other=0.0)

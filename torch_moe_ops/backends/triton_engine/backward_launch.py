@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -15,6 +14,7 @@ from torch_moe_ops.backends.triton_engine.grouped import Addend, tile_for
 from torch_moe_ops.backends.triton_engine.grouped import grouped_product as product
 from torch_moe_ops.backends.triton_engine.hidden import hidden_kernel
 from torch_moe_ops.backends.triton_engine.plan import target_of
+from torch_moe_ops.core.schemes import ceil_div, next_power_of_2
 
 __all__ = ["combine", "differentiate", "hidden", "parts_of", "product", "sums_of_experts", "weights_gradient"]
 
@@ -53,8 +53,8 @@ def differentiate(
 
     Args:
         weights, factor, first: as in `hidden`. Where factor has two columns, z is multiplied by them once more.
-        u: bfloat16 [pairs, intermediate_size], the gradient of the intermediate where the routing weight is 1; the
-            intermediate takes its place if keeps_h.
+        u: bfloat16 [pairs, intermediate_size], the gradient of the intermediate where the routing weight is 1; of its
+            own, and the intermediate takes its place, if keeps_h, else it may be the last columns of z.
         z: bfloat16 [pairs, rows]. parts: of parts_of, or None.
     """
     _launch_hidden(p, weights, factor, first, u, addend, z, parts, True, keeps_h)
@@ -95,6 +95,7 @@ def _launch_hidden(
         call.swiglu_limit,
         K=p.sizes.hidden_size,
         INTER=p.sizes.intermediate_size,
+        U_WIDTH=u.stride(0),
         FACTORS=factor.shape[1],
         RANKS=0 if addend is None else addend.ranks,
         STEP=0 if addend is None else addend.step,
@@ -108,7 +109,7 @@ def _launch_hidden(
         WANTS_PARTS=parts is not None,
         TIMES_FACTOR=factor.shape[1] == 2,
         ROUNDED=_TYPES[call.hidden_states.dtype],
-        BINS=max(32, triton.next_power_of_2(count)),
+        BINS=max(32, next_power_of_2(count)),
         BLOCK_M=tile.rows,
         TAIL_M=64,
         BLOCK_I=_columns(p, tile.columns),
@@ -127,7 +128,7 @@ def _columns(p: Pass, columns: int) -> int:
 def parts_of(p: Pass) -> Tensor:
     """What `differentiate` leaves of routing weights: float32 [pairs, tiles]."""
     tile = tile_for(p.grad.new_empty((0, p.sizes.intermediate_size)), p.sizes.hidden_size)
-    tiles = triton.cdiv(p.sizes.intermediate_size, _columns(p, tile.columns))
+    tiles = ceil_div(p.sizes.intermediate_size, _columns(p, tile.columns))
     return torch.empty((p.slots.order.shape[0], tiles), dtype=torch.float32, device=p.grad.device)
 
 
@@ -150,9 +151,9 @@ def weights_gradient(p: Pass, parts: Tensor) -> Tensor:
         p.call.topk_ids.shape[1],
         H=hidden_size,
         PARTS=parts.shape[1],
-        BINS=triton.next_power_of_2(parts.shape[1]),
+        BINS=next_power_of_2(parts.shape[1]),
         HAS_BIAS=bias is not None,
-        BLOCK=min(1024, max(128, triton.next_power_of_2(hidden_size))),
+        BLOCK=min(1024, max(128, next_power_of_2(hidden_size))),
     )
     return dw
 
@@ -160,7 +161,7 @@ def weights_gradient(p: Pass, parts: Tensor) -> Tensor:
 def sums_of_experts(rows: Tensor, p: Pass, of_tokens: bool) -> Tensor:
     """float32 [experts, columns]: each expert's rows added up. of_tokens: rows of tokens, times the routing weight."""
     out = torch.empty((p.sizes.num_experts, rows.shape[1]), dtype=torch.float32, device=rows.device)
-    bias_kernel[p.sizes.num_experts, triton.cdiv(rows.shape[1], 128)](
+    bias_kernel[p.sizes.num_experts, ceil_div(rows.shape[1], 128)](
         rows,
         p.slots.order,
         p.slots.ends,
@@ -176,20 +177,19 @@ def sums_of_experts(rows: Tensor, p: Pass, of_tokens: bool) -> Tensor:
     return out
 
 
-def combine(rows: Tensor, p: Pass, dtype: torch.dtype, of_output: bool = False) -> Tensor:
+def combine(rows: Tensor, p: Pass, dtype: torch.dtype, of_output: bool = False, by_slot: bool = False) -> Tensor:
     """[tokens, columns]: the rows of each token's local slots added up, ascending, in float32.
 
     of_output: with the biases of w2, and times the routing weights, where there are some.
+    by_slot: rows are so, and have their biases; else by place.
     """
-    bias = p.biases[1] if of_output else None
+    bias = p.biases[1] if of_output and not by_slot else None
     tokens, top_k = p.call.topk_ids.shape
-    places = torch.empty_like(p.slots.order)
-    places[p.slots.order.long()] = torch.arange(tokens * top_k, dtype=places.dtype, device=places.device)
     out = rows.new_empty((tokens, rows.shape[1]), dtype=dtype)
-    block = min(1024, triton.next_power_of_2(rows.shape[1]))
-    gather_sum_kernel[tokens, triton.cdiv(rows.shape[1], block)](
+    block = min(1024, next_power_of_2(rows.shape[1]))
+    gather_sum_kernel[tokens, ceil_div(rows.shape[1], block)](
         rows,
-        places,
+        p.slots.places(),
         p.slots.ends,
         p.slots.expert,
         p.call.topk_weights,
@@ -200,6 +200,7 @@ def combine(rows: Tensor, p: Pass, dtype: torch.dtype, of_output: bool = False) 
         H=rows.shape[1],
         WEIGHTED=of_output and p.weighted,
         HAS_BIAS=bias is not None,
+        BY_SLOT=by_slot,
         BLOCK=block,
         USE_PTX=target_of(out.device)["USE_PTX"],
     )

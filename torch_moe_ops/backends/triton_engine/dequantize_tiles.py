@@ -209,13 +209,18 @@ def kind_of(scheme: str) -> tuple[str, float]:
     return kind, 1.0 if kind == "int4" else E2M1_UNIT
 
 
+def as_read(scale: Tensor) -> Tensor:
+    """Scales of the layout as the kernels read them, each for itself: those of two rows may be one int64."""
+    return scale.view(torch.int32) if scale.dtype == torch.int64 else scale
+
+
 def dequantize_tiles(
     weight: Tensor, scale: Tensor, scale_2: Tensor | None, scheme: str, gated: bool, out: Tensor
 ) -> float:
     """As `dequantize.dequantize`, of weight uint8 [E, row tiles, K tiles, 2048] and the layout's scales."""
     experts, n, k = out.shape
     kind, unit = kind_of(scheme)
-    in_tile = scale.shape[-1]
+    scale = as_read(scale)
     alphas = 0 if scale_2 is None else scale_2.numel() // experts
     dequantize_tiles_kernel[experts * weight.shape[1], triton.cdiv(weight.shape[2], _TILES)](
         weight.view(torch.int32),
@@ -223,7 +228,7 @@ def dequantize_tiles(
         out if scale_2 is None else scale_2,
         out,
         SCALE=kind,
-        IN_ROW=in_tile // 64,
+        IN_ROW=scale.shape[-1] // 64,
         N=n,
         K=k,
         GATED=gated,

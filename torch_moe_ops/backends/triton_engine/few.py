@@ -15,14 +15,16 @@ from torch import Tensor
 
 from torch_moe_ops.backends.triton_engine.activations import activate_gated, activate_plain
 from torch_moe_ops.backends.triton_engine.backward_pass import Pass
-from torch_moe_ops.backends.triton_engine.dequantize_tiles import kind_of, tile_rows, tile_values
+from torch_moe_ops.backends.triton_engine.dequantize_tiles import as_read, kind_of, tile_rows, tile_values
 from torch_moe_ops.backends.triton_engine.elements import narrow
 from torch_moe_ops.backends.triton_engine.grouped import Addend, expert_tiles, tile_of
 from torch_moe_ops.backends.triton_engine.plan import target_of
 from torch_moe_ops.backends.triton_engine.products import dot
+from torch_moe_ops.core.schemes import ceil_div, next_power_of_2
 
 _ROWS = 16  # of a tile, as few as a tensor core takes
 _TILES = 2  # tiles along K that are decoded at once
+_WARPS = 4
 
 
 @triton.jit
@@ -172,8 +174,9 @@ def few_rows(
     gated = first and sizes.is_gated
     experts, n, k = weight.shape[0], out.shape[1] * (2 if gated else 1), rows.shape[1]
     kind, unit = kind_of(call.scheme)
+    scale = as_read(scale)
     bias = p.biases[0] if first else None  # the other one is added where rows are added up
-    most = min(index.shape[0] if index is not None else rows.shape[0], triton.cdiv(out.shape[0], _ROWS) + experts)
+    most = min(index.shape[0] if index is not None else rows.shape[0], ceil_div(out.shape[0], _ROWS) + experts)
     few_kernel[(max(1, most * weight.shape[1]),)](
         rows,
         out if index is None else index,
@@ -204,9 +207,9 @@ def few_rows(
         ACTIVATION=call.activation if first else "",
         HAS_LIMIT=not math.isinf(call.swiglu_limit),
         ROUNDED=_TYPES[call.hidden_states.dtype] if first else tl.float32,
-        BINS=max(32, triton.next_power_of_2(experts)),
+        BINS=max(32, next_power_of_2(experts)),
         BLOCK_M=_ROWS,
         TILES=_TILES,
         USE_PTX=target_of(out.device)["USE_PTX"],
-        num_warps=4,
+        num_warps=_WARPS,
     )

@@ -11,6 +11,10 @@ from torch_moe_ops.backends.triton_engine.configs import FP8_PRODUCTS
 from torch_moe_ops.core import schemes
 from torch_moe_ops.core.call import ExpertsCall
 
+# Of weights in tiles (tiled.py): [experts, row tiles, K tiles, bytes]. Not there: this module is read without Triton.
+NDIM = 4
+TILED = 16  # beside the codes of a word: the order of K in tiles (permute.py)
+
 
 # No named tuples: Triton 3.9 takes a tuple that is a constant apart, and loses its properties.
 @dataclass(frozen=True)
@@ -25,6 +29,7 @@ class WeightFormat:
     terms: 2 where a weight is not exact in bfloat16 and has to be: it is multiplied as high and low part.
     native: codes are multiplied as they are: int8, summed in int32, or e4m3, summed as the tensor core sums those.
     wide: decoded to float32 and multiplied as tf32, where float16 has no range for the exponents of MX blocks.
+    tiled: in the tiles of the `cuda_sm90_fp8` backend (tiled.py), not row after row.
     """
 
     code: str
@@ -34,11 +39,17 @@ class WeightFormat:
     terms: int = 1
     native: bool = False
     wide: bool = False
+    tiled: bool = False
 
     @property
     def per_word(self) -> int:
         """Codes that are read as one word, and multiplied in the reordered K; 1: K in its own order."""
         return 8 if self.code in ("e2m1", "int4") else 1 if self.native or self.code == "plain" else 4
+
+    @property
+    def order(self) -> int:
+        """The order of K in which activations are stored for it (permute.py)."""
+        return TILED if self.tiled else self.per_word
 
     @property
     def scaled(self) -> bool:
@@ -110,8 +121,9 @@ def weight_format(call: ExpertsCall, which: int, native: bool) -> WeightFormat:
         form = stored_format(call.scheme, call.w2, call.w2_scale, call.w2_zero_point)
     wide = form.scale == "e8m0" and call.act_format == "none" and call.hidden_states.dtype == torch.float16
     as_they_are = native and call.act_format == "int8" and form == WeightFormat("int8")
-    as_they_are |= call.backend == FP8_PRODUCTS and call.act_format == "fp8" and form.code == "e4m3"
-    return replace(form, native=as_they_are, wide=wide)
+    tiled = call.w13.ndim == NDIM
+    as_they_are |= (tiled or call.backend == FP8_PRODUCTS) and call.act_format == "fp8" and form.code == "e4m3"
+    return replace(form, native=as_they_are, wide=wide, tiled=tiled)
 
 
 def stored_format(scheme: str, weight: Tensor, scale: Tensor | None, zero: Tensor | None) -> WeightFormat:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch_moe_ops.backends.triton_engine.elements import narrow
 from torch_moe_ops.backends.triton_engine.plan import target_of
 from torch_moe_ops.backends.triton_engine.products import dot
+from torch_moe_ops.core.schemes import next_power_of_2
 
 
 class _Tile(NamedTuple):
@@ -107,9 +108,9 @@ def add_ranks(
 @triton.jit
 def _multiply_tile(
     rows_ptr, index_ptr, w_ptr, scale, low_ptr, factor_ptr, out_ptr, start, size, first_row, column_tile,
-    K: tl.constexpr, N: tl.constexpr, RANKS: tl.constexpr, STEP: tl.constexpr, TRANSPOSED: tl.constexpr,
-    GATHER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    USE_PTX: tl.constexpr,
+    K: tl.constexpr, N: tl.constexpr, OUT_WIDTH: tl.constexpr, RANKS: tl.constexpr, STEP: tl.constexpr,
+    TRANSPOSED: tl.constexpr, GATHER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, USE_PTX: tl.constexpr,
 ):  # fmt: skip
     """One tile of grouped_kernel: BLOCK_M rows of an expert's `size` that begin at `start`, from `first_row` on."""
     n = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -120,7 +121,7 @@ def _multiply_tile(
     acc *= scale
     if RANKS:
         acc = add_ranks(acc, low_ptr, factor_ptr, place, n, N, RANKS, TRANSPOSED, STEP, USE_PTX)
-    out = out_ptr + place[:, None] * N + n[None, :]
+    out = out_ptr + place[:, None] * OUT_WIDTH + n[None, :]
     tl.store(out, narrow(acc, out_ptr.dtype.element_ty, USE_PTX), mask=live[:, None] & (n < N)[None, :])
 
 
@@ -149,6 +150,7 @@ def grouped_kernel(
     count,
     K: tl.constexpr,
     N: tl.constexpr,
+    OUT_WIDTH: tl.constexpr,
     SCALED: tl.constexpr,
     RANKS: tl.constexpr,
     STEP: tl.constexpr,
@@ -165,7 +167,7 @@ def grouped_kernel(
     """out[r] = scale[e] * rows[index[r]] @ w[e - first] + low[r] @ factor[e].
 
     w: [count, K, N], or .T of [count, N, K] where TRANSPOSED; factor: likewise, of all experts, RANKS for K; 0: none.
-    scale: float32 [E] if SCALED, else 1.
+    scale: float32 [E] if SCALED, else 1. Rows of out are OUT_WIDTH elements apart.
     Of the rows r of experts e = first .. first + count - 1: from ends[e - 1] to ends[e]. Others are left as they are.
     Any number of programs. GATHER: index int32, else rows[r] is taken. TAIL_M: rows of a tile that is nearly empty.
     """
@@ -180,12 +182,12 @@ def grouped_kernel(
         if size - inside * BLOCK_M <= TAIL_M:
             _multiply_tile(
                 rows_ptr, index_ptr, w, scale, low_ptr, factor, out_ptr, start, size, inside * BLOCK_M, column_tile,
-                K, N, RANKS, STEP, TRANSPOSED, GATHER, TAIL_M, BLOCK_N, BLOCK_K, STAGES, USE_PTX,
+                K, N, OUT_WIDTH, RANKS, STEP, TRANSPOSED, GATHER, TAIL_M, BLOCK_N, BLOCK_K, STAGES, USE_PTX,
             )  # fmt: skip
         else:
             _multiply_tile(
                 rows_ptr, index_ptr, w, scale, low_ptr, factor, out_ptr, start, size, inside * BLOCK_M, column_tile,
-                K, N, RANKS, STEP, TRANSPOSED, GATHER, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, USE_PTX,
+                K, N, OUT_WIDTH, RANKS, STEP, TRANSPOSED, GATHER, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, USE_PTX,
             )  # fmt: skip
 
 
@@ -205,7 +207,7 @@ class Addend(NamedTuple):
     @property
     def step(self) -> int:
         """Ranks that are multiplied at once: at least what a tensor core takes."""
-        return min(64, max(16, triton.next_power_of_2(self.ranks)))
+        return min(64, max(16, next_power_of_2(self.ranks)))
 
 
 def grouped_product(
@@ -219,7 +221,7 @@ def grouped_product(
     scale: Tensor | None = None,
     addend: Addend | None = None,
 ) -> None:
-    """Rows of some experts in `out` [P, N], those that are not theirs untouched.
+    """Rows of some experts in `out` [P, N], maybe columns of a wider matrix, those that are not theirs untouched.
 
     Args:
         rows: bfloat16 [R, K], contiguous; index: int32 [P], which row stands at a place; None: R = P.
@@ -242,12 +244,13 @@ def grouped_product(
         count,
         K=k,
         N=n,
+        OUT_WIDTH=out.stride(0),
         SCALED=scale is not None,
         RANKS=0 if addend is None else addend.ranks,
         STEP=0 if addend is None else addend.step,
         TRANSPOSED=transposed,
         GATHER=index is not None,
-        BINS=max(32, triton.next_power_of_2(count)),
+        BINS=max(32, next_power_of_2(count)),
         BLOCK_M=tile.rows,
         TAIL_M=64,
         BLOCK_N=tile.columns,

@@ -76,8 +76,8 @@ def _column_quarters(x):
 def _finish(
     gate, up, first_column, place, live, weight, u_ptr, z_ptr, gate_factor, up_factor, alpha, beta, limit,
     INTER: tl.constexpr, ACTIVATION: tl.constexpr, IS_GATED: tl.constexpr, HAS_LIMIT: tl.constexpr,
-    BACKWARD: tl.constexpr, WRITES_H: tl.constexpr, TIMES_FACTOR: tl.constexpr, ROUNDED: tl.constexpr,
-    USE_PTX: tl.constexpr,
+    U_WIDTH: tl.constexpr, BACKWARD: tl.constexpr, WRITES_H: tl.constexpr, TIMES_FACTOR: tl.constexpr,
+    ROUNDED: tl.constexpr, USE_PTX: tl.constexpr,
 ):  # fmt: skip
     """Some columns of a tile from their gate and up: writes what hidden_kernel does, and returns <h, u> of each row.
 
@@ -86,7 +86,7 @@ def _finish(
     columns: tl.constexpr = 2 * INTER if IS_GATED else INTER
     i = first_column + tl.arange(0, gate.shape[1])
     kept = live[:, None] & (i < INTER)[None, :]
-    at_u = u_ptr + place[:, None] * INTER + i[None, :]
+    at_u = u_ptr + place[:, None] * U_WIDTH + i[None, :]
     part = tl.zeros((gate.shape[0],), tl.float32)
     if IS_GATED:
         h = activate_gated(gate, up, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
@@ -98,6 +98,8 @@ def _finish(
         part = tl.sum(tl.where(kept, h * u, 0.0), axis=1)
         u *= weight[:, None]
         at_z = z_ptr + place[:, None] * columns + i[None, :]
+        if U_WIDTH != INTER or not IS_GATED:  # u may lie in z
+            tl.debug_barrier()  # the thread that writes an element need not be the one that has read it
         if IS_GATED:
             of_gate, of_up = gradients_gated(gate, up, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
             of_up *= u * up_factor if TIMES_FACTOR else u
@@ -107,7 +109,7 @@ def _finish(
         of_gate *= u * gate_factor if TIMES_FACTOR else u
         tl.store(at_z, narrow(of_gate, z_ptr.dtype.element_ty, USE_PTX), mask=kept)
         if WRITES_H:
-            tl.debug_barrier()  # the thread that writes an element need not be the one that has read it
+            tl.debug_barrier()  # likewise
     if WRITES_H:
         tl.store(at_u, narrow(h, u_ptr.dtype.element_ty, USE_PTX), mask=kept)
     return part
@@ -117,10 +119,11 @@ def _finish(
 def _hidden_tile(
     rows_ptr, token_ptr, w_ptr, factor_ptr, bias_ptr, low_ptr, b_ptr, u_ptr, z_ptr, part_ptr, order_ptr, weights_ptr,
     expert, start, size, first_row, column_tile, alpha, beta, limit, K: tl.constexpr, INTER: tl.constexpr,
-    FACTORS: tl.constexpr, RANKS: tl.constexpr, STEP: tl.constexpr, ACTIVATION: tl.constexpr, IS_GATED: tl.constexpr,
-    HAS_LIMIT: tl.constexpr, HAS_BIAS: tl.constexpr, BACKWARD: tl.constexpr, WEIGHTED: tl.constexpr,
-    WRITES_H: tl.constexpr, WANTS_PARTS: tl.constexpr, TIMES_FACTOR: tl.constexpr, ROUNDED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, USE_PTX: tl.constexpr,
+    U_WIDTH: tl.constexpr, FACTORS: tl.constexpr, RANKS: tl.constexpr, STEP: tl.constexpr, ACTIVATION: tl.constexpr,
+    IS_GATED: tl.constexpr, HAS_LIMIT: tl.constexpr, HAS_BIAS: tl.constexpr, BACKWARD: tl.constexpr,
+    WEIGHTED: tl.constexpr, WRITES_H: tl.constexpr, WANTS_PARTS: tl.constexpr, TIMES_FACTOR: tl.constexpr,
+    ROUNDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    USE_PTX: tl.constexpr,
 ):  # fmt: skip
     """One tile of hidden_kernel: BLOCK_M rows of an expert's `size` that begin at `start`, from `first_row` on."""
     columns: tl.constexpr = 2 * INTER if IS_GATED else INTER
@@ -152,8 +155,8 @@ def _hidden_tile(
     for quarter in tl.static_range(4):
         part += _finish(
             gates[quarter], ups[quarter], column_tile * BLOCK_I + quarter * (BLOCK_I // 4), place, live, weight, u_ptr,
-            z_ptr, gate_factor, up_factor, alpha, beta, limit, INTER, ACTIVATION, IS_GATED, HAS_LIMIT, BACKWARD,
-            WRITES_H, TIMES_FACTOR, ROUNDED, USE_PTX,
+            z_ptr, gate_factor, up_factor, alpha, beta, limit, INTER, ACTIVATION, IS_GATED, HAS_LIMIT, U_WIDTH,
+            BACKWARD, WRITES_H, TIMES_FACTOR, ROUNDED, USE_PTX,
         )  # fmt: skip
     if WANTS_PARTS:
         tl.store(part_ptr + place * tiles + column_tile, part, mask=live)
@@ -181,6 +184,7 @@ def hidden_kernel(
     limit,
     K: tl.constexpr,
     INTER: tl.constexpr,
+    U_WIDTH: tl.constexpr,
     FACTORS: tl.constexpr,
     RANKS: tl.constexpr,
     STEP: tl.constexpr,
@@ -209,8 +213,8 @@ def hidden_kernel(
     times the factor again if TIMES_FACTOR; part = <h, u> of a tile's columns if WANTS_PARTS. h replaces u if WRITES_H.
 
     w: bfloat16 [count, columns, K], columns INTER or 2 * INTER, gate then up. factor: float32 [E, FACTORS], one or that
-    of gate and that of up. low, b: as in grouped_kernel. bias: float32 [E, columns]. u: [rows, INTER]. z: [rows,
-    columns]. part: float32 [rows, cdiv(INTER, BLOCK_I)].
+    of gate and that of up. low, b: as in grouped_kernel. bias: float32 [E, columns]. u: [rows, INTER], U_WIDTH elements
+    apart: the last INTER columns of z, or of its own. z: [rows, columns]. part: float32 [rows, cdiv(INTER, BLOCK_I)].
     """
     columns: tl.constexpr = 2 * INTER if IS_GATED else INTER
     column_tiles: tl.constexpr = (INTER + BLOCK_I - 1) // BLOCK_I
@@ -223,14 +227,14 @@ def hidden_kernel(
         if size - inside * BLOCK_M <= TAIL_M:
             _hidden_tile(
                 rows_ptr, token_ptr, w, factor_ptr, bias_ptr, low_ptr, b_ptr, u_ptr, z_ptr, part_ptr, order_ptr,
-                weights_ptr, expert, start, size, inside * BLOCK_M, column_tile, alpha, beta, limit, K, INTER, FACTORS,
-                RANKS, STEP, ACTIVATION, IS_GATED, HAS_LIMIT, HAS_BIAS, BACKWARD, WEIGHTED, WRITES_H, WANTS_PARTS,
-                TIMES_FACTOR, ROUNDED, TAIL_M, BLOCK_I, BLOCK_K, STAGES, USE_PTX,
+                weights_ptr, expert, start, size, inside * BLOCK_M, column_tile, alpha, beta, limit, K, INTER, U_WIDTH,
+                FACTORS, RANKS, STEP, ACTIVATION, IS_GATED, HAS_LIMIT, HAS_BIAS, BACKWARD, WEIGHTED, WRITES_H,
+                WANTS_PARTS, TIMES_FACTOR, ROUNDED, TAIL_M, BLOCK_I, BLOCK_K, STAGES, USE_PTX,
             )  # fmt: skip
         else:
             _hidden_tile(
                 rows_ptr, token_ptr, w, factor_ptr, bias_ptr, low_ptr, b_ptr, u_ptr, z_ptr, part_ptr, order_ptr,
-                weights_ptr, expert, start, size, inside * BLOCK_M, column_tile, alpha, beta, limit, K, INTER, FACTORS,
-                RANKS, STEP, ACTIVATION, IS_GATED, HAS_LIMIT, HAS_BIAS, BACKWARD, WEIGHTED, WRITES_H, WANTS_PARTS,
-                TIMES_FACTOR, ROUNDED, BLOCK_M, BLOCK_I, BLOCK_K, STAGES, USE_PTX,
+                weights_ptr, expert, start, size, inside * BLOCK_M, column_tile, alpha, beta, limit, K, INTER, U_WIDTH,
+                FACTORS, RANKS, STEP, ACTIVATION, IS_GATED, HAS_LIMIT, HAS_BIAS, BACKWARD, WEIGHTED, WRITES_H,
+                WANTS_PARTS, TIMES_FACTOR, ROUNDED, BLOCK_M, BLOCK_I, BLOCK_K, STAGES, USE_PTX,
             )  # fmt: skip

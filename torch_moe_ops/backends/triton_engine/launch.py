@@ -57,6 +57,8 @@ def _early_tiles(plan: Plan, gemm: int) -> bool:
 
 
 def _codes(weight: Tensor, form: WeightFormat) -> Tensor:
+    if form.tiled:
+        return weight.view(torch.float8_e4m3fn)
     return weight.view(torch.int32) if form.per_word > 1 else weight
 
 
@@ -137,7 +139,7 @@ def _run_prologue(call: ExpertsCall, plan: Plan, b: Buffers) -> None:
         ACT=plan.operand1.act,
         HOW=plan.operand1.how,
         WEIGHTED=call.router_weight_on_input,
-        PER_WORD=plan.weight1.per_word,
+        PER_WORD=plan.weight1.order,
         BLOCK_TOKENS=plan.config.block_t,
         CHUNK=min(4096 if many else 2048, max(64, triton.next_power_of_2(plan.num_slots))),
         BINS=max(32, triton.next_power_of_2(experts)),
@@ -192,7 +194,7 @@ def _run_gemm1(call: ExpertsCall, plan: Plan, b: Buffers, h: Tensor) -> None:
         HAS_BIAS=call.w13_bias is not None,
         SLOT_ROWS=plan.operand1.how == "expert",
         SCALES=_scales(tile, plan.weight1, call.w13.shape[1], plan.hidden_size, call.w13_scale),
-        PER_WORD=plan.weight2.per_word if plan.fused else 1,
+        PER_WORD=plan.weight2.order if plan.fused else 1,
         EARLY_TILES=_early_tiles(plan, 1),
         **_tile_constants(tile, plan),
     )
@@ -249,7 +251,7 @@ def _run_requantize(plan: Plan, b: Buffers, h: Tensor) -> None:
         PIECE=piece,
         ACT=plan.operand2.act,
         HOW=plan.operand2.how,
-        PER_WORD=plan.weight2.per_word,
+        PER_WORD=plan.weight2.order,
         DIRECT=plan.direct,
     )
 

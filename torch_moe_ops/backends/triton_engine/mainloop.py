@@ -12,6 +12,7 @@ import triton.language as tl
 from torch_moe_ops.backends.triton_engine.decode_words import decode_words
 from torch_moe_ops.backends.triton_engine.dependent import load_settled
 from torch_moe_ops.backends.triton_engine.products import dot, load_operand
+from torch_moe_ops.backends.triton_engine.tiled import TILE_BYTES, tile_pointers
 from torch_moe_ops.backends.triton_engine.words import multiply_words
 
 _PREFETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;")
@@ -77,9 +78,23 @@ def slot_of_row(row_slot_ptr, rows, num_slots):
 
 
 @triton.jit
+def _weights(
+    w_ptr, columns, part, FORMAT: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, K: tl.constexpr,
+    K_PART: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Pointers [columns, BLOCK_K / FORMAT.per_word] to the first step of an expert's weights."""
+    if FORMAT.tiled:
+        return tile_pointers(w_ptr, columns, part * (K_PART // BLOCK_K), HALF, HALF < N, K)
+    else:
+        per: tl.constexpr = FORMAT.per_word
+        word = part * (K_PART // per) + tl.arange(0, BLOCK_K // per)
+        return w_ptr + columns[:, None] * (K // per) + word[None, :]
+
+
+@triton.jit
 def _multiply_tiles(
-    acc, operand_ptr, operand_rows, live, operand_scale_ptr, w_ptr, scale_ptr, columns, part, FORMAT: tl.constexpr,
-    HALF: tl.constexpr, HAS_OPERAND_SCALE: tl.constexpr, OPERAND_STRIDE: tl.constexpr, K: tl.constexpr,
+    acc, operand_ptr, operand_rows, live, operand_scale_ptr, w, scale_rows, part, FORMAT: tl.constexpr,
+    HAS_OPERAND_SCALE: tl.constexpr, OPERAND_STRIDE: tl.constexpr, K: tl.constexpr,
     K_PART: tl.constexpr, MASKED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     USE_PTX: tl.constexpr,
 ):  # fmt: skip
@@ -90,13 +105,11 @@ def _multiply_tiles(
     dtype: tl.constexpr = operand_ptr.dtype.element_ty
     per: tl.constexpr = FORMAT.per_word
     words: tl.constexpr = BLOCK_K // per
+    step: tl.constexpr = TILE_BYTES if FORMAT.tiled else words
     tiles_k: tl.constexpr = (K + 127) // 128
     k = tl.arange(0, BLOCK_K)
     word = tl.arange(0, words)
     operand = operand_ptr + operand_rows[:, None] * OPERAND_STRIDE + (part * K_PART + k)[None, :]
-    w = w_ptr + columns[:, None] * (K // per) + (part * (K_PART // per) + word)[None, :]
-    row_tile = (columns // HALF) * ((HALF + 127) // 128) + (columns % HALF) // TILE
-    scale_rows = scale_ptr + row_tile * tiles_k
     operand_scale_rows = operand_scale_ptr + operand_rows * tiles_k
     # A step ahead: they are too small to be copied to shared memory while the steps before are multiplied.
     tile = tl.minimum(part * K_PART // TILE, tiles_k - 1)  # beyond K all products are zero: any scale will do
@@ -118,24 +131,24 @@ def _multiply_tiles(
             a = decode_words(packed, None, None, FORMAT, dtype, BLOCK_N, words, USE_PTX)
         acc += dot(a, x, tl.zeros_like(acc), USE_PTX) * factor
         operand += BLOCK_K
-        w += words
+        w += step
     return acc
 
 
 @triton.jit
 def _multiply_plain(
-    acc, operand_ptr, operand_rows, live, w_ptr, columns, part, PROMOTE: tl.constexpr, OPERAND_STRIDE: tl.constexpr,
-    K: tl.constexpr, K_PART: tl.constexpr, MASKED: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    SWAPPED: tl.constexpr, USE_PTX: tl.constexpr,
+    acc, operand_ptr, operand_rows, live, w, part, PROMOTE: tl.constexpr, OPERAND_STRIDE: tl.constexpr,
+    K: tl.constexpr, K_PART: tl.constexpr, MASKED: tl.constexpr, BLOCK_K: tl.constexpr, STEP: tl.constexpr,
+    STAGES: tl.constexpr, SWAPPED: tl.constexpr, USE_PTX: tl.constexpr,
 ):  # fmt: skip
     """Values that are multiplied as they are: 16-bit floats, int8 or e4m3 codes.
 
     PROMOTE: the tensor core sums a step of K alone, and float32 arithmetic the steps.
+    STEP: from the weights of one step to those of the next.
     SWAPPED: acc is [BLOCK_T, BLOCK_N], and the operand the first factor.
     """
     k = tl.arange(0, BLOCK_K)
     operand = operand_ptr + operand_rows[:, None] * OPERAND_STRIDE + (part * K_PART + k)[None, :]
-    w = w_ptr + columns[:, None] * K + (part * K_PART + k)[None, :]
     for begin in tl.range(0, K_PART, BLOCK_K, num_stages=STAGES):
         at = part * K_PART + begin + k
         a = tl.load(w, mask=(at < K)[None, :], other=0.0) if MASKED else tl.load(w)
@@ -144,7 +157,7 @@ def _multiply_plain(
             a, x = x, a
         acc = acc + dot(a, x, tl.zeros_like(acc), USE_PTX) if PROMOTE else dot(a, x, acc, USE_PTX)
         operand += BLOCK_K
-        w += BLOCK_K
+        w += STEP
     return acc
 
 
@@ -159,9 +172,9 @@ def multiply(
 
     Of rows that are not live anything may come out.
 
-    w: int32 words [E, N, K / FORMAT.per_word], or values; scale, zero points [E, N, K / FORMAT.group], or a scale
-    [E, tiles of rows, tiles of K], each HALF of the rows tiled by itself. What FORMAT says is along K is applied, but
-    for FORMAT.unit; so are the operand's scales where FACTOR is "group".
+    w: int32 words [E, N, K / FORMAT.per_word], values, or tiles of them (FORMAT.tiled, BLOCK_K is 128); scale, zero
+    points [E, N, K / FORMAT.group], or a scale [E, tiles of rows, tiles of K], each HALF of the rows tiled by itself.
+    What FORMAT says is along K is applied, but for FORMAT.unit; so are the operand's scales where FACTOR is "group".
     Sums over the part-th K_PART values of K: all of K, or a part that is a multiple of BLOCK_K. MASKED: any
     step goes beyond K. SCALES: see words.multiply_words.
     """
@@ -175,15 +188,20 @@ def multiply(
     acc = tl.zeros(shape, tl.int32 if integer else tl.float32)
     w = w_ptr + expert * (N * (K // FORMAT.per_word))
     if FORMAT.scale == "tile":
-        tiles: tl.constexpr = (N // HALF) * ((HALF + 127) // 128) * ((K + 127) // 128)
+        tiles_k: tl.constexpr = (K + 127) // 128
+        tiles: tl.constexpr = (N // HALF) * ((HALF + 127) // 128) * tiles_k
+        row_tile = (columns // HALF) * ((HALF + 127) // 128) + (columns % HALF) // TILE
+        scale_rows = scale_ptr + expert * tiles + row_tile * tiles_k
+        first = _weights(w, columns, part, FORMAT, N, HALF, K, K_PART, BLOCK_K)
         acc = _multiply_tiles(
-            acc, operand_ptr, operand_rows, live, operand_scale_ptr, w, scale_ptr + expert * tiles, columns, part,
-            FORMAT, HALF, FACTOR == "group", OPERAND_STRIDE, K, K_PART, MASKED, BLOCK_N, BLOCK_K, STAGES, USE_PTX,
+            acc, operand_ptr, operand_rows, live, operand_scale_ptr, first, scale_rows, part, FORMAT,
+            FACTOR == "group", OPERAND_STRIDE, K, K_PART, MASKED, BLOCK_N, BLOCK_K, STAGES, USE_PTX,
         )  # fmt: skip
     elif FORMAT.per_word == 1:
         acc = _multiply_plain(
-            acc, operand_ptr, operand_rows, live, w, columns, part, FORMAT.native and not integer, OPERAND_STRIDE, K,
-            K_PART, MASKED, BLOCK_K, STAGES, swapped, USE_PTX,
+            acc, operand_ptr, operand_rows, live, _weights(w, columns, part, FORMAT, N, HALF, K, K_PART, BLOCK_K), part,
+            FORMAT.native and not integer, OPERAND_STRIDE, K, K_PART, MASKED, BLOCK_K,
+            TILE_BYTES if FORMAT.tiled else BLOCK_K, STAGES, swapped, USE_PTX,
         )  # fmt: skip
         acc = acc.trans() if swapped else acc
     else:

@@ -13,7 +13,13 @@ Four codes to a word:
     position  = 32 b + 16 v + 8 q + 2 t + p
 
 Weights keep the order of the checkpoint. Activations are written in this one by whatever makes them.
-PER_WORD: 8, 4, or 1 for the natural order.
+
+Tiles of e4m3 codes that wgmma reads where they lie (`tiled.py`) have an order of their own:
+
+    natural k = 64 a + 16 c + 8 s + 4 u + b
+    position  = 64 a + 32 s + 16 u + 4 c + b
+
+PER_WORD: 8, 4, 16 (formats.TILED), or 1 for the natural order.
 """
 
 from __future__ import annotations
@@ -33,6 +39,8 @@ def reordered_position(k, PER_WORD: tl.constexpr):
     elif PER_WORD == 4:
         t = (k >> 3) & 3
         return (k & -32) | ((k & 4) << 2) | ((k & 1) << 3) | (t << 1) | ((k >> 1) & 1)
+    elif PER_WORD == 16:
+        return (k & -64) | ((k & 12) << 2) | (((k >> 4) & 3) << 2) | (k & 3)
     else:
         return k
 
@@ -45,6 +53,9 @@ def reorder(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PER_WORD: tl.constexpr
         return parts.reshape(ROWS, COLUMNS)
     elif PER_WORD == 4:
         parts = x.reshape(ROWS // 32, 4, 2, 2, 2, COLUMNS).permute(0, 2, 4, 1, 3, 5)
+        return parts.reshape(ROWS, COLUMNS)
+    elif PER_WORD == 16:
+        parts = x.reshape(ROWS // 64, 4, 4, 4, COLUMNS).permute(0, 2, 1, 3, 4)
         return parts.reshape(ROWS, COLUMNS)
     else:
         return x

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torch_moe_ops.backends.triton_engine.configs import FP8_PRODUCTS, Config, Tile, select
 from torch_moe_ops.backends.triton_engine.formats import (
+    NDIM,
     OperandFormat,
     WeightFormat,
     operand_dtype,
@@ -18,6 +19,7 @@ from torch_moe_ops.backends.triton_engine.formats import (
 )
 from torch_moe_ops.backends.triton_engine.permute import BLOCK
 from torch_moe_ops.backends.triton_engine.schedule import FIELDS, TAIL, max_tiles
+from torch_moe_ops.backends.triton_engine.tiled import ROWS, TILE_K
 from torch_moe_ops.core.activations import ACTIVATIONS
 from torch_moe_ops.core.call import ExpertsCall
 from torch_moe_ops.core.schemes import SCHEMES, ceil_div
@@ -84,13 +86,13 @@ def _fitting(tile: Tile, form: WeightFormat) -> Tile:
     if form.terms == 2:
         return tile._replace(block_n=min(block_n, 128), block_k=min(block_k, 128), max_registers=0)
     if form.native and form.code == "e4m3":
-        block_k = min(block_k, 128)  # a sum on fp8 tensor cores is not longer
+        block_k = TILE_K if form.tiled else min(block_k, 128)  # a sum on fp8 tensor cores is not longer
     return tile._replace(block_n=block_n, block_k=block_k)
 
 
 def _is_copied(call: ExpertsCall, form: WeightFormat, operand: OperandFormat, dtype: torch.dtype) -> bool:
     """Whether GEMM1 cannot read the hidden states as they come."""
-    if form.per_word > 1 or call.router_weight_on_input:
+    if form.order > 1 or call.router_weight_on_input:
         return True
     return operand.how not in ("none", "packed") or call.hidden_states.dtype != dtype
 
@@ -103,13 +105,19 @@ def tokens_alone(tokens: int, num_local_experts: int, num_experts: int) -> int:
     return tokens if tokens <= 1 else max(2, ceil_div(tokens * num_local_experts, num_experts))
 
 
+def _sizes(call: ExpertsCall) -> tuple[int, int]:
+    """hidden_size and intermediate_size, that of tiles as they are padded."""
+    if call.w2.ndim == NDIM:
+        return call.w2.shape[1] * ROWS, call.w2.shape[2] * TILE_K
+    return call.w2.shape[1], call.w2.shape[2] * SCHEMES[call.scheme].pack
+
+
 def make_plan(call: ExpertsCall, config: Config | None = None) -> Plan:
     """Shapes and plain values decide everything; config: tile sizes, None for those of the rules."""
     tokens, top_k = call.topk_ids.shape
     num_slots, experts = tokens * top_k, call.w13.shape[0]
     direct = tokens == 1  # one token's experts differ, so nothing is read twice
-    hidden_size = call.w2.shape[1]
-    inter = call.w2.shape[2] * SCHEMES[call.scheme].pack
+    hidden_size, inter = _sizes(call)
     native = multiplies_int8(call.w13.device)
     weights = weight_format(call, 1, native), weight_format(call, 2, native)
     operands = operand_format(call, 1, weights[0]), operand_format(call, 2, weights[1])

@@ -14,10 +14,12 @@ from torch_moe_ops.backends.triton_engine.elements import narrow
 from torch_moe_ops.backends.triton_engine.grouped import expert_tiles, sum_products, tile_of
 from torch_moe_ops.backends.triton_engine.plan import target_of
 from torch_moe_ops.backends.triton_engine.products import dot
+from torch_moe_ops.core.schemes import ceil_div, next_power_of_2
 
 _PROGRAMS = 4  # of a multiprocessor, which its shared memory holds
 _ROWS = 128  # of a tile, of many rows
 _MOST_RANKS = 64  # that a tile has
+_K, _K_OF_FEW = 64, 256  # of a row at a time; few rows wait for memory more often than they multiply
 
 
 @triton.jit
@@ -27,6 +29,7 @@ def low_kernel(
     factor_ptr,
     ends_ptr,
     token_ptr,
+    order_ptr,
     ids_ptr,
     scaling_ptr,
     out_ptr,
@@ -36,6 +39,7 @@ def low_kernel(
     RANKS: tl.constexpr,
     OF_ADAPTER: tl.constexpr,
     HAS_IDS: tl.constexpr,
+    CHUNK: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     GATHER: tl.constexpr,
     BINS: tl.constexpr,
@@ -49,7 +53,8 @@ def low_kernel(
     """out[r] = scaling * rows[index[r]] @ factor[e], float32 [P, RANKS], of the rows r of `count` experts from `first`.
 
     factor: [E, K, RANKS], or .T of [E, RANKS, K] where TRANSPOSED. scaling: float32 [adapters], OF_ADAPTER ranks each.
-    HAS_IDS: zeros but in the ranks of ids[token[r]]. The rest: grouped_kernel.
+    HAS_IDS: zeros but in the ranks of ids[token[r]]. CHUNK: bfloat16 [slots, chunks, 2, CHUNK] instead, by order[r]:
+    the numbers, then what they lack, zeros beyond the last. The rest: grouped_kernel.
     """
     rank_tiles: tl.constexpr = (RANKS + BLOCK_R - 1) // BLOCK_R
     begin, upto, tiles, sizes = expert_tiles(ends_ptr, first, count, BINS, BLOCK_M)
@@ -59,23 +64,24 @@ def low_kernel(
         factor = factor_ptr + (first + expert).to(tl.int64) * (K * RANKS)
         if size - inside * BLOCK_M <= TAIL_M:
             _low_tile(
-                rows_ptr, index_ptr, factor, token_ptr, ids_ptr, scaling_ptr, out_ptr, start, size, inside * BLOCK_M,
-                rank_tile, K, RANKS, OF_ADAPTER, HAS_IDS, TRANSPOSED, GATHER, TAIL_M, BLOCK_R, BLOCK_K, STAGES, USE_PTX,
+                rows_ptr, index_ptr, factor, token_ptr, order_ptr, ids_ptr, scaling_ptr, out_ptr, start, size,
+                inside * BLOCK_M, rank_tile, K, RANKS, OF_ADAPTER, HAS_IDS, CHUNK, TRANSPOSED, GATHER, TAIL_M, BLOCK_R,
+                BLOCK_K, STAGES, USE_PTX,
             )  # fmt: skip
         else:
             _low_tile(
-                rows_ptr, index_ptr, factor, token_ptr, ids_ptr, scaling_ptr, out_ptr, start, size, inside * BLOCK_M,
-                rank_tile, K, RANKS, OF_ADAPTER, HAS_IDS, TRANSPOSED, GATHER, BLOCK_M, BLOCK_R, BLOCK_K, STAGES,
-                USE_PTX,
+                rows_ptr, index_ptr, factor, token_ptr, order_ptr, ids_ptr, scaling_ptr, out_ptr, start, size,
+                inside * BLOCK_M, rank_tile, K, RANKS, OF_ADAPTER, HAS_IDS, CHUNK, TRANSPOSED, GATHER, BLOCK_M, BLOCK_R,
+                BLOCK_K, STAGES, USE_PTX,
             )  # fmt: skip
 
 
 @triton.jit
 def _low_tile(
-    rows_ptr, index_ptr, factor_ptr, token_ptr, ids_ptr, scaling_ptr, out_ptr, start, size, first_row, rank_tile,
-    K: tl.constexpr, RANKS: tl.constexpr, OF_ADAPTER: tl.constexpr, HAS_IDS: tl.constexpr, TRANSPOSED: tl.constexpr,
-    GATHER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    USE_PTX: tl.constexpr,
+    rows_ptr, index_ptr, factor_ptr, token_ptr, order_ptr, ids_ptr, scaling_ptr, out_ptr, start, size, first_row,
+    rank_tile, K: tl.constexpr, RANKS: tl.constexpr, OF_ADAPTER: tl.constexpr, HAS_IDS: tl.constexpr,
+    CHUNK: tl.constexpr, TRANSPOSED: tl.constexpr, GATHER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, USE_PTX: tl.constexpr,
 ):  # fmt: skip
     """One tile of low_kernel."""
     r = rank_tile * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -87,7 +93,17 @@ def _low_tile(
     if HAS_IDS:
         own = tl.load(ids_ptr + tl.load(token_ptr + place))
         acc = tl.where(own[:, None] == (r // OF_ADAPTER)[None, :], acc, 0.0)
-    tl.store(out_ptr + place[:, None] * RANKS + r[None, :], acc, mask=live[:, None] & (r < RANKS)[None, :])
+    if CHUNK:
+        chunks: tl.constexpr = (RANKS + CHUNK - 1) // CHUNK
+        slot = tl.load(order_ptr + place).to(tl.int64)
+        out = out_ptr + (slot * (chunks * 2 * CHUNK))[:, None] + (r // CHUNK * (2 * CHUNK) + r % CHUNK)[None, :]
+        kept = live[:, None] & (r < chunks * CHUNK)[None, :]
+        acc = tl.where((r < RANKS)[None, :], acc, 0.0)  # beyond it, sums of the last rank came
+        high = narrow(acc, tl.bfloat16, USE_PTX)
+        tl.store(out, high, mask=kept)
+        tl.store(out + CHUNK, narrow(acc - high.to(tl.float32), tl.bfloat16, USE_PTX), mask=kept)
+    else:
+        tl.store(out_ptr + place[:, None] * RANKS + r[None, :], acc, mask=live[:, None] & (r < RANKS)[None, :])
 
 
 @triton.jit
@@ -150,7 +166,7 @@ class Ranks(NamedTuple):
 
 def low_rows(
     rows: Tensor, index: Tensor | None, factor: Tensor, slots: Slots, transposed: bool, ranks: Ranks,
-    first: int, count: int, out: Tensor,
+    first: int, count: int, out: Tensor, chunk: int = 0,
 ) -> None:  # fmt: skip
     """scaling * rows @ factor of the places of experts first .. first + count - 1, in `out`; zeros in others' ranks.
 
@@ -158,9 +174,10 @@ def low_rows(
         rows: bfloat16 [R, K], contiguous; index: int32 [P], which row stands at a place; None: R = P.
         factor: bfloat16 [experts, K, adapters * r], [experts, adapters * r, K] where transposed; contiguous.
         out: float32 [P, adapters * r], contiguous.
+        chunk: a power of two; out is bfloat16 [slots, chunks, 2, chunk] by slot: the numbers, then what they lack.
     """
-    k, width = rows.shape[1], out.shape[1]
-    block_r = min(_MOST_RANKS, max(16, triton.next_power_of_2(width)))
+    k, width = rows.shape[1], factor.shape[1 if transposed else 2]
+    block_r = min(_MOST_RANKS, max(16, chunk, next_power_of_2(width)))
     programs = 2
     if out.is_cuda:
         programs = torch.cuda.get_device_properties(out.device).multi_processor_count * _PROGRAMS
@@ -171,6 +188,7 @@ def low_rows(
         factor,
         slots.ends,
         slots.token,
+        slots.order,
         slots.token if ranks.ids is None else ranks.ids,
         ranks.scaling,
         out,
@@ -180,13 +198,14 @@ def low_rows(
         RANKS=width,
         OF_ADAPTER=width // ranks.scaling.shape[0],
         HAS_IDS=ranks.ids is not None,
+        CHUNK=chunk,
         TRANSPOSED=transposed,
         GATHER=index is not None,
-        BINS=max(32, triton.next_power_of_2(count)),
+        BINS=max(32, next_power_of_2(count)),
         BLOCK_M=64 if few else _ROWS,
         TAIL_M=16 if few else 64,
         BLOCK_R=block_r,
-        BLOCK_K=64,
+        BLOCK_K=_K_OF_FEW if few else _K,
         STAGES=3,
         USE_PTX=target_of(out.device)["USE_PTX"],
         num_warps=4,
@@ -207,8 +226,8 @@ def outer_sums(
     experts, width, ranks = slots.ends.shape[0], rows.shape[1], low.shape[1]
     shape = (experts, ranks, width) if ranks_first else (experts, width, ranks)
     out = torch.empty(shape, dtype=dtype, device=rows.device)
-    block_r, block_w = min(_MOST_RANKS, max(16, triton.next_power_of_2(ranks))), 128
-    outer_kernel[triton.cdiv(width, block_w), experts, triton.cdiv(ranks, block_r)](
+    block_r, block_w = min(_MOST_RANKS, max(16, next_power_of_2(ranks))), 128
+    outer_kernel[ceil_div(width, block_w), experts, ceil_div(ranks, block_r)](
         rows,
         slots.token,
         low,

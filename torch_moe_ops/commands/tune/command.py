@@ -14,7 +14,7 @@ import torch
 
 from torch_moe_ops.backends import cuda_sm90
 from torch_moe_ops.backends.sm90.common import CAPABILITY, MAX_EXPERTS
-from torch_moe_ops.backends.sm90.layout import TILE
+from torch_moe_ops.backends.sm90.formats import size_multiple
 from torch_moe_ops.backends.triton import device_reason, package_reason
 from torch_moe_ops.checkpoints import CheckpointError
 from torch_moe_ops.commands.tune import layers
@@ -82,8 +82,8 @@ def _check_for_sm90(layer: Layer) -> None:
     if layer.act_format not in cuda_sm90.FORMATS.get(raw.scheme, ()):
         known = ", ".join(f"{scheme} with {act}" for scheme, acts in cuda_sm90.FORMATS.items() for act in acts)
         raise ValueError(f"--backend: cuda_sm90 must be for one of {known}, got {raw.scheme} with {layer.act_format}")
-    if raw.hidden_size % TILE:
-        raise ValueError(f"{layer.name}: hidden_size must be a multiple of {TILE}, got {raw.hidden_size}")
+    if raw.hidden_size % (multiple := size_multiple(raw.scheme)):
+        raise ValueError(f"{layer.name}: hidden_size must be a multiple of {multiple}, got {raw.hidden_size}")
     if raw.num_experts > MAX_EXPERTS:
         raise ValueError(f"{layer.name}: num_experts must be at most {MAX_EXPERTS}, got {raw.num_experts}")
 

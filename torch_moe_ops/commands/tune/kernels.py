@@ -106,8 +106,7 @@ def _replay(graph: torch.cuda.CUDAGraph) -> float:
 
 def rules_of(layer: Layer) -> Switches:
     """The kernels without tuning of one's own."""
-    raw = layer.raw
-    return sm90_choice.rules(raw.num_experts, layer.top_k, raw.hidden_size, raw.intermediate_size)
+    return sm90_choice.rules_for(layer.key, layer.raw.num_experts)
 
 
 def switches_of(times: Times, rules: Switches) -> Switches:
