@@ -134,6 +134,12 @@ void bind_weights(ExpertsArgs& args, const moeq::LayerCall& call) {
   if (args.scheme == Scheme::kNone) args.weight_dtype = dtype_of(w13, "w13");
 }
 
+// Values of K that share a scale apart from the operand; 0: the whole row, or scales are in the operand.
+int64_t scale_group(Scheme scheme, ActFormat format, OperandType operand) {
+  if (format == ActFormat::kFp8) return layout_of(scheme).fp8_group;
+  return operand == OperandType::kInt8 ? kActLayouts[static_cast<int>(format)].block : 0;
+}
+
 Parallel torch_threads() {
   return {std::max<int>(1, static_cast<int>(torch::stable::get_num_threads())), run_on_torch_threads};
 }
@@ -157,10 +163,9 @@ HostJob bind(const moeq::ExpertsCall& call) {
   bind_weights(args, call);
   args.a1 = bind_act("a1_gscale", format, args.hidden_dtype, call.a1_gscale, args.num_experts);
   args.a2 = bind_act("a2_gscale", format, args.hidden_dtype, call.a2_gscale, args.num_experts);
-  if (format == ActFormat::kFp8) args.a1.group = args.a2.group = layout_of(args.scheme).fp8_group;
   job.isa = &isa_table();
-  const DotKey key = dot_key(args, format);
-  job.dot = are_integers(key) ? find_integer_dot(key, *job.isa) : job.isa->find_dot(key);
+  job.dot = find_dot(dot_key(args, format), *job.isa);
+  args.a1.group = args.a2.group = scale_group(args.scheme, format, job.dot.operand);
   return job;
 }
 

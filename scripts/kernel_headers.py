@@ -233,7 +233,8 @@ def calls() -> str:
     for op, own in facts.OWN_ARGUMENTS.items():
         routed = op in facts.TAKES_ROUTER
         bases = " : LayerCall, RouterCall" if routed else " : LayerCall"
-        parts.append(_op(op, bases, call | (router if routed else {}) | own, own, ("out",)))
+        filled = ("out", *facts.FILLS.get(op, ()))
+        parts.append(_op(op, bases, call | (router if routed else {}) | own, own, filled))
     parts.append(_op("route_sm90", " : RouterCall", router | FILLED, FILLED, ("ids", "weights")))
     includes = ["<torch/csrc/stable/tensor.h>\n", "<optional>", "<string>", "<tuple>"]
     return header("The arguments of compiled ops.", includes, space("moeq", *parts))
@@ -267,7 +268,7 @@ def _op(op: str, bases: str, fields: Fields, own: Fields, filled: tuple[str, ...
     *opening, end = _struct(f"{constant(op)[1:]}Call", bases, own)
     mutable = {
         name: f"Tensor({letter}!){'?' * fields[name].endswith('None')}"
-        for name, letter in zip(filled, "abc", strict=False)
+        for name, letter in zip(filled, "abcd", strict=False)
     }
     schema = [f"{mutable.get(name, TYPES[kind][1])} {name}" for name, kind in fields.items()]
     types = [TYPES[kind][0] for kind in fields.values()]

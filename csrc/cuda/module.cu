@@ -17,6 +17,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(moeq_C, m) {
   m.def("ep_p2p_combine(Tensor partial, Tensor(a!) out, Tensor buffers, int rank, float limit) -> ()");
   m.def("ep_p2p_buffer_bytes() -> int");
   m.def(moeq::ExpertsSm90Call::kSchema);
+  m.def(moeq::ExpertsHiddenSm90Call::kSchema);
+  m.def(moeq::ExpertsSm90RowsCall::kSchema);
+  m.def("experts_sm90_rows_kept(int tokens, int top_k, int experts, int hidden, int inter) -> int");
   m.def(moeq::ExpertsSm90Bf16Call::kSchema);
   m.def(moeq::ExpertsSm90W4a8Call::kSchema);
   m.def(moeq::RouteSm90Call::kSchema);

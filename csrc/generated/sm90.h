@@ -9,6 +9,8 @@ constexpr int kTileK = 64;
 constexpr int kTileCodeBytes = 2048;
 // Local ones: one thread block sorts them.
 constexpr int kMaxExperts = 1024;
+// Of the hidden size where weights have 8 bits: a thread copies as many values.
+constexpr int kByteHiddenMultiple = 16;
 // Of the hidden and the intermediate size: a copy's bytes, eight gate rows beside eight up.
 constexpr int kBf16SizeMultiple = 16;
 // For which there is a routing kernel at all.
@@ -19,15 +21,15 @@ constexpr int kRouteTopK = 32;
 constexpr int kRouteGroups = 32;
 
 // What the weights are: the formats of formats.cuh.
-enum class Format : int { kNvfp4, kMxfp4, kInt4Per32, kInt4Per64, kInt4Zero };
+enum class Format : int { kNvfp4, kMxfp4, kInt4Per32, kInt4Per64, kInt4Zero, kInt4ZeroBf16, kFp8, kMxfp8 };
 
-constexpr int kFormats = 5;
+constexpr int kFormats = 8;
 
 // Bytes of a tile's scales, by format.
-constexpr int kTileScaleBytes[] = {256, 128, 256, 128, 256};
+constexpr int kTileScaleBytes[] = {256, 128, 256, 128, 256, 256, 0, 128};
 
 // Bytes of one of them.
-constexpr int kEachScaleBytes[] = {1, 1, 2, 2, 4};
+constexpr int kEachScaleBytes[] = {1, 1, 2, 2, 4, 8, 4, 1};
 
 constexpr int tile_scale_bytes(Format format) { return kTileScaleBytes[static_cast<int>(format)]; }
 
@@ -61,6 +63,8 @@ namespace moeq::sm90::few {
 constexpr int kMaxSlots = 128;
 // More take as long in the other kernel, or less.
 constexpr int kMaxTokens = 8;
+// Of policy packed, which the other kernel does not decode.
+constexpr int kMaxTokensPacked = 16;
 
 }  // namespace moeq::sm90::few
 

@@ -138,6 +138,18 @@ CASES = {
         "cuda_sm90_fp8",
         "0.72 of its time in the mean",
     ),
+    "as fast in the mean, and beaten by less": (
+        near("triton_fp8", "cuda_sm90_fp8"),
+        [TIMES | {"us": {"triton": {"1": 20.0, "64": 100.0}, "triton_fp8": {"1": 16.0, "64": 80.0}, "cuda_sm90_fp8": {"1": 20.5, "64": 63.5}}}],
+        "triton_fp8",
+        "0.80 of its time in the mean",
+    ),
+    "as fast in the mean, and the other one beaten by more": (
+        near("triton_fp8", "cuda_sm90_fp8"),
+        [TIMES | {"us": {"triton": {"1": 20.0, "8": 90.0, "64": 100.0}, "triton_fp8": {"1": 16.0, "8": 72.0, "64": 80.0}, "cuda_sm90_fp8": {"1": 19.0, "8": 85.0, "64": 58.0}}}],
+        "cuda_sm90_fp8",
+        "0.80 of its time in the mean",
+    ),
     "slower a little, and much faster in the mean": (
         near("cuda_sm90_fp8"),
         [TIMES | {"us": TIMES["us"] | {"cuda_sm90_fp8": {"1": 23.0, "64": 50.0}}}],  # type: ignore[operator]
@@ -188,6 +200,18 @@ CASES = {
         "on this layer",
     ),
 }  # fmt: skip
+
+
+def test_fp8_blocks_take_one_backend_at_every_number_of_tokens() -> None:
+    """By the library's own results: the one whose layout serves few tokens and many."""
+    for experts, hidden, inter in ((128, 2048, 768), (256, 7168, 2048)):
+        sizes = {
+            "num_experts": experts,
+            "num_local_experts": experts,
+            "hidden_size": hidden,
+            "intermediate_size": inter,
+        }
+        assert moe.explain(dataclasses.replace(FP8, top_k=8, **sizes)).chosen == "cuda_sm90_fp8"
 
 
 @pytest.mark.parametrize(("least", "chosen"), [(2, "triton_fp8"), (3, "triton")])

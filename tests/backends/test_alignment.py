@@ -34,14 +34,14 @@ def test_every_tensor_of_a_call_is_looked_at() -> None:
     assert set(run._TENSORS) == {name for name, kind in ExpertsCall.__annotations__.items() if "Tensor" in str(kind)}
     for name in run._TENSORS:
         others = {n: torch.ones(8) for n in run._TENSORS if n != name}
-        call, _ = run._with_aligned(call_of(**others, **{name: shifted(torch.arange(8.0))}), None)
+        call, _ = run.with_aligned(call_of(**others, **{name: shifted(torch.arange(8.0))}), None)
         assert is_aligned(getattr(call, name)) and torch.equal(getattr(call, name), torch.arange(8.0))
         assert all(getattr(call, n) is t for n, t in others.items())
 
 
 def test_router_logits_and_bias_are_looked_at() -> None:
     logits, bias = shifted(torch.arange(8.0)), shifted(torch.arange(4.0))
-    _, routing = run._with_aligned(call_of(), (logits, bias, "default", 2))
+    _, routing = run.with_aligned(call_of(), (logits, bias, "default", 2))
     assert is_aligned(routing[0]) and is_aligned(routing[1]) and routing[2:] == ("default", 2)
     assert torch.equal(routing[0], logits)
 

@@ -11,6 +11,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 import torch_moe_ops as moe
 from torch_moe_ops.backends import BACKENDS, register
+from torch_moe_ops.backends.explain import default_on
 from torch_moe_ops.backends.registry import Backend, available, formats, one_of
 
 PROBLEM = moe.Problem("nvfp4", act_format="nvfp4", num_experts=8, hidden_size=64, intermediate_size=48)
@@ -40,6 +41,17 @@ def test_auto_prefers_cpu_to_reference() -> None:
     assert w.backend == "cpu"
     assert moe.explain(w).chosen == "cpu"
     assert "-> cpu" in str(moe.explain(w))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "chosen"), [("fp8", "cuda_sm90"), ("fp8_block", "cuda_sm90"), ("mxfp8", "triton"), ("int8", "triton")]
+)
+def test_hopper_kernels_of_bytes_are_taken_where_they_are_faster_at_every_number_of_tokens(
+    scheme: str, chosen: str
+) -> None:
+    problem = dataclasses.replace(PROBLEM, scheme=scheme, act_format="none", device="cuda", capability=(9, 0))
+    assert default_on(problem) == chosen
+    assert BACKENDS["cuda_sm90"].fits_anywhere(problem) == (scheme != "int8"), "by name"
 
 
 def test_reference_is_taken_only_where_nothing_else_fits() -> None:

@@ -57,7 +57,43 @@ void decode_e4m3_thread(const uint8_t* rows, int half, int lane, uint16_t* out) 
   }
 }
 
+// The same in the order of K, times powers of two of 32 values (or 1, without exponents): what thread t of a tile's
+// 128 gets of half of its K, into its rows of [row][128].
+void decode_byte_thread(const uint8_t* codes, const uint8_t* exponents, int half, int t, uint16_t* out) {
+  const int warp = t / 32, g = t % 32 / 4, c = t % 4;
+  Raises raise = {kRaiseE4m3, kRaiseE4m3};
+  if (exponents != nullptr) {
+    uint16_t both;
+    std::memcpy(&both, exponents + 128 * half + exponents_offset(t), sizeof(both));
+    raise = raises_of(both);
+  }
+  for (int row = 0; row < 16; row += 8) {
+    for (int m = 0; m < 4; ++m) {
+      uint32_t word;
+      std::memcpy(&word, codes + 128 * (16 * warp + row) + (matrix_row(8 * m + g) ^ 64 * half) + 4 * c, sizeof(word));
+      const E4m3Halves pairs = decode_e4m3_in_order(word, row == 0 ? raise.low : raise.high);
+      uint16_t* at = out + 128 * (16 * warp + row + g) + 64 * half + 16 * c + 4 * m;
+      for (int i = 0; i < 2; ++i) {
+        at[i] = static_cast<uint16_t>(pairs.first >> 16 * i);
+        at[2 + i] = static_cast<uint16_t>(pairs.second >> 16 * i);
+      }
+    }
+  }
+}
+
 }  // namespace
+
+// e4m3 tiles of 64 rows by 128 values of K, with 256 bytes of exponents each or none -> bfloat16 patterns out[tiles][64
+// rows: warp 4, h 2, g 8][128]; returns what they must be multiplied by.
+extern "C" float decode_byte_tiles(const uint8_t* codes, const uint8_t* exponents, int64_t tiles, uint16_t* out) {
+  for (int64_t tile = 0; tile < tiles; ++tile) {
+    for (int thread = 0; thread < 256; ++thread) {
+      decode_byte_thread(codes + 8192 * tile, exponents == nullptr ? nullptr : exponents + 256 * tile, thread / 128,
+                         thread % 128, out + 8192 * tile);
+    }
+  }
+  return exponents == nullptr ? 1.0f : kMxfp8AccumulatorScale;
+}
 
 // e4m3 tiles of 64 rows by 128 values of K -> bfloat16 patterns out[tiles][warp 4][h 2][g 8][128].
 extern "C" void decode_e4m3_tiles(const uint8_t* codes, int64_t tiles, uint16_t* out) {
@@ -84,6 +120,25 @@ float decode_int4_per_64(const uint8_t* codes, const uint8_t* scales, int64_t ti
   return decode_tiles<Int4Format<64>>(codes, scales, tiles, out);
 }
 float decode_int4_zero(const uint8_t* codes, const uint8_t* scales, int64_t tiles, uint16_t* out) {
-  return decode_tiles<Int4ZeroFormat>(codes, scales, tiles, out);
+  return decode_tiles<Int4ZeroFormat<true>>(codes, scales, tiles, out);
+}
+float decode_int4_zero_bf16(const uint8_t* codes, const uint8_t* scales, int64_t tiles, uint16_t* out) {
+  return decode_tiles<Int4ZeroFormat<false>>(codes, scales, tiles, out);
+}
+float decode_int4_sums(const uint8_t* codes, const uint8_t* scales, int64_t tiles, uint16_t* out) {
+  return decode_tiles<Int4SumsFormat>(codes, scales, tiles, out);
+}
+// What sums of the latter's products with a tile are multiplied by, out[tiles][64].
+void int4_sums_factors(const uint8_t* scales, int64_t tiles, float* out) {
+  for (int64_t row = 0; row < 32 * tiles; ++row) {
+    const int thread = row % 32 * 4;
+    Int4SumsFormat::ScaleWord words;
+    std::memcpy(&words, scales + row / 32 * Int4SumsFormat::kTileScaleBytes + Int4SumsFormat::scale_offset(thread),
+                sizeof(words));
+    const Int4SumsFormat::Factors factors = Int4SumsFormat::factors(words);
+    float* of_tile = out + row / 32 * kTileRows + thread / 32 * 16 + thread % 32 / 4;
+    of_tile[0] = factors.low;
+    of_tile[8] = factors.high;
+  }
 }
 }

@@ -51,8 +51,8 @@ def _family(op: str) -> str:
 
 def _bases(op: str, device: str) -> Iterator[Sample]:
     """Valid calls that have as many tensor arguments as the op can have."""
-    if "moe" not in op or "lora" in op:
-        yield from (sample for sample in SAMPLES[op](device) if sample[0][0].shape[0] or "lora" not in op)
+    if not op.removesuffix(".out").endswith(("moe", "moe_routed")):
+        yield from (sample for sample in SAMPLES[op](device) if sample[0][0].shape[0] or "moe" not in op)
         return
     for case in _cases(_family(op)):
         for backend in BACKENDS:
@@ -126,6 +126,10 @@ def _fits(op: str, sample: Sample, name: str, what: str, new: Tensor | None) -> 
         return (_family(op) in ("int4", "int8") or op in ANY_SCHEME) and new.shape[2] == 2  # groups of half a row
     if name == "lora_scaling" and new.ndim == 1 and given["lora_a13"].shape[1] % new.shape[0] == 0:
         return True  # the same ranks, of more adapters or of fewer
+    if op == "moe_hidden" and name == "hidden_states" and new.ndim == 2:
+        return new.shape[1] == given[name].shape[1]  # any number of tokens: nothing else has a row for each
+    if op == "moe_hidden" and name in ("router_bias", "routing_bias") and what == "flat":
+        return True  # as they are
     if "moe" in op:
         return name == "lora_ids" and what == "flat"  # as it is
     return len(given) == 1 or what.startswith(("dimension", "a dimension", "flat"))  # any rows, on any device
@@ -148,7 +152,7 @@ def _other_dtypes(op: str, name: str, given: dict[str, Tensor]) -> tuple[torch.d
         name == "hidden_states" and family and not packed
     ):
         return FLOATS
-    if op == "route_hidden" and name in ("hidden_states", "router_weight", "router_bias"):
+    if op in ("route_hidden", "moe_hidden") and name in ("hidden_states", "router_weight", "router_bias"):
         return FLOATS
     weights = ("weight", "weight_scale", "w13_scale", "w2_scale")
     if op in ANY_SCHEME and name in weights and given[name].dtype in FLOATS:
@@ -160,7 +164,7 @@ def _other_dtypes(op: str, name: str, given: dict[str, Tensor]) -> tuple[torch.d
     return ()
 
 
-ANY_SCHEME = ("grouped_linear", "moe_routed_lora")
+ANY_SCHEME = ("grouped_linear", "moe_routed_lora", "moe_hidden")
 
 
 # What may be exchanged between ranks or with the host, besides the dtype of the sample.

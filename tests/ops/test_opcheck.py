@@ -33,14 +33,17 @@ def _opcheck(name: str, device: str, some: bool) -> None:
         leaves = _differentiated(name, args)
         if leaves is not None:
             torch.library.opcheck(
-                overload(name), leaves, fresh, test_utils=UTILS[: 3 if name.startswith("route") else 4]
+                overload(name),
+                leaves,
+                fresh,
+                test_utils=UTILS[: 3 if name.startswith("route") or name == "moe_hidden" else 4],
             )
 
 
 def _differentiated(name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """The arguments, those that have a gradient as leaves that require one; None for an op without a derivative."""
     names, found = arguments(name)[0], [as_bytes(a) for a in args]
-    if not name.endswith(("moe", "moe_routed", "moe_routed_lora", "route", "route_hidden", "grouped_linear")):
+    if not name.endswith(("moe", "moe_routed", "moe_routed_lora", "route", "_hidden", "grouped_linear")):
         return None
     for i, (argument, value) in enumerate(zip(names, found, strict=False)):
         if argument in DIFFERENTIABLE and isinstance(value, torch.Tensor) and value.is_floating_point():

@@ -88,9 +88,9 @@ def test_update_refuses_another_problem_that_the_layout_packs_alike(monkeypatch:
     points = {
         name.replace("scale", "zero_point"): torch.full(shape, 7, dtype=torch.uint8) for name, shape in rows.items()
     }
-    other = dataclasses.replace(make_raw(case), **{name: t.bfloat16() for name, t in scales.items()}, **points)
+    other = dataclasses.replace(half, **points)
     w = prepared_here("cuda_sm90_int4", case, half, monkeypatch)
-    text = "update_: weight_scales must be 'float16 per row' as prepared, got 'bfloat16 per row with zero points'"
+    text = "update_: weight_scales must be 'float16 per row' as prepared, got 'float16 per row with zero points'"
     with pytest.raises(ValueError, match=text):
         w.update_(other)
     assert moe.restore(w).equal(half), "nothing was written"

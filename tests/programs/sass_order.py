@@ -17,7 +17,7 @@ from launch_order import Order, Step, faults_alone, order_of
 from wgmma_hazards import disassembled, parse, where_to
 
 # The kernels that no launch attribute starts early: they wait for nobody. All others do, unless they are added here.
-LAUNCHED_NORMALLY = ("decode_kernel", "decode_few_kernel")
+LAUNCHED_NORMALLY = ("decode_kernel", "decode_few_kernel", "decode_few_routed_kernel")
 _OPCODE = re.compile(r"(@!?U?P\w+\s+)?([A-Z0-9]+)")
 _KINDS = {
     "ACQBULK": "wait",

@@ -11,8 +11,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 import torch
+from lora_cases import factors_of
+from problems import Case, make_batch, make_raw
 from routing_oracle import WITH_BIAS, draw, draw_bias, groups_of
-from sm90_cases import in_tiles, make_call, relative_error, run_on
+from sm90_cases import in_tiles, make_call, of_a_checkpoint, relative_error, run_on
 from tolerances import BF16, ROUNDED_INT4, layer_bound
 
 import torch_moe_ops as moe
@@ -25,7 +27,7 @@ Fields = dict[str, Any]
 SMALL: Fields = {"hidden": 128, "inter": 64}
 QUANTIZED: Fields = {"act_format": "nvfp4", "a1": 500.0, "a2": 300.0}
 # Of weights, and "-a8" where activations are rounded to fp8 or mxfp8 -> what a call differs in. Kernels for int4 are one
-# for each width of its groups and for zero points.
+# for each width of its groups, for zero points and for float16 scales.
 FORMATS: dict[str, tuple[Fields, ...]] = {
     "nvfp4": (
         {},
@@ -57,6 +59,16 @@ FORMATS: dict[str, tuple[Fields, ...]] = {
         {"weights": {"group": 64}, "activation": "swigluoai"},
         {"weights": {"group": 64, "zero": True}},
         {"weights": {"group": -1, "zero": True}, "activation": "relu2_no_mul"},
+        {"weights": {"group": 64, "scale_dtype": torch.float16}},
+        {"weights": {"group": -1, "scale_dtype": torch.float16, "zero": True}, "activation": "swigluoai"},
+    ),
+    "fp8": ({"weights": {"scales": "channel"}}, {"weights": {"scales": "half"}, "activation": "relu2_no_mul"}),
+    "fp8_block": ({"bias": True, "activation": "swigluoai"}, {"hidden": 320, "foreign": True, "experts": 9}),
+    # Few steps along K for one token, too: under racecheck a kernel that reports many pairs outlasts its waits.
+    "mxfp8": (
+        {"hidden": 320, "inter": 192},
+        {"activation": "relu2_no_mul", "hidden": 192, "inter": 96},
+        {"activation": "gelu"},
     ),
 }
 # Numbers of tokens of a kernel: what decides between the versions that it has
@@ -78,7 +90,7 @@ UNQUANTIZED: tuple[Fields, ...] = (
 )
 # Layers called from router logits: tokens, scheme, what `prepare` is told.
 LAYERS: dict[str, tuple[tuple[int, str, Fields], ...]] = {
-    "packed": tuple((tokens, "nvfp4", {"act_format": "fp8", "weight_policy": "packed"}) for tokens in (70, 1, 3)),
+    "packed": tuple((tokens, "nvfp4", {"act_format": "fp8", "weight_policy": "packed"}) for tokens in (70, 13, 1, 3)),
     "folded": ((70, "nvfp4", {"act_format": "fp8", "weight_policy": "folded"}),),
     "fp8": tuple((tokens, "fp8", {"act_format": "fp8", "backend": "cuda_sm90_fp8"}) for tokens in (40, 1, 3)),
     "fp8_block": tuple(
@@ -88,13 +100,14 @@ LAYERS: dict[str, tuple[tuple[int, str, Fields], ...]] = {
 }
 
 
+# Of layers with adapters: tokens, which decide between the two kernels, scheme, rank.
+ADAPTERS = ((90, "nvfp4", 16), (1000, "mxfp4", 40), (90, "mxfp4", 40), (1000, "nvfp4", 16))
+OF_ADAPTERS = 6e-3  # tests/backends/triton/test_triton_lora.py
+
+
 def run_call(kernel: str, scheme: str, fields: Fields) -> str | None:
     """None if the kernel's result is the oracle's, else what is wrong."""
-    call = make_call(scheme, **SMALL | fields)
-    points: Fields = {
-        n: t.clamp(max=15) for n in ("w13_zero_point", "w2_zero_point") if (t := getattr(call, n)) is not None
-    }
-    call = call._replace(**points)  # a checkpoint's have four bits
+    call = of_a_checkpoint(make_call(scheme, **SMALL | fields))
     out = run_on(kernel, in_tiles(call))
     if fields.get("foreign"):
         return None if not out[-1].any() else "experts of another rank contribute"
@@ -123,6 +136,23 @@ def run_layer(tokens: int, scheme: str, settings: Fields) -> str | None:
     error = (moe.fused_moe(x.cuda(), logits.cuda(), w, routing=routing).cpu().double() - want).norm() / want.norm()
     bound = layer_bound(w.backend, w.act_format, x.dtype, tokens * 2 * w.intermediate_size)
     return None if error < bound else f"{error:.1e}"
+
+
+def run_adapters(tokens: int, scheme: str, rank: int) -> str | None:
+    """Adapters of a layer of the kernels of many tokens (gemm_rows.cuh)."""
+    case = Case(tokens=tokens, experts=5, top_k=3, hidden=192, inter=128, scheme=scheme, bias=True, foreign=True)
+    raw, batch = make_raw(case), make_batch(case)
+    lora = factors_of(raw, 1, rank, torch.bfloat16)
+    want, out = (
+        moe.fused_moe_routed(
+            *(t.to(device) for t in batch),
+            moe.prepare(raw, act_format="none", backend=backend, device=device),
+            lora=lora.to(device),
+        )
+        for backend, device in (("reference", "cpu"), ("cuda_sm90", "cuda"))
+    )
+    error = (out.cpu().double() - want.double()).norm() / want.double().norm()
+    return None if error < OF_ADAPTERS else f"{error:.1e}"
 
 
 def run_routing(method: str, experts: int, groups: tuple[int, int]) -> str | None:
@@ -160,6 +190,7 @@ def groups(kernels: list[str]) -> dict[str, list[Run]]:
         routers = ((128, 256, 3), (60, 1000, 17), (256, 1536, 9), (3, 8, 1))
         found["router"] = [(run_router, (*shape, "renormalize")) for shape in routers]
         found["bf16"] = [(run_bf16, (fields,)) for fields in UNQUANTIZED]
+        found["adapters"] = [(run_adapters, adapters) for adapters in ADAPTERS]
         found |= {name: [(run_layer, layer) for layer in layers] for name, layers in LAYERS.items()}
     for kernel in (k for k in KERNELS if k in kernels):
         for tokens in TOKENS[kernel]:

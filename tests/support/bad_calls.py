@@ -269,6 +269,28 @@ def _of_hidden() -> list[tuple[str, str, Any, str]]:
     return [("route_hidden", *row) for row in rows]
 
 
+def _layer_of_hidden() -> list[Wrong]:
+    """A layer of 4 experts, hidden_size 96, intermediate_size 64, 5 tokens, with its router."""
+    rows: list[tuple[str, Any, str]] = [
+        ("hidden_states", None, "hidden_states must be a Tensor, got None"),
+        ("hidden_states", lambda t: t[0], "hidden_states must have shape [num_tokens, hidden_size], got (96,)"),
+        ("router_weight", lambda t: t[:, 1:], "router_weight must have shape [num_experts, 96] for such hidden_states"),
+        ("router_weight", lambda t: t.long(), "router_weight must have one of the dtypes"),
+        ("num_experts", 5, "num_experts must be 0 or 4, the rows of router_weight, got 5"),
+        ("router_bias", torch.zeros(3), "router_bias must have shape (4,), got (3,)"),
+        ("routing_bias", torch.zeros(4), "routing_bias must be None for 'renormalize'"),
+        ("routing_method", "softmax", "routing_method must be one of"),
+        ("top_k", 5, "top_k must be in [1, 4], got 5"),
+        ("logits_dtype", torch.float64, "logits_dtype must be None or one of"),
+        ("w13", None, "w13 must be a Tensor, got None"),
+        ("w2", lambda t: t[:-1], "w2 must have shape"),
+        ("scheme", "fp7", "scheme must be one of"),
+        ("backend", "nonsense", "backend must be one of"),
+        ("out_dtype", torch.float64, "out_dtype must be None or one of"),
+    ]
+    return [Wrong("moe_hidden", "sample", *row) for row in rows]
+
+
 def _lora() -> list[Wrong]:
     """What adapters demand, of a layer of 4 experts, hidden_size 96, intermediate_size 64, 5 tokens."""
     a13 = "lora_a13 must have shape [4, ranks, 96], ranks a positive multiple of the 1 adapters, got"
@@ -351,7 +373,7 @@ def _exchanged() -> list[tuple[str, str, Any, str]]:
     ]
 
 
-WRONG = [*_shared(), *_routed(), *_monolithic(), *_packed(), *_schemes(), *_lora(), *_others()]
+WRONG = [*_shared(), *_routed(), *_monolithic(), *_packed(), *_schemes(), *_layer_of_hidden(), *_lora(), *_others()]
 
 
 def right_call(op: str, base: str) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -193,6 +193,41 @@ def _route_hidden(device: str) -> list[Sample]:
     ]
 
 
+def hidden_call(
+    case: Case, backend: str, device: str, method: str = "renormalize", bias: bool = False
+) -> dict[str, Any]:
+    """The arguments of moe_hidden."""
+    w, g = prepared(case, backend, device), torch.Generator().manual_seed(case.seed + 2)
+    names = arguments("moe_hidden")[0]
+    given = {name: getattr(w, name, None) for name in names[names.index("w13") :]}
+    defaults = dict(zip(names[::-1], arguments("moe_hidden")[1][::-1], strict=False))
+    given |= {name: defaults[name] for name in ("n_group", "topk_group", "routed_scaling_factor", "renormalize")}
+    given |= {"routing_method": method, "top_k": case.top_k, "logits_dtype": torch.bfloat16 if bias else None}
+    weight = torch.randn(case.experts, case.hidden, generator=g) * case.hidden**-0.5
+    given["router_weight"] = weight.to(device, case.dtype)
+    given["router_bias"] = torch.randn(case.experts, generator=g).to(device, case.dtype) if bias else None
+    given["routing_bias"] = torch.randn(case.experts, generator=g).to(device) if method == "deepseek_v3" else None
+    return {name: given.get(name) for name in names} | {"hidden_states": make_batch(case, device)[0]}
+
+
+def _moe_hidden(device: str) -> list[Sample]:
+    base = Case(hidden=96, inter=64, bias=True)
+    cases = [
+        (replace(base, scheme="nvfp4"), "renormalize", True),
+        (replace(base, scheme="int4"), "deepseek_v3", False),
+        (replace(base, scheme="fp8_block", act_format="fp8"), "default", False),
+        (replace(base, scheme="none", hidden=40, inter=24), "sigmoid", True),
+        (replace(base, scheme="mxfp4", top_k=1), "llama4", False),
+        (replace(base, tokens=0), "renormalize", False),
+    ]
+    found = []
+    for name in _backends(device):
+        for case, method, bias in cases:
+            if runs(case, name, device):
+                found.append((tuple(hidden_call(case, name, device, method, bias).values()), {}))
+    return found
+
+
 def _quantize_nvfp4(device: str) -> list[Sample]:
     x = torch.randn(5, 32, device=device)
     scale = torch.tensor(100.0, device=device)
@@ -387,6 +422,7 @@ SAMPLES: dict[str, Callable[[str], list[Sample]]] = {
     "quantize_int8": _quantize_int8,
     "route": _route,
     "route_hidden": _route_hidden,
+    "moe_hidden": _moe_hidden,
     "moe_routed_backward": _routed_backward,
     "moe_routed_lora": _lora,
     "moe_routed_lora_backward": _lora_backward,

@@ -11,7 +11,7 @@ from triton_cases import empty_output, error_over_bound, make_call, relative_err
 
 from torch_moe_ops.backends import cuda_sm90, cuda_sm90_fp8
 from torch_moe_ops.backends.sm90 import choice as sm90_choice
-from torch_moe_ops.backends.sm90 import layout, w4a8_layout
+from torch_moe_ops.backends.sm90 import formats, layout, w4a8_layout
 from torch_moe_ops.backends.sm90.common import CAPABILITY
 from torch_moe_ops.core import extension
 from torch_moe_ops.core.call import ExpertsCall
@@ -33,6 +33,18 @@ SHAPES_OF_ALL = (
     (128, 8, 2048, 768, 64),
     (512, 22, 1024, 128, 17),
 )
+# Where weights have 8 bits.
+SHAPES_OF_BYTES = (
+    (8, 1, 128, 64, 3),
+    (8, 2, 224, 160, 20),
+    (16, 4, 2880, 704, 9),
+    (16, 4, 2688, 1856, 40),
+    (128, 8, 2048, 768, 64),
+    (4, 2, 4096, 1024, 300),
+    (2, 1, 512, 256, 1100),
+    (8, 4, 256, 384, 1500),
+    (2, 1, 128, 17408, 20),
+)
 
 
 def why_not_here() -> str:
@@ -47,9 +59,15 @@ def why_not_here() -> str:
 WEIGHTS = ("w13", "w2", "w13_scale", "w2_scale", "w13_zero_point", "w2_zero_point")
 
 
+def of_a_checkpoint(call: ExpertsCall) -> ExpertsCall:
+    """The same call with zero points that four bits hold, as a checkpoint's do."""
+    points: dict[str, Any] = {name: t.clamp(max=15) for name in WEIGHTS[4:] if (t := getattr(call, name)) is not None}
+    return call._replace(**points)
+
+
 def in_tiles(call: ExpertsCall) -> ExpertsCall:
     """The same call as `prepare` lays its weights out: tiles, and a bias with each half of its rows padded."""
-    bias = _padded_bias(call, layout.TILE)
+    bias = _padded_bias(call, formats.tile_k(call.scheme))
     tensors: dict[str, Any] = {name: getattr(call, name) for name in WEIGHTS}
     if call.scheme == "nvfp4":  # the call has them in its alphas
         tensors |= {f"{name}_scale_2": torch.ones_like(alphas) for name, alphas in alphas_of(call)}
@@ -61,7 +79,8 @@ def in_tiles(call: ExpertsCall) -> ExpertsCall:
 def fp8_in_tiles(call: ExpertsCall) -> ExpertsCall:
     """`in_tiles` of e4m3 weights, in the layout of `cuda_sm90_fp8`."""
     raw = RawWeights(call.scheme, call.w13, call.w2, call.w13_scale, call.w2_scale)
-    return call._replace(**cuda_sm90_fp8.prepare(raw), w13_bias=_padded_bias(call, w4a8_layout.TILE_K))
+    bias = _padded_bias(call, w4a8_layout.TILE_K)
+    return call._replace(**cuda_sm90_fp8.prepare(raw), w13_bias=bias, backend="cuda_sm90_fp8")
 
 
 def _padded_bias(call: ExpertsCall, tile: int) -> Tensor | None:
@@ -79,7 +98,9 @@ def alphas_of(call: ExpertsCall) -> tuple[tuple[str, Tensor], tuple[str, Tensor]
 
 def run_on(kernel: str, tiled: ExpertsCall) -> Tensor:
     """The output of one of the KERNELS, from a buffer full of NaN."""
-    tokens, hidden = tiled.hidden_states.shape[0], tiled.w2.shape[1] * layout.TILE
+    tokens, hidden = tiled.hidden_states.shape  # not packed, or a multiple of 64
+    if tiled.hidden_states_scale is not None:
+        hidden = tiled.w2.shape[1] * layout.TILE
     out = torch.full((tokens, hidden), float("nan"), dtype=tiled.out_dtype, device=tiled.w2.device)
     cuda_sm90.run_kernel(tiled, out, number_of(kernel, tiled))
     return out
@@ -111,12 +132,14 @@ __all__ = [
     "ACTIVATIONS",
     "KERNELS",
     "SHAPES_OF_ALL",
+    "SHAPES_OF_BYTES",
     "empty_output",
     "error_of",
     "error_over_bound",
     "in_tiles",
     "make_call",
     "number_of",
+    "of_a_checkpoint",
     "relative_error",
     "run_on",
     "why_not_here",

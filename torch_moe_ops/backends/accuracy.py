@@ -33,7 +33,8 @@ FILE = Path(__file__).parent / "distances.json"
 FACTOR = 1.1  # of the field's distance
 MIN_LAYERS = 2  # measured, or timed where the layer itself was not
 MIN_TOKENS = 3  # numbers of tokens at which a layer was timed
-SLOWER = 1.03  # than a strict backend, which no number of tokens may be: what two timings of one kernel differ by
+SLOWER = 1.03  # than a strict backend, which no number of tokens may be: what two timings of one kernel differ by; so
+# much apart in the mean, two backends are as fast
 # But for a backend whose mean time is at most GAIN of the strict one's, which may take LOSS of it somewhere: the strict
 # one then loses far more elsewhere, and weights are prepared for one of them.
 LOSS, GAIN = 1.15, 0.8
@@ -161,6 +162,19 @@ def speed(backend: str, other: str, problem: Problem) -> tuple[float, str]:
     return math.inf, f"it was slower than {other} in {slower} of {timings}"
 
 
+def _fastest(means: Mapping[str, float], problem: Problem) -> str | None:
+    """The backend of the least mean time. Among those as fast in the mean, the one that others beat by least."""
+    if not means:
+        return None
+    least, records = min(means.values()), _timed(problem)[1]
+    equal = [name for name, mean in means.items() if mean <= SLOWER * least]
+
+    def beaten(name: str) -> float:
+        return max((max(_ratios(name, other, records) or [1.0]) for other in equal if other != name), default=1.0)
+
+    return min(equal, key=lambda name: (beaten(name), means[name]))
+
+
 def preferred(problem: Problem, fitting: Iterable[str], first: str | None) -> tuple[str | None, dict[str, str]]:
     """The backend that "auto" takes in the place of `first`, None for none; and why, for each that could be.
 
@@ -168,15 +182,16 @@ def preferred(problem: Problem, fitting: Iterable[str], first: str | None) -> tu
         fitting: backends that can run the problem.
         first: the first of them that needs no measurement.
     """
-    best, least, why = None, math.inf, {}
+    means: dict[str, float] = {}
+    why: dict[str, str] = {}
     for name in fitting:
-        if BACKENDS[name].needs_no_measurement or not BACKENDS[name].auto:
+        if BACKENDS[name].needs_no_measurement or not BACKENDS[name].unasked(problem):
             continue
         mean, reason = math.inf, too_far(name, problem)
         if reason is None and first is not None:
             mean, reason = speed(name, first, problem)
         taken = "" if mean < math.inf else "by name only: "
         why[name] = taken + (reason or "there is nothing to be faster than")
-        if mean < least:
-            best, least = name, mean
-    return best, why
+        if mean < math.inf:
+            means[name] = mean
+    return _fastest(means, problem), why

@@ -13,27 +13,45 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops.backends.registry import Backend, Requirement, formats, one_of, register
+from torch_moe_ops.backends.sm90 import byte_formats
 from torch_moe_ops.backends.sm90.choice import choice_of, decode_max_tokens, switches_of
 from torch_moe_ops.backends.sm90.common import (
     NEEDS,
     NO_ROUTER,
     check_device,
     router_of,
+    runs_on,
 )
-from torch_moe_ops.backends.sm90.formats import prepare, restore, scales_reason, specs
-from torch_moe_ops.backends.sm90.layout import TILE
+from torch_moe_ops.backends.sm90.formats import (
+    exact_kernels,
+    prepare,
+    restore,
+    scales_reason,
+    size_multiple,
+    specs,
+    tile_k,
+)
+from torch_moe_ops.backends.sm90.router import RouterProduct, in_rows, plan_of
+from torch_moe_ops.backends.triton_engine.backward_pass import BySlot, Pass, RanksBySlot
 from torch_moe_ops.core.call import ExpertsCall, for_kernels
 from torch_moe_ops.core.kernel_facts import Router, Sm90Few, own_of
 from torch_moe_ops.core.layout import Layout
 from torch_moe_ops.core.problem import STANDARD, STRICT, Problem
 from torch_moe_ops.numerics import mx, nvfp4
 from torch_moe_ops.tuning import tuned
-from torch_moe_ops.tuning.tuned_kernels import key_of
+from torch_moe_ops.tuning.tuned_kernels import KERNELS, key_of
 
 _own = own_of["experts_sm90"]
-FORMATS: dict[str, tuple[str, ...]] = {"nvfp4": ("nvfp4", "none", "fp8"), "mxfp4": ("none", "fp8", "mxfp8")}
+_own_hidden = own_of["experts_hidden_sm90"]
+DECODE = 0  # of KERNELS
+FORMATS: dict[str, tuple[str, ...]] = {"nvfp4": ("nvfp4", "none", "fp8"), "mxfp4": ("none", "fp8", "mxfp8")} | {
+    scheme: ("none",) for scheme in byte_formats.SCHEMES
+}
 # Their weights are rounded to bfloat16, which is more than docs/numerics.md allows a strict backend.
 ROUNDED_FORMATS: dict[str, tuple[str, ...]] = {"mxint4": ("none",), "int4": ("none",)}
+
+_FEW = f"decode kernel up to {Sm90Few.MAX_TOKENS} tokens, while its buffers fit an SM, prefill kernels beyond"
+NOTES_OF_BYTES = {"fp8": _FEW, "fp8_block": _FEW, "mxfp8": f"by name only: {_FEW}"}
 
 
 def run(call: ExpertsCall, out: Tensor) -> None:
@@ -53,7 +71,7 @@ def run_monolithic(call: ExpertsCall, routing: tuple[Any, ...], out: Tensor) -> 
 
 def _kernel(call: ExpertsCall, out: Tensor, top_k: int) -> int:
     tokens, hidden = out.shape
-    sizes = (call.w13.shape[0], top_k, hidden, call.w2.shape[2] * TILE, call.all_experts())
+    sizes = (call.w13.shape[0], top_k, hidden, call.w2.shape[2] * tile_k(call.scheme), call.all_experts())
     return choice_of(out.get_device(), call.scheme, call.act_format, *sizes).kernel(tokens)
 
 
@@ -66,6 +84,39 @@ def run_kernel(call: ExpertsCall, out: Tensor, kernel: int, router: Router = NO_
     check_device(call)
     arguments = _own(own | {"quantize_intermediate": rounds, "kernel": kernel})
     torch.ops.moeq_C.experts_sm90(out, *for_kernels(call), *router, *arguments)
+
+
+def run_hidden(
+    call: ExpertsCall, product: RouterProduct, routing: tuple[Any, ...], out: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """`run` with a router in front, in one launch for very few tokens; None where there are more.
+
+    Args:
+        routing: of moeq::route, from routing_bias to renormalize.
+
+    Returns: topk_ids, topk_weights.
+    """
+    router, tokens = router_of((product.logits, *routing)), out.shape[0]
+    if router is None or tokens > Sm90Few.MAX_TOKENS or _kernel(call, out, router.top_k) != DECODE:
+        return None
+    ids = torch.empty((tokens, router.top_k), dtype=torch.int32, device=out.device)
+    weights = torch.empty((tokens, router.top_k), dtype=torch.float32, device=out.device)
+    rounds = call.act_format != "none"
+    check_device(call)
+    blocks, warps = plan_of(*product.weight.shape)
+    own = {
+        "act_format": call.act_format if rounds else "nvfp4",
+        "quantize_hidden": rounds,
+        "quantize_intermediate": rounds,
+        "router_weight": in_rows(product.weight),
+        "router_bias": None if product.bias is None else product.bias.contiguous(),
+        "blocks": blocks,
+        "warps": warps,
+    }
+    filled = call._replace(topk_ids=ids, topk_weights=weights)
+    with torch.cuda.device(out.device):
+        torch.ops.moeq_C.experts_hidden_sm90(out, *for_kernels(filled), *router, *_own_hidden(own))
+    return ids, weights
 
 
 def _of_values(call: ExpertsCall, scale: Tensor) -> ExpertsCall:
@@ -82,12 +133,19 @@ def _of_values(call: ExpertsCall, scale: Tensor) -> ExpertsCall:
 
 
 def dequantize(stored: Any, scheme: str, halves: int, out: Tensor) -> float | None:
-    """Numbers of a projection in tiles (gradients/weights.py), by one Triton kernel; None where there is no Triton."""
+    """Numbers of a projection in tiles (gradients/weights.py), by one Triton kernel; None where there is none."""
     # Not at import: that would register it first, and the order is that of preference.
     from torch_moe_ops.backends import triton
 
     if not triton.runs_on(out.device):
         return None
+    if scheme in byte_formats.SCHEMES:
+        from torch_moe_ops.backends.triton_engine.dequantize import serves
+        from torch_moe_ops.backends.triton_engine.dequantize_bytes import dequantize_bytes
+
+        if not serves(scheme, out.dtype):
+            return None
+        return dequantize_bytes(stored.weight, stored.scale, scheme, halves == 2, out)
     from torch_moe_ops.backends.triton_engine.dequantize_tiles import dequantize_tiles
 
     return dequantize_tiles(stored.weight, stored.scale, stored.scale_2, scheme, halves == 2, out)
@@ -97,7 +155,7 @@ def few_rows(p: Any, projection: Any, rows: Tensor, index: Tensor | None, addend
     """Products of few rows of an expert with tiles as they are packed (triton_engine/few.py), where Triton runs."""
     from torch_moe_ops.backends import triton  # not at import, as in dequantize
 
-    if not triton.runs_on(out.device):
+    if projection.scheme in byte_formats.SCHEMES or not triton.runs_on(out.device):
         return False
     from torch_moe_ops.backends.triton_engine import few
 
@@ -106,10 +164,43 @@ def few_rows(p: Any, projection: Any, rows: Tensor, index: Tensor | None, addend
     return True
 
 
-def _hidden_size_reason(problem: Problem) -> str | None:
-    if problem.hidden_size % TILE == 0:
+class _BySlot:
+    """The kernels of prefill, one GEMM at a time (BySlot; csrc/cuda/sm90/gemm/gemm_rows.cuh)."""
+
+    def __init__(self, p: Pass) -> None:
+        call, x, sizes = p.call, p.x, p.sizes
+        top_k = call.topk_ids.shape[1]
+        self.kernel = max(_kernel(call, x, top_k), KERNELS.index("narrow"))
+        self.sized = torch.empty_like(x)
+        self.arguments = for_kernels(call._replace(hidden_states=x, router_weight_on_input=False))
+        count = (x.shape[0], top_k, sizes.num_experts, sizes.hidden_size, sizes.intermediate_size)
+        self.kept = x.new_empty(torch.ops.moeq_C.experts_sm90_rows_kept(*count), dtype=torch.uint8)
+
+    def hidden(self, addend: RanksBySlot | None, out: Tensor | None) -> None:
+        self._run(addend, out, second=False)
+
+    def output(self, addend: RanksBySlot | None, out: Tensor) -> None:
+        self._run(addend, out, second=True)
+
+    def _run(self, addend: RanksBySlot | None, out: Tensor | None, second: bool) -> None:
+        low, factor = addend or (None, None)
+        own = (low, factor, out, self.kept, second, self.kernel)
+        torch.ops.moeq_C.experts_sm90_rows(self.sized, *self.arguments, *own)
+
+
+def rows_by_slot(p: Pass) -> BySlot | None:
+    """Prefill's kernels for who combines a layer's rows (Backend), where they are."""
+    call = p.call
+    if call.scheme not in ("nvfp4", "mxfp4") or call.activation not in ("silu", "swigluoai") or not runs_on(p.x.device):
         return None
-    return f"hidden_size must be a multiple of {TILE}, got {problem.hidden_size}"
+    return _BySlot(p)
+
+
+def _hidden_size_reason(problem: Problem) -> str | None:
+    multiple = size_multiple(problem.scheme)
+    if problem.hidden_size % multiple == 0:
+        return None
+    return f"hidden_size must be a multiple of {multiple}, got {problem.hidden_size}"
 
 
 def _notes(problem: Problem) -> str:
@@ -117,6 +208,8 @@ def _notes(problem: Problem) -> str:
     experts, local = problem.num_experts, problem.num_local_experts
     hidden, inter = problem.hidden_size, problem.intermediate_size
     share = "" if local == experts else f", for {local} of {experts} experts"
+    if problem.top_k is None and problem.scheme in byte_formats.SCHEMES:
+        return NOTES_OF_BYTES[problem.scheme]
     if problem.top_k is None:
         least, most = (decode_max_tokens(local, k, hidden * inter) for k in (32, 1))
         switch = f"{least}" if least == most else f"{least} to {most} (by top_k)"
@@ -124,7 +217,17 @@ def _notes(problem: Problem) -> str:
     device = tuned.name_of_device(torch.cuda.current_device()) if torch.cuda.is_available() else ""
     key = key_of(problem.scheme, problem.act_format, local, problem.top_k, hidden, inter)
     switches, source = switches_of(device, key, experts)
-    return f"{', '.join(_described(name, most, problem.top_k) for name, most in switches)} (by {source}{share})"
+    if problem.scheme in byte_formats.SCHEMES:
+        described = ", ".join(_described_bytes(name, most) for name, most in switches)
+    else:
+        described = ", ".join(_described(name, most, problem.top_k) for name, most in switches)
+    return f"{described} (by {source}{share})"
+
+
+def _described_bytes(kernel: str, most: int | None) -> str:
+    if kernel == "decode":
+        return f"decode kernel up to {most} tokens, while its buffers fit an SM"
+    return _described(kernel, most, 1)
 
 
 def _described(kernel: str, most: int | None, top_k: int) -> str:
@@ -135,7 +238,8 @@ def _described(kernel: str, most: int | None, top_k: int) -> str:
 
 
 def _notes_of_rounded(problem: Problem) -> str:
-    return f"weights are rounded to bfloat16; {_notes(problem)}"
+    exact = " and ".join(exact_kernels(problem.weight_scales or ""))
+    return f"weights are rounded to bfloat16{f', but not by {exact}' if exact else ''}; {_notes(problem)}"
 
 
 def _register(name: str, schemes: dict[str, tuple[str, ...]], accuracy: str) -> Backend:
@@ -145,8 +249,8 @@ def _register(name: str, schemes: dict[str, tuple[str, ...]], accuracy: str) -> 
             layout=Layout(
                 "cuda_sm90_tiles_v1",
                 specs,
-                lambda scheme, w2_shape: w2_shape[2] * TILE,
-                stored=dict.fromkeys(ROUNDED_FORMATS, torch.uint8),
+                lambda scheme, w2_shape: w2_shape[2] * tile_k(scheme.name),
+                stored=dict.fromkeys((*ROUNDED_FORMATS, *byte_formats.SCHEMES), torch.uint8),
             ),
             requires=(
                 *NEEDS,
@@ -159,11 +263,14 @@ def _register(name: str, schemes: dict[str, tuple[str, ...]], accuracy: str) -> 
             restore=restore,
             run=run,
             run_monolithic=run_monolithic,
+            run_hidden=run_hidden if accuracy == STRICT else None,
             hidden_dtypes=(torch.bfloat16,),
             notes=_notes if accuracy == STRICT else _notes_of_rounded,
             dequantize=dequantize,
             few_rows=few_rows,
+            rows_by_slot=rows_by_slot,
             accuracy=accuracy,
+            by_name_only=frozenset({"mxfp8"}),
         )
     )
 

@@ -1,84 +1,72 @@
 """The `cuda_sm90_fp8` backend: e4m3 weights on fp8 activations, on Hopper's tensor cores.
 
 Schemes fp8 (a scale for each row, half of the rows, or matrix) and fp8_block (128 x 128, with activations in groups of
-128): very few tokens by the decode kernel, which multiplies the codes as bfloat16, many by the kernels of the
+128): few tokens by the Triton kernels of `triton_fp8`, which read the same tiles, and where Triton is missing or does
+not take the layer very few by the decode kernel, which multiplies the codes as bfloat16; many by the kernels of the
 `cuda_sm90_folded` backend. docs/hopper.md says how exact the tensor cores' sums are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
-from torch_moe_ops.backends import cuda_sm90_w4a8, linear
-from torch_moe_ops.backends.cuda_sm90_w4a8 import DECODE_TOKENS, NOTES, matrices, sizes_of, sizes_reason
+from torch_moe_ops.backends import cuda_sm90_w4a8, triton
+from torch_moe_ops.backends.cuda_sm90_w4a8 import DECODE_TOKENS, NOTES, sizes_reason
 from torch_moe_ops.backends.registry import Backend, Requirement, formats, register
 from torch_moe_ops.backends.sm90 import w4a8_layout as tiled
+from torch_moe_ops.backends.sm90.byte_formats import prepare, restore, specs
 from torch_moe_ops.backends.sm90.common import NEEDS
 from torch_moe_ops.core.call import ExpertsCall
-from torch_moe_ops.core.layout import Layout, Sizes, Spec
-from torch_moe_ops.core.problem import STANDARD
-from torch_moe_ops.core.schemes import Scheme
-from torch_moe_ops.weights.raw_weights import RawWeights
+from torch_moe_ops.core.layout import Layout
+from torch_moe_ops.core.problem import STANDARD, Problem
 
+# Slots that an expert has in the mean, up to which Triton's kernels are the faster ones (benchmarks/results/
+# hopper_notebook.md, section 10): where its w2 has up to so many bytes, and where it has more.
+SMALL_BYTES, FEW_SLOTS_SMALL, FEW_SLOTS = 1 << 22, 8.0, 0.25
 WEIGHTS = {"fp8": "rows", "fp8_block": "blocks"}  # scheme -> what the op calls its weights
 
 
-def specs(scheme: Scheme, sizes: Sizes) -> dict[str, Spec]:
-    """Codes in tiles; scales as the linear layout has them for an intermediate size padded to whole tiles."""
-    table = dict(linear.specs(scheme, sizes))
-    for name, rows, k, _ in matrices(sizes):
-        shape = tiled.codes_shape(sizes.num_experts, rows, k, tiled.FP8_BYTES)
-        table[name] = ((shape,), (torch.uint8,))
-    scales, dtypes = table["w13_scale"]
-    rows13 = matrices(sizes)[0][1]
-    table["w13_scale"] = tuple((s[0], rows13, 1) if _is_per_row(scheme, s) else s for s in scales), dtypes
-    return table
+def run(call: ExpertsCall, out: Tensor) -> None:
+    """Fill `out` [num_tokens, hidden_size] (bfloat16, float16 or float32, contiguous) from a checked call."""
+    if by_triton(call):
+        triton.run(call, out)
+    else:
+        run_cuda(call, out)
 
 
-def prepare(raw: RawWeights) -> dict[str, Tensor]:
-    """Tiles in the order of the tensor cores' operands, expert by expert, on raw's device; scales are kept.
-
-    Raises ValueError for weights that are NaN.
-    """
-    tensors = {}
-    for name, rows, _, gated in matrices(sizes_of(raw)):
-        tensors[name] = tiled.tile_fp8(getattr(raw, name), rows, gated, name)
-        scale = getattr(raw, f"{name}_scale")
-        if name == "w13" and scale.ndim == 3 and raw.scheme == "fp8":
-            scale = torch.stack([tiled.pad_rows(of_expert, rows, gated) for of_expert in scale])
-        tensors[f"{name}_scale"] = scale.contiguous()
-    return tensors
-
-
-def restore(scheme: Scheme, tensors: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
-    """Inverse of prepare, bit for bit."""
-    halves = 2 if sizes.is_gated else 1
-    restored = {}
-    for name, _, k, gated in matrices(sizes):
-        if name not in tensors:
-            continue
-        rows = sizes.hidden_size if name == "w2" else halves * sizes.intermediate_size
-        restored[name] = tiled.untile_fp8(tensors[name], rows, k, gated)
-        scale = tensors[f"{name}_scale"]
-        if name == "w13" and _is_per_row(scheme, tuple(scale.shape)):
-            scale = scale.unflatten(1, (halves, -1))[:, :, : sizes.intermediate_size].flatten(1, 2)
-        restored[f"{name}_scale"] = scale.contiguous()
-    return restored
-
-
-def _is_per_row(scheme: Scheme, shape: tuple[int, ...]) -> bool:
-    return scheme.name == "fp8" and len(shape) == 3
-
-
-def run(call: ExpertsCall, out: Tensor, decode_tokens: int = DECODE_TOKENS) -> None:
-    """Fill `out` [num_tokens, hidden_size] (bfloat16, float16 or float32, contiguous) from a checked call.
-
-    decode_tokens: up to so many are for the decode kernel, where it takes the layer.
-    """
+def run_cuda(call: ExpertsCall, out: Tensor, decode_tokens: int = DECODE_TOKENS) -> None:
+    """`run` without Triton. decode_tokens: up to so many are for the decode kernel, where it takes the layer."""
     cuda_sm90_w4a8.run(WEIGHTS[call.scheme], call, out, decode_tokens)
+
+
+def by_triton(call: ExpertsCall) -> bool:
+    """Whether the Triton kernels run a call: where they take the layer and are the faster ones for as many tokens."""
+    slots = call.topk_ids.numel() / call.all_experts()
+    if slots > FEW_SLOTS and (slots > FEW_SLOTS_SMALL or call.w2.stride(0) > SMALL_BYTES):
+        return False
+    return _triton_takes(call.hidden_states.shape[1])
+
+
+def triton_tokens(num_experts: int, top_k: int, bytes2: int) -> int:
+    """Up to so many tokens are for the Triton kernels. bytes2: of an expert's w2 in tiles."""
+    return int((FEW_SLOTS_SMALL if bytes2 <= SMALL_BYTES else FEW_SLOTS) * num_experts) // top_k
+
+
+def _triton_takes(hidden_size: int) -> bool:
+    return hidden_size % tiled.TILE_K == 0 and triton.package_reason() is None
+
+
+def _notes(problem: Problem) -> str:
+    """Which kernels a number of tokens gets."""
+    sums = "prefill kernels on fp8 tensor cores, whose sums have 14 bits"
+    if not _triton_takes(problem.hidden_size):
+        return f"{NOTES.format(DECODE_TOKENS)}, whose sums have 14 bits"
+    if problem.top_k is None:
+        return f"Triton's kernels for few tokens, then {sums}"
+    bytes2 = problem.hidden_size * tiled.TILE_K * tiled.tiles(problem.intermediate_size, tiled.TILE_K)
+    most = triton_tokens(problem.num_experts, problem.top_k, bytes2)
+    return f"Triton's kernels up to {most} tokens, then {sums}"
 
 
 register(
@@ -95,7 +83,7 @@ register(
         restore=restore,
         run=run,
         hidden_dtypes=(torch.bfloat16,),
-        notes=lambda problem: f"{NOTES}, whose sums have 14 bits",
+        notes=_notes,
         accuracy=STANDARD,
     )
 )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torch_moe_ops.backends.registry import Backend, Requirement, formats, one_of, register
 from torch_moe_ops.backends.sm90 import w4a8_layout as tiled
+from torch_moe_ops.backends.sm90.byte_formats import matrices, sizes_of
 from torch_moe_ops.backends.sm90.common import NEEDS, check_device
 from torch_moe_ops.core.call import ExpertsCall, for_kernels
 from torch_moe_ops.core.kernel_facts import Sm90Few, Sm90W4a8, own_of
@@ -26,24 +27,9 @@ from torch_moe_ops.weights.raw_weights import RawWeights
 _own = own_of["experts_sm90_w4a8"]
 # Up to so many tokens are for the decode kernel, where it takes the layer.
 DECODE_TOKENS = Sm90Few.MAX_TOKENS
-NOTES = (
-    f"decode kernel up to {DECODE_TOKENS} tokens, while its buffers fit an SM, then prefill kernels on fp8 tensor cores"
-)
+NOTES = "decode kernel up to {} tokens, while its buffers fit an SM, then prefill kernels on fp8 tensor cores"
 MAX_SIZE = Sm90W4a8.MAX_K  # hidden and intermediate
 PACKED, FOLDED = "cuda_sm90_packed", "cuda_sm90_folded"
-
-
-def sizes_of(raw: RawWeights) -> Sizes:
-    """Those of raw weights."""
-    return Sizes(raw.num_experts, raw.hidden_size, raw.intermediate_size, raw.is_gated, raw.w13.dtype)
-
-
-def matrices(sizes: Sizes) -> tuple[tuple[str, int, int, bool], ...]:
-    """Name, padded rows, K and whether it has gate rows, of both weights."""
-    hidden, inter, gated = sizes.hidden_size, sizes.intermediate_size, sizes.is_gated
-    padded = tiled.TILE_K * tiled.tiles(inter, tiled.TILE_K)
-    rows2 = tiled.padded_rows(hidden, False)
-    return ("w13", (2 if gated else 1) * padded, hidden, gated), ("w2", rows2, inter, False)
 
 
 def specs(folded: bool, scheme: Scheme, sizes: Sizes) -> dict[str, Spec]:
@@ -132,6 +118,7 @@ def _register(name: str, policy: str) -> Backend:
     folded = policy == "folded"
     layout = Layout(f"{name}_tiles_v1", partial(specs, folded), lambda scheme, w2_shape: w2_shape[2] * tiled.TILE_K)
     bits = "8" if folded else "4.5"
+    decode_tokens = DECODE_TOKENS if folded else Sm90Few.MAX_TOKENS_PACKED
     return register(
         Backend(
             name=name,
@@ -145,9 +132,9 @@ def _register(name: str, policy: str) -> Backend:
             prepare=partial(prepare, folded),
             restore=restore_folded if folded else restore_packed,
             decode=decode_folded if folded else None,
-            run=partial(run, "rows" if folded else "packed", decode_tokens=DECODE_TOKENS),
+            run=partial(run, "rows" if folded else "packed", decode_tokens=decode_tokens),
             hidden_dtypes=(torch.bfloat16,),
-            notes=lambda problem: f"{NOTES}, {bits} bits a weight",
+            notes=lambda problem: f"{NOTES.format(decode_tokens)}, {bits} bits a weight",
         )
     )
 

@@ -52,7 +52,7 @@ def explain_problem(problem: Problem, requested: str = "auto") -> Explanation:
     against = {name: backend.reasons(problem) for name, backend in BACKENDS.items()}
     notes = {name: backend.notes(problem) for name, backend in BACKENDS.items()}
     fitting = [name for name, reasons in against.items() if not reasons]
-    first = _first_choice(fitting)
+    first = _first_choice(problem, fitting)
     better, why = preferred(problem, fitting, first)
     accuracy = {name: "; ".join(filter(None, (statement(name, problem), why.get(name)))) for name in fitting}
     chosen = better or first
@@ -61,16 +61,16 @@ def explain_problem(problem: Problem, requested: str = "auto") -> Explanation:
     return Explanation(problem, requested, chosen, against, notes, accuracy)
 
 
-def _first_choice(fitting: Iterable[str]) -> str | None:
+def _first_choice(problem: Problem, fitting: Iterable[str]) -> str | None:
     """Of those that need no measurement the first one that may be taken unasked, else the first."""
     names = [name for name in fitting if BACKENDS[name].needs_no_measurement]
-    return next((name for name in names if BACKENDS[name].auto), None) or next(iter(names), None)
+    return next((name for name in names if BACKENDS[name].unasked(problem)), None) or next(iter(names), None)
 
 
 def default_on(problem: Problem) -> str | None:
     """What "auto" takes where every backend of this library that the problem's device can have is installed."""
     fitting = [name for name, b in BACKENDS.items() if b.fits_anywhere(problem) and not b.of_the_field]
-    first = _first_choice(fitting)
+    first = _first_choice(problem, fitting)
     return preferred(problem, fitting, first)[0] or first
 
 

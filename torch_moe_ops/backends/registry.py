@@ -45,6 +45,8 @@ class Backend:
     notes: what a user should know where the backend fits ("pads ...", "emulates ..."), else "".
     run_monolithic: (call, router logits and the arguments of moeq::route after them, out) -> whether it ran.
         False, or None here: moeq::route and `run` do it.
+    run_hidden: (call, a RouterProduct that the router's kernel takes, the arguments of moeq::route behind the logits,
+        out) -> ids and weights, its logits filled too; None where it does not run, or here: the router, and `run`, do.
     delegate: the backend whose kernels run what this one's do not, "" where there is none; `notes` says what that is.
     decode: as restore, but -> {"w13", "w2": numbers [E, rows, K] without alphas}, which gradients are made with.
         None: what `restore` gives is decoded.
@@ -53,10 +55,12 @@ class Backend:
         here: never.
     few_rows: (pass of adapters, projection, rows, index, addend, out) -> whether it filled out [pairs, N] from packed
         weights, where an expert has few rows (triton_engine/few.py); None: experts are decoded.
+    rows_by_slot: (pass of adapters) -> what runs both products on the layer's own kernels (BySlot), or None where they
+        do not run it, or here: never.
     run_backward: (call, sizes, gradient of the output, which gradients are wanted) -> them, as gradients/experts.py has
         it; None where it does not run, or here: experts are decoded in chunks.
     one_input_scale: tokens are quantized once, so `prepare` takes the largest a13_input_scale for all experts.
-    auto: `prepare` may take it unasked.
+    auto: `prepare` may take it unasked, but for the schemes of `by_name_only`.
     accuracy: "strict" where results are within the bounds that docs/numerics.md has for strict backends, "standard"
         where they are farther away: `prepare` takes such a one by what was measured (accuracy.py), or as its own order
         says where the kernels are `of_the_field`, which is what others are compared with.
@@ -71,16 +75,23 @@ class Backend:
     hidden_dtypes: tuple[torch.dtype, ...] = FLOATS
     notes: Callable[[Problem], str] = lambda problem: ""
     auto: bool = True
+    by_name_only: frozenset[str] = frozenset()
     run_monolithic: Callable[[ExpertsCall, tuple[Any, ...], Tensor], bool] | None = None
+    run_hidden: Callable[[ExpertsCall, Any, tuple[Any, ...], Tensor], tuple[Tensor, Tensor] | None] | None = None
     bias_layout: BiasLayout | None = None
     delegate: str = ""
     decode: Callable[[Mapping[str, Tensor], Sizes], dict[str, Tensor]] | None = None
     dequantize: Callable[[Any, str, int, Tensor], float | None] | None = None
     few_rows: Callable[[Any, Any, Tensor, Tensor | None, Any, Tensor], bool] | None = None
+    rows_by_slot: Callable[[Any], Any] | None = None
     run_backward: Callable[[ExpertsCall, Sizes, Tensor, Any], Any] | None = None
     one_input_scale: bool = False
     accuracy: str = STRICT
     of_the_field: bool = False
+
+    def unasked(self, problem: Problem) -> bool:
+        """Whether `prepare` may take it for the problem without being asked."""
+        return self.auto and problem.scheme not in self.by_name_only
 
     @property
     def needs_no_measurement(self) -> bool:

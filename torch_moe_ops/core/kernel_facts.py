@@ -33,6 +33,7 @@ class Sm90:
     TILE_K = 64
     TILE_CODE_BYTES = TILE_ROWS * TILE_K // 2
     MAX_EXPERTS = 1024  # local ones: one thread block sorts them
+    BYTE_HIDDEN_MULTIPLE = 16  # of the hidden size where weights have 8 bits: a thread copies as many values
     BF16_SIZE_MULTIPLE = 16  # of the hidden and the intermediate size: a copy's bytes, eight gate rows beside eight up
     ROUTE_EXPERTS = routing_methods.MAX_EXPERTS  # for which there is a routing kernel at all
     ROUTE_TOP_K = routing_methods.MAX_TOP_K  # a lane has a chosen expert
@@ -50,6 +51,7 @@ class Sm90Few:
 
     MAX_SLOTS = 128  # tokens * top_k
     MAX_TOKENS = 8  # more take as long in the other kernel, or less
+    MAX_TOKENS_PACKED = 16  # of policy packed, which the other kernel does not decode
 
 
 class Sm90W4a8:
@@ -69,15 +71,19 @@ class Sm90W4a8:
 
 @dataclass(frozen=True)
 class TileScales:
-    """The scales of a format of the layout of 4-bit weights: how many a row of a tile has, and bytes of each."""
+    """The scales of a format of the layout of 4-bit weights: how many a row of a tile has, and bytes of each element.
+
+    An element has the scales of as many rows as `rows` says.
+    """
 
     in_row: int
     each: int
+    rows: int = 1
 
     @property
     def in_tile(self) -> int:
-        """Scales of a tile."""
-        return self.in_row * Sm90.TILE_ROWS
+        """Elements of a tile."""
+        return self.in_row * Sm90.TILE_ROWS // self.rows
 
     @property
     def tile_bytes(self) -> int:
@@ -85,13 +91,16 @@ class TileScales:
         return self.in_tile * self.each
 
 
-# By these two numbers the op tells the formats apart.
+# By these numbers the op tells the formats of 4 bits apart; codes of 8 bits have larger tiles.
 SM90_FORMATS: dict[str, TileScales] = {
     "nvfp4": TileScales(4, 1),
     "mxfp4": TileScales(2, 1),
     "int4_per32": TileScales(2, 2),
     "int4_per64": TileScales(1, 2),
     "int4_zero": TileScales(1, 4),
+    "int4_zero_bf16": TileScales(1, 8, 2),
+    "fp8": TileScales(0, 4),
+    "mxfp8": TileScales(2, 1),
 }
 SM90_KERNELS = ("decode", "slim", "narrow", "wide")  # by the numbers that the op knows them by; the last three: tiles
 SM90_WEIGHTS = ("packed", "rows", "blocks")  # of fp8 GEMMs (csrc/cuda/sm90/w4a8/w4a8.h)
@@ -118,10 +127,29 @@ class Router(NamedTuple):
 OWN_ARGUMENTS: dict[str, dict[str, str]] = {
     "experts": {"scheme": "str", "act_format": "str"},
     "experts_sm90": {"act_format": "str", "quantize_hidden": "bool", "quantize_intermediate": "bool", "kernel": "int"},
+    "experts_hidden_sm90": {
+        "act_format": "str",
+        "quantize_hidden": "bool",
+        "quantize_intermediate": "bool",
+        "router_weight": "Tensor",
+        "router_bias": "Tensor | None",
+        "blocks": "int",
+        "warps": "int",
+    },
+    "experts_sm90_rows": {
+        "low": "Tensor | None",
+        "factor": "Tensor | None",
+        "rows": "Tensor | None",
+        "kept": "Tensor",
+        "second": "bool",
+        "kernel": "int",
+    },
     "experts_sm90_bf16": {},
     "experts_sm90_w4a8": {"weights": "str", "decode_tokens": "int"},
 }
-TAKES_ROUTER = ("experts_sm90",)
+TAKES_ROUTER = ("experts_sm90", "experts_hidden_sm90")
+# What they fill besides `out`.
+FILLS = {"experts_hidden_sm90": ("topk_ids", "topk_weights", "router_logits"), "experts_sm90_rows": ("rows", "kept")}
 own_of = {op: itemgetter(*names) for op, names in OWN_ARGUMENTS.items() if len(names) > 1}  # of a dictionary
 
 

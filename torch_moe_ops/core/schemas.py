@@ -129,6 +129,12 @@ SCHEMAS: dict[str, str] = {
         f"int top_k, {_METHOD}, ScalarType? logits_dtype=None, int num_shared_experts=0, "
         "Tensor? shared_expert_weights=None) -> (Tensor topk_ids, Tensor topk_weights, Tensor router_logits)"
     ),
+    "moe_hidden": (
+        "(Tensor hidden_states, Tensor router_weight, Tensor? router_bias, Tensor? routing_bias, "
+        f"{_ANY_WEIGHTS}, {_INPUT_SCALES}, str backend, str scheme, str act_format, str routing_method, int top_k, "
+        f"{_ACTIVATION}, {_METHOD}, ScalarType? logits_dtype=None, {_TAIL}) -> "
+        "(Tensor output, Tensor topk_ids, Tensor topk_weights, Tensor router_logits)"
+    ),
     "quantize_nvfp4": "(Tensor x, Tensor gscale) -> (Tensor codes, Tensor scale)",
     "quantize_mxfp4": '(Tensor x, str rule="rceil") -> (Tensor codes, Tensor scale)',
     "quantize_mxfp8": '(Tensor x, str rule="rceil") -> (Tensor codes, Tensor scale)',

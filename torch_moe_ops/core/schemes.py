@@ -18,6 +18,11 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def next_power_of_2(n: int) -> int:
+    """The smallest that is not below n. Triton's own is made for kernels, and takes longer than some operations."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
 @dataclass(frozen=True)
 class ActFormat:
     """How an activation row of K values is stored once it is quantized."""

@@ -25,46 +25,46 @@ OP = "route_hidden"
 Results = tuple[Tensor, Tensor, Tensor]
 
 
-def _check_product(
-    hidden_states: Tensor, router_weight: Tensor, router_bias: Tensor | None, logits_dtype: torch.dtype
+def check_product(
+    op: str, hidden_states: Tensor, router_weight: Tensor, router_bias: Tensor | None, logits_dtype: torch.dtype
 ) -> None:
     """Raise unless these can be multiplied. Shapes and dtypes only."""
     names = [str(dtype) for dtype in FLOATS]
     for name, tensor in (("hidden_states", hidden_states), ("router_weight", router_weight)):
-        check_given(OP, name, tensor)
+        check_given(op, name, tensor)
         if tensor.dtype not in FLOATS:
-            fail(OP, name, f"have one of the dtypes {names}", tensor.dtype)
+            fail(op, name, f"have one of the dtypes {names}", tensor.dtype)
     if hidden_states.ndim != 2:
-        fail(OP, "hidden_states", "have shape [num_tokens, hidden_size]", hidden_states.shape)
+        fail(op, "hidden_states", "have shape [num_tokens, hidden_size]", hidden_states.shape)
     hidden_size = hidden_states.shape[1]
     if router_weight.ndim != 2:
-        fail(OP, "router_weight", f"have shape [num_experts, {hidden_size}]", router_weight.shape)
+        fail(op, "router_weight", f"have shape [num_experts, {hidden_size}]", router_weight.shape)
     text = f"have shape [num_experts, {hidden_size}] for such hidden_states"
-    check(router_weight.shape[1] == hidden_size, lambda: describe(OP, "router_weight", text, router_weight.shape))
+    check(router_weight.shape[1] == hidden_size, lambda: describe(op, "router_weight", text, router_weight.shape))
     if logits_dtype not in FLOATS:
-        fail(OP, "logits_dtype", f"be None or one of {names}", logits_dtype)
+        fail(op, "logits_dtype", f"be None or one of {names}", logits_dtype)
     if router_bias is None:
         return
     if router_bias.dtype not in FLOATS:
-        fail(OP, "router_bias", f"have one of the dtypes {names}", router_bias.dtype)
+        fail(op, "router_bias", f"have one of the dtypes {names}", router_bias.dtype)
     shape = (router_weight.shape[0],)
-    check(router_bias.shape == shape, lambda: describe(OP, "router_bias", f"have shape {shape}", router_bias.shape))
+    check(router_bias.shape == shape, lambda: describe(op, "router_bias", f"have shape {shape}", router_bias.shape))
 
 
-def _check_devices(hidden_states: Tensor, **others: Tensor | None) -> None:
+def check_devices(op: str, hidden_states: Tensor, **others: Tensor | None) -> None:
     for name, tensor in others.items():
         if tensor is not None and tensor.device != hidden_states.device:
-            fail(OP, name, f"be on {hidden_states.device} like hidden_states", tensor.device)
+            fail(op, name, f"be on {hidden_states.device} like hidden_states", tensor.device)
 
 
-def _run(
+def run_router(
     hidden_states: Tensor,
     router_weight: Tensor,
     router_bias: Tensor | None,
     routing: tuple[Any, ...],
     logits_dtype: torch.dtype,
-    num_shared_experts: int,
-    shared_expert_weights: Tensor | None,
+    num_shared_experts: int = 0,
+    shared_expert_weights: Tensor | None = None,
 ) -> Results:
     """Checked but for what a router's logits tell."""
 
@@ -102,17 +102,17 @@ def _implementation(devices: bool, fake: bool = False) -> Any:
         shared_expert_weights: Tensor | None = None,
     ) -> Results:
         dtype = logits_dtype or torch.float32
-        _check_product(hidden_states, router_weight, router_bias, dtype)
+        check_product(OP, hidden_states, router_weight, router_bias, dtype)
         if devices:
             biases = {"router_bias": router_bias, "routing_bias": routing_bias}
             given = {"router_weight": router_weight, **biases, "shared_expert_weights": shared_expert_weights}
-            _check_devices(hidden_states, **given)
+            check_devices(OP, hidden_states, **given)
         routing = (routing_bias, routing_method, top_k, n_group, topk_group, routed_scaling_factor, renormalize)
         shared = (num_shared_experts, shared_expert_weights)
         if fake:
             return _shapes(hidden_states, router_weight, routing, dtype, *shared)
         with like_a_kernel(hidden_states.device.type):
-            return _run(hidden_states, router_weight, router_bias, routing, dtype, *shared)
+            return run_router(hidden_states, router_weight, router_bias, routing, dtype, *shared)
 
     return impl
 

@@ -53,7 +53,7 @@ def run_experts(
 ) -> None:
     """Run a checked call on at least one token. routing: the arguments of moeq::route, for a monolithic call."""
     if out.is_cuda:
-        call, routing = _with_aligned(call, routing)
+        call, routing = with_aligned(call, routing)
         if not is_aligned(out):
             copy = torch.empty_like(out)
             run_experts(call, plan, table, copy, routing)
@@ -92,7 +92,7 @@ _TENSORS = (*(n for n in FIELDS if n.startswith(("hidden", "topk", "w13", "w2", 
 _tensors_of = itemgetter(*(FIELDS.index(n) for n in _TENSORS))
 
 
-def _with_aligned(call: ExpertsCall, routing: tuple[Any, ...] | None) -> tuple[ExpertsCall, tuple[Any, ...] | None]:
+def with_aligned(call: ExpertsCall, routing: tuple[Any, ...] | None) -> tuple[ExpertsCall, tuple[Any, ...] | None]:
     """The same values where kernels can load them. Copies of weights at every call are slow, and rare: no allocator of
     torch gives such addresses, only a view from the middle of a tensor has them."""
     if routing is not None:

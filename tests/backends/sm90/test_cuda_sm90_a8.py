@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import green_contexts
 import pytest
 import torch
 from sm90_cases import ACTIVATIONS, KERNELS, SHAPES_OF_ALL, in_tiles, make_call, relative_error, run_on, why_not_here
@@ -41,6 +42,7 @@ SHAPES = (
     (3, 2, 4096, 2048, 3),
     (2, 1, 128, 17408, 20),
     (4, 2, 7168, 2048, 300),
+    (32, 8, 7168, 2048, 14),
 )
 # `in_tiles` of MXFP4 needs sizes that are multiples of 32.
 OF_MX = {176: 192}
@@ -77,6 +79,18 @@ def test_shapes(form: str, kernel: str, shape: tuple[int, ...]) -> None:
 
 
 @forms
+def test_thread_blocks_that_make_many_operands(form: str) -> None:
+    """On few multiprocessors a block has units of many experts, and makes the rows of each."""
+    call = case(form, experts=40, top_k=6, hidden=512, inter=320, tokens=8)
+    tiled = in_tiles(call)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(green_contexts.split(green_contexts.GROUP, 1)[0].stream()):
+        out = run_on("decode", tiled)
+        torch.cuda.synchronize()
+    assert error(out, call) < 1
+
+
+@forms
 def test_very_few_tokens_take_one_launch(form: str) -> None:
     """But with a scale for each expert, of which a token has several."""
     tiled = in_tiles(case(form, tokens=3))
@@ -86,6 +100,18 @@ def test_very_few_tokens_take_one_launch(form: str) -> None:
         torch.cuda.synchronize()
     names = {event.key for event in profiled.key_averages()}
     assert any("decode_few_kernel" in name for name in names) == (FORMS[form][2].get("a1") != "expert")
+
+
+@forms
+def test_more_tokens_take_one_launch(form: str) -> None:
+    """Operands are rounded between the grid barriers of the decode kernel."""
+    tiled = in_tiles(case(form, tokens=20))
+    run_on("decode", tiled)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        run_on("decode", tiled)
+        torch.cuda.synchronize()
+    names = [event.key for event in profiled.key_averages() if "moeq::sm90" in event.key]
+    assert len(names) == 1 and "decode::decode_kernel" in names[0], names
 
 
 @kernels

@@ -115,12 +115,14 @@ def decoder_of(scheme: str, scale: Tensor) -> str:
         return f"decode_{scheme}"
     if scale.dtype == torch.int32:
         return "decode_int4_zero"
+    if scale.dtype == torch.int64:
+        return "decode_int4_zero_bf16"
     return f"decode_int4_per_{32 if scale.shape[-1] == 128 else 64}"
 
 
-def decode(decoders: ctypes.CDLL, scheme: str, codes: Tensor, scale: Tensor) -> Tensor:
+def decode(decoders: ctypes.CDLL, scheme: str, codes: Tensor, scale: Tensor, decoder: str = "") -> Tensor:
     """What the kernels multiply: float64 [E, stored rows, padded K] from prepared tensors."""
-    function = decoders[decoder_of(scheme, scale)]
+    function = decoders[decoder or decoder_of(scheme, scale)]
     function.restype = ctypes.c_float
     experts, row_tiles, k_tiles = codes.shape[:3]
     # A group's tile is stored once and repeated: the shape says so, the kernels see the repeats.
@@ -173,8 +175,50 @@ def test_decoders_round_each_weight_once(
             assert not halves[:, :, rows:].any() and not halves[:, :, :, weight.shape[2] :].any()
 
 
-def test_every_code_with_every_zero_point(decoders: ctypes.CDLL) -> None:
-    raw = make_layer("int4", 64, F16, True, 1024, 64)
+@pytest.mark.parametrize("gated", (True, False))
+@pytest.mark.parametrize(
+    ("scheme", "group", "dtype", "zero", "hidden", "inter"), [c for c in CASES if c[3] or c[2] == F16]
+)
+def test_sums_of_a_tile_need_its_rows_scales_alone(
+    decoders: ctypes.CDLL, scheme: str, group: int, dtype: torch.dtype, zero: bool, hidden: int, inter: int, gated: bool
+) -> None:
+    """What the decode kernels multiply: numbers with no more bits than a code, times float32 factors, exactly."""
+    raw = make_layer(scheme, group, dtype, zero, hidden, inter, gated)
+    prepared = cuda_sm90.prepare(raw)
+    for name, weight in zip(("w13", "w2"), moe.dequantize_experts(raw), strict=True):
+        codes, scale = prepared[name], prepared[f"{name}_scale"]
+        differences = decode(decoders, scheme, codes, scale, "decode_int4_sums")
+        experts, row_tiles, k_tiles = codes.shape[:3]
+        factors = torch.empty(experts, row_tiles, k_tiles, 64)
+        count = ctypes.c_int64(experts * row_tiles * k_tiles)
+        decoders.int4_sums_factors(ctypes.c_void_p(scale.data_ptr()), count, ctypes.c_void_p(factors.data_ptr()))
+        of_rows = factors.double().transpose(2, 3).flatten(1, 2)  # [E, stored rows, K tiles]
+        stored = differences * of_rows.repeat_interleave(64, 2)
+        halves = natural_rows(stored, gated and name == "w13")
+        rows = weight.shape[1] // halves.shape[1]
+        assert torch.equal(halves[:, :, :rows, : weight.shape[2]].flatten(1, 2), weight.double())
+        # Both are numbers that tensor cores and float32 keep, not subnormal ones.
+        assert differences[differences != 0].abs().min() >= 2.0**-126 / 2.0**40
+
+
+@pytest.mark.parametrize(
+    ("dtype", "zero", "stored"),
+    ((BF16, False, torch.bfloat16), (BF16, True, torch.int64), (F16, False, torch.int32), (F16, True, torch.int32)),
+)
+def test_zero_points_beside_bfloat16_scales_have_a_form_of_their_own(
+    dtype: torch.dtype, zero: bool, stored: torch.dtype
+) -> None:
+    raw = make_layer("int4", 64, dtype, zero, 128, 128)
+    assert {cuda_sm90.prepare(raw)[f"{name}_scale"].dtype for name in ("w13", "w2")} == {stored}
+    if dtype == BF16 and zero:  # beside scales that need more they take the form of those
+        other = make_layer("int4", 64, F16, False, 128, 128)
+        mixed = dataclasses.replace(raw, w2_scale=other.w2_scale, w2_zero_point=None)
+        assert {cuda_sm90.prepare(mixed)[f"{name}_scale"].dtype for name in ("w13", "w2")} == {torch.int32}
+
+
+@pytest.mark.parametrize("dtype", (BF16, F16))
+def test_every_code_with_every_zero_point(decoders: ctypes.CDLL, dtype: torch.dtype) -> None:
+    raw = make_layer("int4", 64, dtype, True, 1024, 64)
     codes = torch.arange(16).repeat(4).view(8, 8) << torch.arange(0, 32, 4)
     words = codes.sum(1).to(torch.int64)
     words = torch.where(words >= 2**31, words - 2**32, words).int()
@@ -234,6 +278,21 @@ def test_int4_scales_without_a_form_are_a_reason(group: int, dtype: torch.dtype,
         cuda_sm90.prepare(raw)
     fitting = dataclasses.replace(problem, weight_scales="bfloat16 per 128, float16 per row with zero points")
     assert not any("scales of int4" in reason for reason in BACKENDS["cuda_sm90"].reasons(fitting))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "text"),
+    (
+        ("bfloat16 per 128", "weights are rounded to bfloat16; "),
+        ("bfloat16 per 32", "weights are rounded to bfloat16; "),
+        ("bfloat16 per 64 with zero points", "weights are rounded to bfloat16, but not by decode; "),
+        ("bfloat16 per 128, float16 per row", "weights are rounded to bfloat16, but not by decode and slim; "),
+    ),
+)
+def test_explain_says_which_kernels_round(kinds: str, text: str) -> None:
+    problem = moe.Problem("int4", hidden_size=256, intermediate_size=256, num_experts=8, weight_scales=kinds)
+    notes = BACKENDS["cuda_sm90_int4"].notes
+    assert notes is not None and notes(problem).startswith(text)
 
 
 def test_groups_of_32_and_a_row_do_not_mix() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from sm90_cases import error_over_bound, fp8_in_tiles, make_call, relative_error, why_not_here
+from sm90_cases import SHAPES_OF_BYTES, error_over_bound, fp8_in_tiles, make_call, relative_error, why_not_here
 from torch import Tensor
 from triton_cases import packed_input
 
@@ -19,23 +19,13 @@ NAME = "cuda_sm90_fp8"
 schemes = pytest.mark.parametrize("scheme", ("fp8", "fp8_block"))
 
 # experts, top_k, hidden, inter, tokens
-SHAPES = (
-    (8, 1, 128, 64, 3),
-    (8, 2, 200, 136, 20),
-    (16, 4, 2880, 704, 9),
-    (16, 4, 2688, 1856, 40),
-    (128, 8, 2048, 768, 64),
-    (4, 2, 4096, 1024, 300),
-    (2, 1, 512, 256, 1100),
-    (8, 4, 256, 384, 1500),
-    (2, 1, 128, 17408, 20),
-)
+SHAPES = ((8, 2, 200, 136, 20), *SHAPES_OF_BYTES)
 
 
 def run(tiled: ExpertsCall) -> Tensor:
     """The output, from a buffer full of NaN."""
     out = torch.full(tiled.hidden_states.shape, float("nan"), dtype=tiled.out_dtype, device="cuda")
-    cuda_sm90_fp8.run(tiled, out)
+    cuda_sm90_fp8.run_cuda(tiled, out)
     return out
 
 

@@ -49,7 +49,7 @@ def case(form: str, **fields: Any) -> ExpertsCall:
 def run(tiled: ExpertsCall, decode_tokens: int = Sm90Few.MAX_TOKENS) -> Tensor:
     """The output, from a buffer full of NaN; decode_tokens 0: of the prefill kernels."""
     out = torch.full(tiled.hidden_states.shape, float("nan"), dtype=tiled.out_dtype, device="cuda")
-    cuda_sm90_fp8.run(tiled, out, decode_tokens)
+    cuda_sm90_fp8.run_cuda(tiled, out, decode_tokens)
     return out
 
 
@@ -175,7 +175,7 @@ def test_behind_a_gemm_in_a_graph(form: str, tokens: int) -> None:
         values, ids = (tiled.hidden_states @ gate).float().softmax(-1).topk(4)
         tiled.topk_ids.copy_(ids.int())
         torch.add(values, 0, out=tiled.topk_weights)
-        cuda_sm90_fp8.run(tiled, out, Sm90Few.MAX_TOKENS)
+        cuda_sm90_fp8.run_cuda(tiled, out, Sm90Few.MAX_TOKENS)
 
     step()
     graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""Whole layers on the fp8 kernels for Hopper, through prepare and the ops, on a GPU of compute capability 9.0."""
+"""Whole layers of fp8 activations, or of 8-bit weights, through prepare and the ops, on Hopper GPUs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from samples import overload
 from sm90_cases import why_not_here
 from sm90_layers import batch, check_graph, random_raw
-from tolerances import fp8_sums_bound
+from tolerances import layer_bound
 from torch import Tensor
 
 import torch_moe_ops as moe
-from torch_moe_ops.backends import cuda_sm90_fp8, cuda_sm90_w4a8
+from torch_moe_ops.backends import cuda_sm90, cuda_sm90_fp8, cuda_sm90_w4a8
 
 REASON = why_not_here()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(REASON), reason=REASON or "it is there")]
@@ -27,9 +27,10 @@ class Kind(NamedTuple):
     backend: str
     policy: str = "exact"
     tiles: Callable[[moe.RawWeights], dict[str, Tensor]] | None = None
+    act_format: str = "fp8"
 
     def prepare(self, raw: moe.RawWeights, backend: str) -> moe.PreparedWeights:
-        return moe.prepare(raw, act_format="fp8", weight_policy=self.policy, backend=backend)
+        return moe.prepare(raw, act_format=self.act_format, weight_policy=self.policy, backend=backend)
 
     def layer(self, seed: int = 0) -> tuple[moe.RawWeights, moe.PreparedWeights]:
         raw = random_raw(self.scheme, seed)
@@ -41,6 +42,10 @@ KINDS = {
     "folded": Kind("nvfp4", "cuda_sm90_folded", "folded"),
     "fp8": Kind("fp8", "cuda_sm90_fp8", tiles=cuda_sm90_fp8.prepare),
     "fp8_block": Kind("fp8_block", "cuda_sm90_fp8", tiles=cuda_sm90_fp8.prepare),
+    **{
+        f"{scheme}-a16": Kind(scheme, "cuda_sm90", tiles=cuda_sm90.prepare, act_format="none")
+        for scheme in ("fp8", "fp8_block", "mxfp8")
+    },
 }
 kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
@@ -53,7 +58,7 @@ def test_the_op_against_the_reference_backend(kind: Kind, tokens: int) -> None:
     out = moe.fused_moe_routed(x, ids, weights, w)
     expected = moe.fused_moe_routed(x, ids, weights, kind.prepare(raw, "reference")).double()
     assert out.shape == (tokens, 256)
-    bound = fp8_sums_bound(ids.numel() * w.intermediate_size, out.dtype)
+    bound = layer_bound(kind.backend, kind.act_format, out.dtype, ids.numel() * w.intermediate_size)
     assert (out.double() - expected).norm() <= bound * expected.norm()
 
 
@@ -67,7 +72,7 @@ def test_a_captured_graph_replays_other_routings_and_weights(kind: Kind) -> None
 def test_opcheck(kind: Kind) -> None:
     _, w = kind.layer()
     x, ids, weights = batch(5)
-    keywords = {"act_format": "fp8", "weight_policy": kind.policy, "backend": kind.backend}
+    keywords = {"act_format": kind.act_format, "weight_policy": kind.policy, "backend": kind.backend}
     torch.library.opcheck(overload(f"{kind.scheme}_moe_routed"), (x, None, ids, weights, *w.op_weights()), keywords)
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from host_library import planning_library
 
+from torch_moe_ops.core.kernel_facts import SM90_FORMATS
+
 HOPPER = (132, 227 * 1024)
 # top_k, experts, hidden, inter
 QWEN3, GPT_OSS, DEEPSEEK, MIXTRAL = (8, 128, 2048, 768), (4, 128, 2880, 2880), (8, 256, 7168, 2048), (2, 8, 4096, 14336)
@@ -21,8 +23,12 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return planning_library("sm90_plan_host.cu", tmp_path_factory.mktemp("plan"))
 
 
-# sms, shared memory, tokens, top_k, experts, hidden, inter, gated, dynamic scales, format: beyond 4 few::Codes, 5 and 6 of e4m3
+# sms, shared memory, tokens, top_k, experts, hidden, inter, gated, dynamic scales, format: after those of
+# 4 and 8 bits few::Codes
 Layer = ctypes.c_int * 10
+FP8_ROWS, FP8_GROUPS, BESIDE_FP8, BESIDE_MXFP8, PACKED, MXFP8 = range(len(SM90_FORMATS), len(SM90_FORMATS) + 6)
+OF_4_BITS = range(len(SM90_FORMATS) - 2)
+FORMATS = ",".join(map(str, (*OF_4_BITS, FP8_ROWS, FP8_GROUPS, BESIDE_FP8, BESIDE_MXFP8, PACKED, MXFP8)))
 
 
 def parts(library: Path, layer: tuple[int, int, int, int], tokens: int, dynamic: bool = False, weights: int = 0) -> int:
@@ -43,6 +49,18 @@ def test_the_tokens_that_the_documentation_names(library: Path, layer: tuple[int
     assert [parts(library, layer, tokens) > 0 for tokens in range(1, 10)] == [tokens <= most for tokens in range(1, 10)]
 
 
+@pytest.mark.parametrize("weights", (FP8_ROWS, FP8_GROUPS, MXFP8), ids=("rows", "blocks", "mxfp8"))
+@pytest.mark.parametrize(
+    ("layer", "most"),
+    [(QWEN3, 8), (GPT_OSS, 4), (DEEPSEEK, 4), (MIXTRAL, 4)],
+    ids=["qwen3", "gpt-oss", "dsv3", "mixtral"],
+)
+def test_as_many_tokens_with_weights_of_8_bits(
+    library: Path, layer: tuple[int, int, int, int], most: int, weights: int
+) -> None:
+    assert [parts(library, layer, n, False, weights) > 0 for n in range(1, 10)] == [n <= most for n in range(1, 10)]
+
+
 @pytest.mark.parametrize(
     ("layer", "most"),
     [(QWEN3, 8), (GPT_OSS, 4), (DEEPSEEK, 3), (MIXTRAL, 1)],
@@ -50,7 +68,16 @@ def test_the_tokens_that_the_documentation_names(library: Path, layer: tuple[int
 )
 def test_as_many_tokens_beside_fp8_activations(library: Path, layer: tuple[int, int, int, int], most: int) -> None:
     """A row's scale takes no room; only what is rounded by whole rows of a long intermediate, Mixtral's, has less."""
-    assert [parts(library, layer, tokens, True, 7) > 0 for tokens in range(1, 10)] == [n <= most for n in range(1, 10)]
+    found = [parts(library, layer, tokens, True, BESIDE_FP8) > 0 for tokens in range(1, 10)]
+    assert found == [tokens <= most for tokens in range(1, 10)]
+
+
+@pytest.mark.parametrize(
+    ("layer", "most"), [(QWEN3, 16), (GPT_OSS, 12), (DEEPSEEK, 5)], ids=["qwen3", "gpt-oss", "dsv3"]
+)
+def test_packed_takes_more_tokens(library: Path, layer: tuple[int, int, int, int], most: int) -> None:
+    found = [parts(library, layer, tokens, True, PACKED) > 0 for tokens in range(1, 19)]
+    assert found == [tokens <= most for tokens in range(1, 19)]
 
 
 # Units of GEMM1 are left when 132 blocks have as many: 60 of 192, 96 of 360, 116 of 512, 104 of 896, 4 of 136, 16 of 16;
@@ -79,13 +106,13 @@ def test_no_units_are_shared_where_slots_are_more_than_a_warp(library: Path, lay
 DEALS = """
 import ctypes, random, sys
 deal = ctypes.CDLL(sys.argv[1]).deal_few
-draw = random.Random(int(sys.argv[2]))
+draw, formats = random.Random(int(sys.argv[2])), [int(number) for number in sys.argv[3].split(",")]
 found = [0, 0, 0]
 for _ in range(6000):
     sizes = [64 * draw.randint(1, draw.choice((20, 112))), 16 * draw.randint(1, draw.choice((40, 300)))]
     tokens, top_k = draw.choice((1, 1, 1, draw.randint(1, 8))), draw.randint(1, draw.choice((10, 32, 128)))
     problem = (tokens, top_k, draw.randint(top_k, 512), *sizes, int(draw.random() < 0.8), int(draw.random() < 0.2),
-               draw.randint(0, 9))
+               draw.choice(formats))
     sms = draw.choice((132, 132, 78, 114, 1, 2, 31, 33, 160, 200))
     shares = deal((ctypes.c_int * 10)(sms, draw.choice((232448, 232448, 101376)), *problem))
     assert shares >= 0, (sms, problem)
@@ -96,7 +123,9 @@ print(*found)
 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_tile_is_multiplied_once(library: Path, seed: int) -> None:
-    done = subprocess.run([sys.executable, "-c", DEALS, str(library), str(seed)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", DEALS, str(library), str(seed), FORMATS], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert min(map(int, done.stdout.split())) > 300
 
@@ -117,14 +146,14 @@ def test_any_number_of_multiprocessors(library: Path, layer: tuple[int, int, int
 PROGRAM = """
 import ctypes, random, sys
 plan = ctypes.CDLL(sys.argv[1]).plan_few
-draw = random.Random(int(sys.argv[2]))
+draw, formats = random.Random(int(sys.argv[2])), [int(number) for number in sys.argv[3].split(",")]
 taken = 0
 for _ in range(4000):
     sizes = [64 * draw.randint(1, 160), 16 * draw.randint(1, 1200)]
     top_k = draw.randint(1, draw.choice((22, 128)))
     problem = (draw.randint(0, 9), top_k, draw.randint(top_k, 512), *sizes)
     gpu = draw.choice(((132, 232448), (78, 232448), (114, 232448), (132, 101376)))
-    more = draw.randint(0, 1), draw.randint(0, 1), draw.randint(0, 9)
+    more = draw.randint(0, 1), draw.randint(0, 1), draw.choice(formats)
     found = plan((ctypes.c_int * 10)(*gpu, *problem, *more))
     assert found >= 0, problem
     taken += found > 0
@@ -134,7 +163,9 @@ print(taken)
 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_plan_fits_or_is_none(library: Path, seed: int) -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM, str(library), str(seed)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(library), str(seed), FORMATS], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert 200 < int(done.stdout) < 3800
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from sm90_cases import in_tiles, make_call, relative_error, run_on, why_not_here
+from sm90_cases import in_tiles, make_call, of_a_checkpoint, relative_error, run_on, why_not_here
 from tolerances import ROUNDED_INT4
 
 from torch_moe_ops.backends import cuda_sm90
@@ -21,6 +21,8 @@ FORMATS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("mxfp4", {}),
     ("mxint4", {}),
     ("int4", {"group": 64}),
+    ("int4", {"group": 64, "zero": True}),
+    ("int4", {"group": 64, "scale_dtype": torch.float16, "zero": True}),
 )
 formats = pytest.mark.parametrize(("scheme", "weights"), FORMATS, ids=str)
 MANY_EXPERTS: dict[str, Any] = {"experts": 128, "top_k": 8, "hidden": 2048, "inter": 64}
@@ -28,7 +30,7 @@ FEW_EXPERTS: dict[str, Any] = {"experts": 4, "top_k": 2, "hidden": 320, "inter":
 
 
 def check(scheme: str, **fields: Any) -> None:
-    call = make_call(scheme, out_dtype=torch.float32, **fields)
+    call = of_a_checkpoint(make_call(scheme, out_dtype=torch.float32, **fields))
     out = run_on("prefill", in_tiles(call))
     assert torch.isfinite(out).all()
     assert relative_error(out, call) < (ROUNDED_INT4 if "int4" in scheme else LIMIT)
@@ -58,7 +60,7 @@ def test_wide_tiles(scheme: str, weights: dict[str, Any], tokens: int) -> None:
 def test_stages_of_one_step(scheme: str, weights: dict[str, Any], hidden: int, inter: int) -> None:
     """Odd numbers of steps in K, and tiles of rows that no block of four fills."""
     if scheme == "int4":
-        weights = {"group": -1}  # a row: 64 divides not all of these
+        weights = weights | {"group": -1}  # a row: 64 divides not all of these
     check(scheme, weights=weights, tokens=50, experts=4, top_k=2, hidden=hidden, inter=inter)
 
 

@@ -70,6 +70,29 @@ def test_logits_and_what_is_chosen_by_them(experts: int, hidden: int, dtype: tor
         torch.testing.assert_close(weights, want, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("experts", (8, 60, 128, 256, 512))
+def test_equal_logits_go_by_their_number(experts: int, dtype: torch.dtype) -> None:
+    """Within a lane (32 experts apart), on neighbouring lanes, zeros of either sign, and where all are equal."""
+    g = torch.Generator("cuda").manual_seed(experts)
+    x, weight = operands(8, experts, 64, experts)
+    weight[1] = weight[2] = weight[experts - 1]
+    if experts > 64:
+        weight[40] = weight[72] = weight[8]
+    x[3] = 0
+    x[5, 0] = float("nan")
+    x[6] *= -1
+    for few in (2, 3, 5):  # rows drawn from so few
+        drawn = weight[torch.randint(0, few, (experts,), generator=g, device="cuda")]
+        for w in (weight, drawn):
+            for top_k in (1, 2, min(8, experts), min(22, experts)):
+                for method in ("default", "renormalize"):
+                    ids, weights, logits = run(x, w, None, None, method, top_k, logits_dtype=dtype)
+                    want_ids, want = route_reference(logits, None, method, top_k)
+                    assert torch.equal(ids, want_ids)
+                    torch.testing.assert_close(weights, want, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("method", ROUTING_METHODS)
 @pytest.mark.parametrize(("experts", "hidden", "groups"), ((128, 256, (8, 3)), (256, 512, (8, 4)), (60, 96, (5, 3))))
 def test_every_method(method: str, experts: int, hidden: int, groups: tuple[int, int]) -> None:

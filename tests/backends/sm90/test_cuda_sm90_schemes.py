@@ -1,7 +1,8 @@
 """Weights other than NVFP4 on the Hopper kernels, against the oracle, on a GPU of compute capability 9.0.
 
 MXFP4 is exact in bfloat16. INT4 is not: the kernels round each weight to it once, so they are held to the oracle with
-weights that have been rounded, as to that with NVFP4, and to the exact one within ROUNDED_INT4.
+weights that have been rounded, as to that with NVFP4, and to the exact one within ROUNDED_INT4. But some multiply sums by
+scales, and round no weight: decode where there are zero points or float16 scales, slim tiles where there are the latter.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from sm90_cases import KERNELS, WEIGHTS, in_tiles, make_call, run_on, why_not_here
+from sm90_cases import KERNELS, WEIGHTS, in_tiles, make_call, number_of, of_a_checkpoint, run_on, why_not_here
 from tolerances import ROUNDED_INT4, relative_l2
 from torch import Tensor
 
 import torch_moe_ops as moe
+from torch_moe_ops.backends.sm90.formats import exact_kernels
 from torch_moe_ops.core.call import ExpertsCall
+from torch_moe_ops.core.kernel_facts import SM90_KERNELS
 from torch_moe_ops.oracle.reference import experts_reference
 from torch_moe_ops.weights.raw_weights import RawWeights
 
@@ -33,7 +36,9 @@ FORMATS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("mxint4", {}),
     *(("int4", {"group": group}) for group in (32, 64, 128, -1)),
     ("int4", {"group": 64, "zero": True}),
+    ("int4", {"group": 128, "zero": True}),
     ("int4", {"group": 128, "scale_dtype": F16}),
+    ("int4", {"group": 128, "scale_dtype": F16, "zero": True}),
     ("int4", {"group": -1, "scale_dtype": F16, "zero": True}),
 )
 formats = pytest.mark.parametrize(("scheme", "weights"), FORMATS, ids=str)
@@ -42,6 +47,7 @@ formats = pytest.mark.parametrize(("scheme", "weights"), FORMATS, ids=str)
 SHAPES = (
     (8, 2, 192, 160, 20),
     (16, 4, 2880, 704, 9),
+    (16, 4, 2688, 1856, 2),
     (60, 6, 2048, 1408, 33),
     (256, 8, 1024, 256, 130),
     (512, 22, 1024, 128, 17),
@@ -57,10 +63,7 @@ def make(
     if group > 0 and (hidden % group or inter % group):
         weights = weights | {"group": -1}
     sizes = {"experts": experts, "top_k": top_k, "hidden": hidden, "inter": inter, "tokens": tokens}
-    call = make_call(scheme, weights=weights, **sizes | fields)
-    # A checkpoint's zero points have four bits.
-    points: dict[str, Any] = {name: t.clamp(max=15) for name in WEIGHTS[4:] if (t := getattr(call, name)) is not None}
-    return call._replace(**points)
+    return of_a_checkpoint(make_call(scheme, weights=weights, **sizes | fields))
 
 
 def rounded(call: ExpertsCall) -> ExpertsCall:
@@ -77,11 +80,22 @@ def distance(out: Tensor, want: Tensor) -> float:
     return relative_l2(out, want)
 
 
-def check(call: ExpertsCall, limit: float) -> None:
-    """Both kernels; the oracle takes longer than they do."""
-    want, tiled = experts_reference(rounded(call), dtype=torch.float64), in_tiles(call)
-    for kernel in KERNELS:
-        assert distance(run_on(kernel, tiled), want) < limit, kernel
+def rounds(kernel: str, tiled: ExpertsCall) -> bool:
+    """Whether a kernel rounds the int4 weights of a call as `in_tiles` has it to bfloat16."""
+    scales = tiled.w13_scale
+    assert scales is not None
+    kinds = {torch.int32: "float16 per 64", torch.int64: "bfloat16 per 64 with zero points"}
+    return SM90_KERNELS[number_of(kernel, tiled)] not in exact_kernels(kinds.get(scales.dtype, ""))
+
+
+def check(call: ExpertsCall, limit: float, kernels: tuple[str, ...] = KERNELS) -> None:
+    """All kernels; the oracle takes longer than they do."""
+    tiled = in_tiles(call)
+    for exact in {not rounds(kernel, tiled) for kernel in kernels}:
+        want = experts_reference(call if exact else rounded(call), dtype=torch.float64)
+        for kernel in kernels:
+            if rounds(kernel, tiled) != exact:
+                assert distance(run_on(kernel, tiled), want) < limit, kernel
 
 
 @formats
@@ -95,7 +109,16 @@ def test_how_far_rounded_weights_are(scheme: str, weights: dict[str, Any]) -> No
     call = make(scheme, weights, SHAPES[1], out_dtype=torch.float32)
     want, tiled = experts_reference(call, dtype=torch.float64), in_tiles(call)
     for kernel in KERNELS:
-        assert LIMIT < distance(run_on(kernel, tiled), want) < ROUNDED_INT4, kernel
+        far = distance(run_on(kernel, tiled), want)
+        assert (LIMIT < far < ROUNDED_INT4) if rounds(kernel, tiled) else far < LIMIT, kernel
+
+
+@pytest.mark.parametrize(("scheme", "weights"), FORMATS[1:], ids=str)
+@pytest.mark.parametrize("tokens", (1, 2, 8, 16, 64, 300))
+def test_each_shape_of_kernel(scheme: str, weights: dict[str, Any], tokens: int) -> None:
+    """Every kernel at few tokens and many, those without grid barriers among them."""
+    call = make(scheme, weights, (8, 2, 384, 256, tokens), out_dtype=torch.float32)
+    check(call, LIMIT, SM90_KERNELS)
 
 
 @formats
@@ -135,8 +158,9 @@ def test_a_layer_from_its_checkpoint_form(scheme: str, weights: dict[str, Any]) 
     w = moe.prepare(raw, act_format="none", backend="cuda_sm90" if scheme == "mxfp4" else "cuda_sm90_int4")
     for tokens in (3, 80):
         x, ids, factors = (t[:tokens].contiguous() for t in (call.hidden_states, call.topk_ids, call.topk_weights))
-        cut = rounded(call._replace(hidden_states=x, topk_ids=ids, topk_weights=factors))
-        want = experts_reference(cut, dtype=torch.float64)
+        cut = call._replace(hidden_states=x, topk_ids=ids, topk_weights=factors)
+        kernel = "decode" if tokens == 3 else "prefill"
+        want = experts_reference(rounded(cut) if rounds(kernel, in_tiles(cut)) else cut, dtype=torch.float64)
         assert distance(moe.fused_moe_routed(x, ids, factors, w), want) < LIMIT_BF16
     back = moe.restore(w)
     for name, tensor in raw.tensors().items():

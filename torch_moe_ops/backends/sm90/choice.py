@@ -6,7 +6,9 @@ from bisect import bisect_left
 from functools import lru_cache
 from typing import NamedTuple
 
+from torch_moe_ops.backends.sm90 import byte_formats
 from torch_moe_ops.backends.sm90.layout import TILE
+from torch_moe_ops.core.kernel_facts import Sm90Few
 from torch_moe_ops.tuning import tuned
 from torch_moe_ops.tuning.tuned import Key
 from torch_moe_ops.tuning.tuned_kernels import DECODE_MAX_SLOTS, FORGET, KERNELS, Switches, key_of, lookup
@@ -45,6 +47,19 @@ def rules(num_experts: int, top_k: int, hidden: int, inter: int, num_local_exper
     """Kernels where no table has the layer. Shapes alone decide; num_local_experts: None where all are local."""
     decode = decode_max_tokens(num_local_experts or num_experts, top_k, hidden * inter)
     return _ascending((("decode", decode), *prefill_rules(num_experts, top_k, hidden, num_local_experts)))
+
+
+def byte_rules(num_experts: int, top_k: int) -> Switches:
+    """`rules` for weights of 8 bits: the kernel for very few tokens, and two shapes of prefill's."""
+    few = min(Sm90Few.MAX_TOKENS, Sm90Few.MAX_SLOTS // top_k)
+    return _ascending((("decode", few), ("slim", SLIM_MEAN * num_experts // top_k), ("wide", None)))
+
+
+def rules_for(key: Key, num_experts: int) -> Switches:
+    """What a layer of `num_experts` gets where nothing was measured. key: `key_of` a rank's own experts."""
+    if key.scheme in byte_formats.SCHEMES:
+        return byte_rules(num_experts, key.top_k)
+    return rules(num_experts, key.top_k, key.hidden_size, key.intermediate_size, key.num_experts)
 
 
 def prefill_rules(num_experts: int, top_k: int, hidden: int, num_local_experts: int | None = None) -> Switches:
@@ -90,8 +105,7 @@ def switches_of(device: str, key: Key, num_experts: int) -> tuple[Switches, str]
     """
     found = lookup(device, key)
     if found is None:
-        sizes = (key.top_k, key.hidden_size, key.intermediate_size)
-        return rules(num_experts, *sizes, key.num_experts), "rules"
+        return rules_for(key, num_experts), "rules"
     switches, source = found
     return of_rank(switches, key.num_experts, num_experts), source
 

@@ -50,6 +50,13 @@ def check_device(call: ExpertsCall) -> None:
         device_code.check_device(op, "hidden_states", device, "a")
 
 
+def runs_on(device: torch.device) -> bool:
+    """Whether the kernels are there for this device."""
+    if device.type != "cuda" or extension.cuda_extension_reason():
+        return False
+    return device_code.missing_on(device, "a") is None
+
+
 NEEDS = (
     one_of("device", "cuda"),
     Requirement(_capability_reason),

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from torch_moe_ops.backends.sm90 import layout, scales
-from torch_moe_ops.core.kernel_facts import SM90_FORMATS
+from torch_moe_ops.backends.sm90 import byte_formats, layout, scales
+from torch_moe_ops.backends.sm90.w4a8_layout import TILE_K
+from torch_moe_ops.core.kernel_facts import SM90_FORMATS, Sm90, TileScales
 from torch_moe_ops.core.layout import Sizes, Spec
 from torch_moe_ops.core.problem import Problem
 from torch_moe_ops.core.schemes import Scheme
@@ -16,11 +17,24 @@ from torch_moe_ops.weights.raw_weights import RawWeights
 from torch_moe_ops.weights.shared_scales import int4_scales_of
 
 _PER32, _PER64 = SM90_FORMATS["int4_per32"], SM90_FORMATS["int4_per64"]
+_ZERO, _ZERO_BF16 = SM90_FORMATS["int4_zero"], SM90_FORMATS["int4_zero_bf16"]
 _CODES = {"nvfp4": layout.E2M1, "mxfp4": layout.E2M1, "mxint4": layout.INT4, "int4": layout.INT4}
+
+
+def tile_k(scheme: str) -> int:
+    """Values of K in a tile."""
+    return TILE_K if scheme in byte_formats.SCHEMES else layout.TILE
+
+
+def size_multiple(scheme: str) -> int:
+    """What the hidden size has to be a multiple of."""
+    return Sm90.BYTE_HIDDEN_MULTIPLE if scheme in byte_formats.SCHEMES else layout.TILE
 
 
 def specs(scheme: Scheme, sizes: Sizes) -> dict[str, Spec]:
     """Shapes and dtypes of w13, w2 and their scales, tile by tile."""
+    if scheme.name in byte_formats.SCHEMES:
+        return byte_formats.specs(scheme, sizes)
     table: dict[str, Spec] = {}
     for name, rows, k, gated in _matrices(sizes):
         outer = layout.tiled_shape(sizes.num_experts, rows, k, gated)
@@ -28,11 +42,12 @@ def specs(scheme: Scheme, sizes: Sizes) -> dict[str, Spec]:
         if scheme.name in ("nvfp4", "mxfp4"):
             table[f"{name}_scale"] = (((*outer, SM90_FORMATS[scheme.name].in_tile),), (torch.uint8,))
             continue
-        shapes = scales.int4_shapes(sizes.num_experts, rows, k, gated, _PER32.in_row)
+        shapes = scales.int4_shapes(sizes.num_experts, rows, k, gated, _PER32)
         dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
         if scheme.name == "int4":
-            shapes += scales.int4_shapes(sizes.num_experts, rows, k, gated, _PER64.in_row)
-            dtypes += (torch.int32,)
+            for kind in (_PER64, _ZERO_BF16):
+                shapes += scales.int4_shapes(sizes.num_experts, rows, k, gated, kind)
+            dtypes += (torch.int32, torch.int64)
         table[f"{name}_scale"] = (shapes, dtypes)
     return table
 
@@ -42,6 +57,8 @@ def prepare(raw: RawWeights) -> dict[str, Tensor]:
 
     Raises ValueError for scales that the layout cannot hold (scales.py), naming them.
     """
+    if raw.scheme in byte_formats.SCHEMES:
+        return byte_formats.prepare(raw)
     if raw.scheme == "int4" and (reason := _int4_reason(int4_scales_of(raw))) is not None:
         raise ValueError(f"backend 'cuda_sm90_int4': {reason}")
     kind = _CODES[raw.scheme]
@@ -59,18 +76,22 @@ def _pack_scales(raw: RawWeights, name: str, gated: bool) -> Tensor:
     if raw.scheme == "mxfp4":
         return scales.pack_mxfp4(scale, gated, argument)
     k = raw.hidden_size if name == "w13" else raw.intermediate_size
-    kind = _PER32 if raw.scheme == "mxint4" or " per 32" in int4_scales_of(raw) else _PER64
-    return scales.pack_int4(scale, getattr(raw, f"{name}_zero_point"), k, gated, argument, kind.in_row, _is_wide(raw))
+    return scales.pack_int4(scale, getattr(raw, f"{name}_zero_point"), k, gated, argument, _int4_kind(raw))
 
 
-def _is_wide(raw: RawWeights) -> bool:
-    """Whether int4 scales need the form that holds zero points and float16; one form serves both weights."""
-    points = raw.w13_zero_point is not None or raw.w2_zero_point is not None
-    return points or any(s is not None and s.dtype == torch.float16 for s in (raw.w13_scale, raw.w2_scale))
+def _int4_kind(raw: RawWeights) -> TileScales:
+    """The form of the scales of both weights: of float16 ones, of zero points, or of neither."""
+    if raw.scheme == "mxint4" or " per 32" in int4_scales_of(raw):
+        return _PER32
+    if any(s is not None and s.dtype == torch.float16 for s in (raw.w13_scale, raw.w2_scale)):
+        return _ZERO
+    return _PER64 if raw.w13_zero_point is None and raw.w2_zero_point is None else _ZERO_BF16
 
 
 def restore(scheme: Scheme, tensors: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
     """Inverse of prepare, bit for bit."""
+    if scheme.name in byte_formats.SCHEMES:
+        return byte_formats.restore(scheme, tensors, sizes)
     restored = {}
     for name, rows, k, gated in _matrices(sizes):
         if name not in tensors:
@@ -87,6 +108,13 @@ def restore(scheme: Scheme, tensors: Mapping[str, Tensor], sizes: Sizes) -> dict
         if zero_points is not None:
             restored[f"{name}_zero_point"] = zero_points
     return restored
+
+
+def exact_kernels(kinds: str) -> tuple[str, ...]:
+    """Kernels that scale sums instead of int4 weights, and round none. kinds: of scales, as Problem has them."""
+    if any(kind.startswith("float16") for kind in kinds.split(", ")):
+        return ("decode", "slim")
+    return ("decode",) if "zero points" in kinds else ()
 
 
 def scales_reason(problem: Problem) -> str | None:

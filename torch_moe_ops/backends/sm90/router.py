@@ -27,6 +27,14 @@ class Plan(NamedTuple):
     warps: int
 
 
+class RouterProduct(NamedTuple):
+    """What a router multiplies hidden states by, and where its logits go [num_tokens, num_experts]."""
+
+    weight: Tensor
+    bias: Tensor | None
+    logits: Tensor
+
+
 def plan_of(num_experts: int, hidden_size: int) -> Plan:
     """By the router's shape alone, so that a logit's bits do not depend on how many tokens there are."""
     large = 2 * num_experts * hidden_size > _BYTES_OF_8
@@ -81,13 +89,13 @@ def run(
     bias = None if router_bias is None else router_bias.contiguous()
     shared = None if shared_expert_weights is None else shared_expert_weights.contiguous()
     plan = plan or plan_of(experts, hidden_size)
-    operands = (_in_rows(hidden_states), _in_rows(router_weight), bias)
+    operands = (in_rows(hidden_states), in_rows(router_weight), bias)
     with torch.cuda.device(logits.device):
         torch.ops.moeq_C.route_hidden_sm90(*router, ids, weights, *operands, num_shared_experts, shared, *plan)
     return ids, weights
 
 
-def _in_rows(matrix: Tensor) -> Tensor:
+def in_rows(matrix: Tensor) -> Tensor:
     """The matrix, or a copy where its rows do not start at multiples of 16 bytes."""
     rows, columns = matrix.stride()
     if columns == 1 and rows % RouteHidden.SIZE_MULTIPLE == 0 and matrix.data_ptr() % _ALIGNMENT == 0:

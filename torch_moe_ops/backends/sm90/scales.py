@@ -9,7 +9,8 @@ tiles of groups larger than a tile are repeated: [E, row tiles, groups, repeats,
   row eight below, as the decoder's codes of that row are 16 times as large.
 - int4 with zero points or float16 scales, int32, one: such a product as the sum of two bfloat16, the nearest one in
   the low half, the rest in the high half. That needs the upper ten bits; below: bit 5, a float16 scale; bit 4, there
-  are zero points; bits 0 to 3, the zero point.
+  are zero points; bits 0 to 3, the zero point. Where all scales are bfloat16, so that there is no rest, those of both
+  rows are one int64: kernels are told by that.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops.backends.sm90.layout import TILE, from_tiles, look_up, tiled_shape, to_tiles
-from torch_moe_ops.core.kernel_facts import SM90_FORMATS
+from torch_moe_ops.core.kernel_facts import SM90_FORMATS, TileScales
 from torch_moe_ops.numerics.int4 import SYMMETRIC_ZERO
 
 _NVFP4, _MXFP4 = SM90_FORMATS["nvfp4"].in_row, SM90_FORMATS["mxfp4"].in_row
@@ -79,18 +80,17 @@ def _pack_bytes(codes: Tensor, gated: bool, blocks: int, table: Tensor | None, t
     return out
 
 
-def pack_int4(
-    scales: Tensor, zero_points: Tensor | None, k: int, gated: bool, name: str, blocks: int, wide: bool
-) -> Tensor:
-    """Scales [E, N, groups] of K = k -> [E, row tiles, groups, repeats, 64 * blocks].
+def pack_int4(scales: Tensor, zero_points: Tensor | None, k: int, gated: bool, name: str, kind: TileScales) -> Tensor:
+    """Scales [E, N, groups] of K = k -> [E, row tiles, groups, repeats, kind.in_tile].
 
-    blocks: stored scales in a row of a tile, 2 for groups of 32, else 1. wide: int32 instead of bfloat16, which zero
-    points (uint8, shaped like scales) and float16 scales need; then blocks is 1. Both are the same for w13 and w2.
+    kind: one of SM90_FORMATS, the same for w13 and w2. Its elements are wider than bfloat16 where there are zero points
+    (uint8, shaped like scales) or float16 scales.
     Raises ValueError where a scale is infinite, NaN or above 65280 in magnitude.
     """
     experts, rows, columns = scales.shape
     _, row_tiles, k_tiles = tiled_shape(experts, rows, k, gated)
     groups = k_tiles if columns > k_tiles else columns
+    blocks, wide = kind.in_row, kind.each > torch.bfloat16.itemsize
     dtype = torch.int32 if wide else torch.bfloat16
     out = scales.new_empty((experts, row_tiles, groups, k_tiles // groups, TILE * blocks), dtype=dtype)
     for e in range(experts):
@@ -104,11 +104,12 @@ def pack_int4(
             zero = None if zero_points is None else to_tiles(zero_points[e].contiguous(), gated, 1, SYMMETRIC_ZERO)
             stored = _wide(scaled, stored, zero, scales.dtype == torch.float16)
         out[e].copy_(_in_tiles(stored).unsqueeze(2))
-    return out
+    return out.view(torch.int64) if kind.rows == 2 else out
 
 
 def unpack_int4(packed: Tensor, rows: int, k: int, gated: bool) -> tuple[Tensor, Tensor | None]:
     """Inverse of pack_int4: scales, and zero points where there are any."""
+    packed = packed.view(torch.int32) if packed.dtype == torch.int64 else packed
     experts, _, groups, _, count = packed.shape
     blocks = count // TILE
     columns = k // (TILE // 2) if blocks == 2 else groups
@@ -125,11 +126,11 @@ def unpack_int4(packed: Tensor, rows: int, k: int, gated: bool) -> tuple[Tensor,
     return out, zero
 
 
-def int4_shapes(experts: int, rows: int, k: int, gated: bool, blocks: int) -> tuple[tuple[int, ...], ...]:
+def int4_shapes(experts: int, rows: int, k: int, gated: bool, kind: TileScales) -> tuple[tuple[int, ...], ...]:
     """What pack_int4 may return: one group in each tile (or two), in two tiles, and one in all."""
     *outer, k_tiles = tiled_shape(experts, rows, k, gated)
-    groups = {k_tiles} if blocks == 2 else {k_tiles, max(k_tiles // 2, 1), 1}
-    return tuple((*outer, g, k_tiles // g, TILE * blocks) for g in sorted(groups, reverse=True) if k_tiles % g == 0)
+    groups = {k_tiles} if kind.in_row == 2 else {k_tiles, max(k_tiles // 2, 1), 1}
+    return tuple((*outer, g, k_tiles // g, kind.in_tile) for g in sorted(groups, reverse=True) if k_tiles % g == 0)
 
 
 def _wide(scaled: Tensor, nearest: Tensor, zero: Tensor | None, is_float16: bool) -> Tensor:

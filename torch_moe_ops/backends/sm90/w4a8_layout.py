@@ -11,10 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torch_moe_ops.backends.sm90.scales import LARGEST_EXPONENT
 from torch_moe_ops.core.kernel_facts import Sm90W4a8
 from torch_moe_ops.numerics import e4m3, nvfp4, w4a8
 
 ROWS, TILE_K = Sm90W4a8.TILE_ROWS, Sm90W4a8.TILE_K
+MX_BLOCK = 32
+MX_BYTES = ROWS * TILE_K // MX_BLOCK
 PACKED_BYTES, FP8_BYTES, SCALE_BYTES = Sm90W4a8.PACKED_BYTES, Sm90W4a8.FP8_BYTES, Sm90W4a8.SCALE_BYTES
 EXPONENT_BIAS, ZERO_SCALE = Sm90W4a8.EXPONENT_BIAS, Sm90W4a8.ZERO_SCALE
 BLOCK = 16
@@ -109,6 +112,38 @@ def untile_fp8(tiled: Tensor, rows: int, k: int, gated: bool) -> Tensor:
         natural = pieces.view(*pieces.shape[:5], 2, 2, 2, 4, 4).permute(0, 2, 3, 4, 1, 5, 8, 6, 7, 9).flatten(5)
         _from_tiles(natural, gated, out[e])
     return out.view(torch.float8_e4m3fn)
+
+
+def tile_mx_scales(scales: Tensor, rows: int, gated: bool, name: str) -> Tensor:
+    """Exponents of mxfp8, uint8 [E, N, K / 32] -> [E, row tiles, K tiles, 256]; rows: N padded.
+
+    Raises ValueError in the name of the argument where an exponent is NaN or above 2^33: bfloat16 operands could not
+    hold it.
+    """
+    experts, _, columns = scales.shape
+    out = scales.new_empty(codes_shape(experts, rows, MX_BLOCK * columns, MX_BYTES))
+    for e in range(experts):
+        if int(scales[e].max()) > LARGEST_EXPONENT:
+            wrong = int(scales[e][scales[e] > LARGEST_EXPONENT][0])
+            text = f"{name} must hold exponents of at most 2^33 (byte {LARGEST_EXPONENT:#x})"
+            raise ValueError(f"backend 'cuda_sm90': {text}, got code {wrong:#x} in expert {e}")
+        blocks = _to_tiles(scales[e].contiguous(), rows, gated, TILE_K // MX_BLOCK, 0)
+        out[e].view(*_mx_sizes(out[e])).copy_(blocks.unflatten(5, (2, 2)).permute(0, 4, 5, 1, 3, 6, 2))
+    return out
+
+
+def untile_mx_scales(tiled: Tensor, rows: int, k: int, gated: bool) -> Tensor:
+    """Inverse of tile_mx_scales for a weight of `rows` rows (not padded) and K = k."""
+    out = tiled.new_empty((tiled.shape[0], rows, k // MX_BLOCK))
+    for e in range(tiled.shape[0]):
+        blocks = tiled[e].view(*_mx_sizes(tiled[e])).permute(0, 3, 6, 4, 1, 2, 5).flatten(5)
+        _from_tiles(blocks, gated, out[e])
+    return out
+
+
+def _mx_sizes(out: Tensor) -> tuple[int, ...]:
+    """[row tile, K tile, half, warp, g, block of the half, h] of an expert's exponents."""
+    return (*out.shape[:2], 2, 4, 8, 2, 2)
 
 
 def pad_rows(x: Tensor, rows: int, gated: bool) -> Tensor:

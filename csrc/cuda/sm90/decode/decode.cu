@@ -7,6 +7,7 @@
 #include "../launch/cooperative_launch.h"
 #include "../decode_few/decode_few_e4m3.h"
 #include "decode_plan.h"
+#include "../layout/layout.h"
 #include "../routing/route.cuh"
 
 namespace moeq::sm90::decode {
@@ -36,9 +37,8 @@ static cudaError_t make_few_plan(const RoundedProblem& p, few::Plan& plan, bool&
   return rounds_to_e4m3(p) ? few::make_e4m3_plan(p, plan, few) : few::make_plan(p, plan, few);
 }
 
-// Beyond it, the prefill kernel for few tokens takes those that are rounded to e4m3.
-constexpr Shape kShapeOfE4m3 = Shape::kNarrow;
-static bool is_for_prefill(const RoundedProblem& p) { return rounds_to_e4m3(p) || p.x_factor != nullptr; }
+// Beyond it, weights of 8 bits are for the prefill kernel for few tokens, all others for the kernel with grid barriers.
+constexpr Shape kShapeOfBytes = Shape::kSlim;
 
 int decode_max_tokens(const Problem& p) { return p.top_k < 1 ? 0 : decode::kMaxSlots / p.top_k; }
 
@@ -53,7 +53,7 @@ size_t decode_workspace(const RoundedProblem& p) {
   bool few = false;
   if (make_few_plan(p, few_plan, few) != cudaSuccess || !few) {
     decode::Plan plan;
-    return is_for_prefill(p)                           ? prefill_workspace(p, kShapeOfE4m3)
+    return has_bytes(p.format)                         ? prefill_workspace(p, kShapeOfBytes)
            : decode::make_plan(p, plan) == cudaSuccess ? plan.workspace
                                                        : 0;
   }
@@ -73,8 +73,8 @@ cudaError_t decode_run(const RoundedProblem& p) {
   if (error != cudaSuccess || few) {
     return error != cudaSuccess ? error : rounds_to_e4m3(p) ? few::run_e4m3(few_plan) : few::run(few_plan);
   }
-  if (is_for_prefill(p)) {
-    return prefill_run(p, kShapeOfE4m3);
+  if (has_bytes(p.format)) {
+    return prefill_run(p, kShapeOfBytes);
   }
   decode::Plan plan;
   error = decode::make_plan(p, plan);

@@ -49,7 +49,7 @@ __device__ __forceinline__ void activate_sums(const Args& args, const Shared& s,
     for (int j = 0; j < 2; ++j) {
       const int column = min(i * kGroupTokens + static_cast<int>(threadIdx.x) % 4 * 2 + j, tile_row.what.count - 1);
       const int slot = s.slots[tile_row.what.first + column];
-      const float factor = args.operand_factor == nullptr ? 1.0f : __ldcg(args.operand_factor + slot / p.top_k);
+      const float factor = args.sums_factor == nullptr ? 1.0f : __ldcg(args.sums_factor + slot / args.slots_of_factor);
       const float first = sums.v[i][j] * (alphas.first * factor) + bias[0];
       const float second = sums.v[i][j + 2] * (alphas.second * factor) + bias[1];
       hidden.v[i][j][0] = activate_once(p, first, p.gated ? second : first);
@@ -116,7 +116,7 @@ __device__ inline void finish_hidden(const Args& args, const Shared& s, const Ro
   }
   Hidden<kGroups> hidden;
   activate_sums(args, s, tile_row, alphas, at, sums, hidden);
-  if (p.a2 == ActScale::kTensor || p.a2 == ActScale::kExpert) {
+  if (p.a2 != ActScale::kNone && args.wide == nullptr) {
     quantize_values(args, s, tile_row.what.expert, hidden);
   }
 #pragma unroll

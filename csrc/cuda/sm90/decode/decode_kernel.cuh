@@ -60,7 +60,7 @@ __device__ __forceinline__ void work(const Args& args, const Shared& s) {
       fence_async_proxy();
       if (args.wide != nullptr) {
         sync_grid(args.state, fixed, 1, 0, nothing);
-        quantize_hidden(args, fixed);
+        round_hidden(args, fixed);
         --arrivals;
       }
     }

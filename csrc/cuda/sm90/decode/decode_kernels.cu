@@ -12,7 +12,8 @@ const void* kernel_of(Format format, int groups) {
     case Format::kInt4Per64:
       return kernel_for<Int4Format<64>>(groups);
     case Format::kInt4Zero:
-      return kernel_for<Int4ZeroFormat>(groups);
+    case Format::kInt4ZeroBf16:
+      return kernel_for<Int4SumsFormat>(groups);
     default:
       return kernel_for<Nvfp4Format>(groups);
   }

@@ -18,6 +18,15 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// Adds sums that lack their rows' scales.
+template <class Factors>
+__device__ __forceinline__ void add_scaled(float (&d)[4], const float (&unscaled)[4], const Factors& factors) {
+  d[0] = __fmaf_rn(unscaled[0], factors.low, d[0]);
+  d[1] = __fmaf_rn(unscaled[1], factors.low, d[1]);
+  d[2] = __fmaf_rn(unscaled[2], factors.high, d[2]);
+  d[3] = __fmaf_rn(unscaled[3], factors.high, d[3]);
+}
+
 // What a thread needs to know of the row tile it sums.
 template <int kGroups>
 struct RowTile {
@@ -43,14 +52,45 @@ __device__ __forceinline__ void open_entry(const Shared& s, const Ring& ring, Ro
   }
 }
 
-// `zeros` is not null where this thread's 16 values of K lie beyond the operand's end.
+// Where this thread's 16 values of K of a group's token lie, or zeros for them.
+template <int kGroups>
+__device__ __forceinline__ const uint8_t* row_of(const uint8_t* stage, int tile, const RowTile<kGroups>& tile_row,
+                                                 const uint32_t* zeros, int group) {
+  return zeros != nullptr ? reinterpret_cast<const uint8_t*>(zeros) : stage + tile_row.row_offset[group] + tile * 128;
+}
+
+// Of a format whose sums are scaled: one group of tokens after another, as sums that lack their scales take registers.
 template <class Format, int kGroups>
-__device__ __forceinline__ void multiply_tile(const uint8_t* stage, int tile, const RowTile<kGroups>& tile_row,
-                                              const uint32_t* zeros, Sums<kGroups>& sums) {
-  const int thread = threadIdx.x % 128;
-  const uint4 codes = *reinterpret_cast<const uint4*>(stage + tile * kTileCodeBytes + 16 * thread);
-  const uint8_t* scale_at = stage + tile_row.scale_offset + tile * Format::kTileScaleBytes;
-  const auto scale_word = *reinterpret_cast<const typename Format::ScaleWord*>(scale_at);
+__device__ __forceinline__ void multiply_scaled(const uint8_t* stage, int tile, const RowTile<kGroups>& tile_row,
+                                                const uint32_t* zeros, const uint4& codes,
+                                                const typename Format::ScaleWord& word, Sums<kGroups>& sums) {
+  const typename Format::Scales scales = Format::scales(word);
+  uint32_t a[4][4];
+  Format::decode(codes.x, scales, a[0]);
+  Format::decode(codes.y, scales, a[1]);
+  Format::decode(codes.z, scales, a[2]);
+  Format::decode(codes.w, scales, a[3]);
+  const typename Format::Factors factors = Format::factors(word);
+#pragma unroll
+  for (int i = 0; i < kGroups; ++i) {
+    if (i == 0 || i < tile_row.groups) {
+      const uint4* row = reinterpret_cast<const uint4*>(row_of(stage, tile, tile_row, zeros, i));
+      const uint4 b[2] = {row[0], row[1]};
+      float unscaled[4] = {};
+      multiply_add(unscaled, a[0], b[0].x, b[0].y);
+      multiply_add(unscaled, a[1], b[0].z, b[0].w);
+      multiply_add(unscaled, a[2], b[1].x, b[1].y);
+      multiply_add(unscaled, a[3], b[1].z, b[1].w);
+      add_scaled(sums.v[i], unscaled, factors);
+    }
+  }
+}
+
+// Of any other.
+template <class Format, int kGroups>
+__device__ __forceinline__ void multiply_decoded(const uint8_t* stage, int tile, const RowTile<kGroups>& tile_row,
+                                                 const uint32_t* zeros, const uint4& codes,
+                                                 const typename Format::ScaleWord& scale_word, Sums<kGroups>& sums) {
   typename Format::Scales scales[Format::kTerms];
   scales[0] = Format::scales(scale_word);
   if constexpr (Format::kTerms == 2) {
@@ -60,7 +100,7 @@ __device__ __forceinline__ void multiply_tile(const uint8_t* stage, int tile, co
   const uint8_t* rows[kGroups];
 #pragma unroll
   for (int i = 0; i < kGroups; ++i) {
-    rows[i] = zeros != nullptr ? reinterpret_cast<const uint8_t*>(zeros) : stage + tile_row.row_offset[i] + tile * 128;
+    rows[i] = row_of(stage, tile, tile_row, zeros, i);
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -84,6 +124,21 @@ __device__ __forceinline__ void multiply_tile(const uint8_t* stage, int tile, co
         }
       }
     }
+  }
+}
+
+// `zeros` is not null where this thread's 16 values of K lie beyond the operand's end.
+template <class Format, int kGroups>
+__device__ __forceinline__ void multiply_tile(const uint8_t* stage, int tile, const RowTile<kGroups>& tile_row,
+                                              const uint32_t* zeros, Sums<kGroups>& sums) {
+  const int thread = threadIdx.x % 128;
+  const uint4 codes = *reinterpret_cast<const uint4*>(stage + tile * kTileCodeBytes + 16 * thread);
+  const uint8_t* scale_at = stage + tile_row.scale_offset + tile * Format::kTileScaleBytes;
+  const auto scale_word = *reinterpret_cast<const typename Format::ScaleWord*>(scale_at);
+  if constexpr (kScalesSums<Format>) {
+    multiply_scaled<Format>(stage, tile, tile_row, zeros, codes, scale_word, sums);
+  } else {
+    multiply_decoded<Format>(stage, tile, tile_row, zeros, codes, scale_word, sums);
   }
 }
 

@@ -42,13 +42,46 @@ void set_format_of(const Problem& p, Args& args) {
     case Format::kInt4Per64:
       return set_format<Int4Format<64>>(args);
     case Format::kInt4Zero:
-      return set_format<Int4ZeroFormat>(args);
+    case Format::kInt4ZeroBf16:
+      return set_format<Int4SumsFormat>(args);
+  }
+}
+
+// Whether sums of products of rows that are rounded so have to be multiplied by a factor of the row: scales of NVFP4
+// that are given are within the alphas.
+bool have_factors(ActFormat format, ActScale scale) {
+  return format == ActFormat::kNvfp4 ? scale == ActScale::kToken
+                                     : format == ActFormat::kFp8 && scale != ActScale::kNone;
+}
+
+// Takes from the arena what rounding needs.
+void place_operands(const RoundedProblem& p, Arena& arena, int grid, Args& args) {
+  const bool by_slot = operand_by_slot(p);
+  args.act_format = p.act_format;
+  args.operand = nullptr;
+  args.operand_factor = args.h_factor = args.wide = nullptr;
+  args.operand_rows = by_slot ? args.slots : p.tokens;
+  args.private_operand = args.operand_rows * (p.hidden / 16) <= kPrivateBlocks;
+  if (makes_operand(p)) {
+    const size_t copies = args.private_operand ? grid : 1;
+    args.operand = arena.take<__nv_bfloat16>(copies * args.operand_rows * p.hidden);
+  }
+  if (have_factors(p.act_format, p.a1)) {
+    args.operand_factor = arena.take<float>(args.operand_rows);
+  }
+  args.sums_factor = p.x_factor != nullptr ? p.x_factor : args.operand_factor;
+  args.slots_of_factor = by_slot ? 1 : p.top_k;
+  if (p.a2 == ActScale::kToken || (p.act_format != ActFormat::kNvfp4 && p.a2 != ActScale::kNone)) {
+    args.wide = arena.take<float>(static_cast<size_t>(args.slots) * p.inter);
+  }
+  if (have_factors(p.act_format, p.a2)) {
+    args.h_factor = arena.take<float>(args.slots);
   }
 }
 
 }  // namespace
 
-cudaError_t make_plan(const Problem& p, Plan& plan) {
+cudaError_t make_plan(const RoundedProblem& p, Plan& plan) {
   int device = 0, shared = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) {
@@ -73,21 +106,7 @@ cudaError_t make_plan(const Problem& p, Plan& plan) {
   args.h = arena.take<__nv_bfloat16>(slots * p.inter);
   args.output_parts = output_parts_for(args.k_tiles[1]);
   args.y = arena.take<float>(args.output_parts * slots * p.hidden);
-  args.operand = nullptr;
-  args.operand_factor = args.h_factor = args.wide = nullptr;
-  args.operand_rows = operand_by_slot(p) ? args.slots : p.tokens;
-  args.private_operand = args.operand_rows * (p.hidden / 16) <= kPrivateBlocks;
-  if (makes_operand(p)) {
-    const size_t copies = args.private_operand ? plan.grid : 1;
-    args.operand = arena.take<__nv_bfloat16>(copies * args.operand_rows * p.hidden);
-  }
-  if (p.a1 == ActScale::kToken) {
-    args.operand_factor = arena.take<float>(p.tokens);
-  }
-  if (p.a2 == ActScale::kToken) {
-    args.wide = arena.take<float>(slots * p.inter);
-    args.h_factor = arena.take<float>(slots);
-  }
+  place_operands(p, arena, plan.grid, args);
   plan.workspace = arena.used();
   args.ring_offset = (fixed_bytes(args.slots, plan.groups) + 127) / 128 * 128;
   args.ring_bytes = shared - args.ring_offset;

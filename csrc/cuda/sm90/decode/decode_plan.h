@@ -1,7 +1,7 @@
 // Sizes of a decode launch: what the host allocates and what both sides agree on.
 #pragma once
 #include "../layout/layout.h"
-#include "../problem/problem.h"
+#include "../problem/rounded_problem.h"
 
 #include <cuda_bf16.h>
 
@@ -43,10 +43,13 @@ struct Args {
   __nv_bfloat16* operand;  // GEMM1's, [tokens or slots, hidden], where it is not x itself
   int operand_rows;
   bool private_operand;  // each block makes all of it for itself: [blocks, rows, hidden]
-  float* operand_factor;  // [tokens], dynamic scales only
-  float* wide;  // [slots, inter] before quantization, dynamic scales only
+  ActFormat act_format;  // what p.a1 and p.a2 round to
+  float* operand_factor;  // [operand_rows]: what products of rounded rows lack; null: nothing
+  const float* sums_factor;  // operand_factor, or that of tokens which the caller has rounded; null: 1
+  int slots_of_factor;  // neighbouring slots that have one
+  float* wide;  // [slots, inter] before it is rounded, where not GEMM1 does that; or null
   __nv_bfloat16* h;  // [slots, inter]
-  float* h_factor;  // [slots], dynamic scales only
+  float* h_factor;  // [slots], as operand_factor
   float* y;  // [output_parts, slots, hidden]
   int output_parts;  // equal parts of GEMM2's K, units of work of their own
   int tile_scale_bytes;  // of the weights' format
@@ -68,6 +71,6 @@ const void* kernel_of(Format format, int groups);
 inline bool makes_operand(const Problem& p) { return p.a1 != ActScale::kNone || p.weight_on_input; }
 __host__ __device__ inline bool operand_by_slot(const Problem& p) { return p.a1 == ActScale::kExpert; }
 
-cudaError_t make_plan(const Problem& p, Plan& plan);
+cudaError_t make_plan(const RoundedProblem& p, Plan& plan);
 
 }  // namespace moeq::sm90::decode

@@ -1,5 +1,7 @@
 // The decode of very few tokens with 4-bit weights (decode_few_kernel.cuh), and its launch with any.
 #include "../launch/cooperative_launch.h"
+#include "decode_few_fp8.h"
+#include "decode_few_mxfp8.h"
 #include "decode_few_kernel.cuh"
 
 namespace moeq::sm90::few {
@@ -17,7 +19,8 @@ const void* kernel_of(Format format, Kind kind) {
     case Format::kInt4Per64:
       return kernel_of<Int4Format<64>>(kind);
     case Format::kInt4Zero:
-      return kernel_of<Int4ZeroFormat>(kind);
+    case Format::kInt4ZeroBf16:
+      return kernel_of<Int4SumsFormat>(kind);
     default:
       return kind == Kind::kQuantized         ? kernel<Nvfp4Format, Kind::kQuantized>()
              : kind == Kind::kQuantizedShared ? kernel<Nvfp4Format, Kind::kQuantizedShared>()
@@ -25,7 +28,6 @@ const void* kernel_of(Format format, Kind kind) {
   }
 }
 
-// Clears a launch's own exchange, in its workspace, or finds that of the whole device.
 cudaError_t give_exchange(const Plan& plan, Args& args) {
   if (!args.p.partition.whole_device) {
     return cudaMemsetAsync(args.exchange, 0, exchange_bytes(plan), args.p.stream);
@@ -54,6 +56,12 @@ cudaError_t launch(Plan& plan, const void* kernel, KnownDevices& known) {
 }
 
 cudaError_t run(Plan& plan) {
+  if (plan.codes == Codes::kMxfp8) {
+    return run_mxfp8(plan);
+  }
+  if (plan.codes != Codes::kFourBits) {
+    return run_fp8(plan);
+  }
   static KnownDevices known[kFormats][kKinds];
   const Format format = plan.args.p.format;
   return launch(plan, kernel_of(format, plan.kind), known[static_cast<int>(format)][static_cast<int>(plan.kind)]);

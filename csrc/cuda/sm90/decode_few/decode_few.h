@@ -20,6 +20,7 @@ constexpr int kMaxStages = 12;
 constexpr int kMaxBlocks = 1024;                 // of a launch: multiprocessors
 constexpr int kTileBytes = 2048 + 256;           // that a stage has for a tile, whatever its format
 constexpr int kFp8TileBytes = 4096;              // half of a tile of w4a8_layout.h: 64 rows by 64 values of K
+constexpr int kMxfp8TileBytes = kFp8TileBytes + tile_scale_bytes(Format::kMxfp8);
 constexpr int kMaxPartBits = 2;                  // K is cut into 1, 2 or 4 parts
 constexpr int64_t kExchangePairs = 1 << 18;      // of 16 bytes, see decode_exchange.cuh
 
@@ -71,11 +72,11 @@ struct Args {
 };
 
 // What weights are: those of layout.h, e4m3 with scales of rows, or of 128 x 128 and of 128 values of a token; those of
-// layout.h beside activations that are rounded to e4m3; NVFP4 of policy `packed`.
-enum class Codes : int { kFourBits, kFp8Rows, kFp8Groups, kBesideFp8, kBesideMxfp8, kPacked };
+// layout.h beside activations that are rounded to e4m3; NVFP4 of policy `packed`; MXFP8.
+enum class Codes : int { kFourBits, kFp8Rows, kFp8Groups, kBesideFp8, kBesideMxfp8, kPacked, kMxfp8 };
 
 constexpr bool are_fp8(Codes codes) { return codes == Codes::kFp8Rows || codes == Codes::kFp8Groups; }
-constexpr bool are_of_w4a8(Codes codes) { return are_fp8(codes) || codes == Codes::kPacked; }
+constexpr bool are_of_w4a8(Codes codes) { return are_fp8(codes) || codes == Codes::kPacked || codes == Codes::kMxfp8; }
 
 struct Plan {
   Args args;
@@ -95,6 +96,8 @@ cudaError_t make_plan(const Problem& p, Plan& plan, bool& fits);
 cudaError_t make_plan(const Problem& p, Codes codes, const Fp8& fp8, Plan& plan, bool& fits);
 
 cudaError_t run(Plan& plan);
+// Clears a launch's own exchange, in its workspace, or finds that of the whole device.
+cudaError_t give_exchange(const Plan& plan, Args& args);
 // By the kernel that the plan was made for; `known`: devices that have allowed its shared memory.
 cudaError_t launch(Plan& plan, const void* kernel, KnownDevices& known);
 

@@ -98,8 +98,8 @@ __device__ __forceinline__ void copy_weights(const Args& args, Fixed& fixed, uin
         if constexpr (kIsFp8<Format>) {
           barrier_expect(bar, tiles * kCodeBytes<Format>);
         } else {
-          barrier_expect(bar, tiles * (kTileCodeBytes + Format::kTileScaleBytes));
-          copy_bulk(to + args.stage_tiles * kTileCodeBytes,
+          barrier_expect(bar, tiles * (kCodeBytes<Format> + Format::kTileScaleBytes));
+          copy_bulk(to + args.stage_tiles * kCodeBytes<Format>,
                     all_scales + tile * Format::kTileScaleBytes + row * kBytesBehindRow<Format>,
                     tiles * Format::kTileScaleBytes, bar);
         }

@@ -3,18 +3,9 @@
 #pragma once
 #include "../formats/decoder_e4m3.cuh"
 #include "decode_few_gemm.cuh"
+#include "../device/load_matrices.cuh"
 
 namespace moeq::sm90::few {
-
-// Four 8 x 8 matrices of 16-bit values; lane l gives the address of row l % 8 of matrix l / 8 and gets of each the two
-// values 2 * (l % 4) of row l / 4.
-__device__ __forceinline__ uint4 load_matrices(uint32_t address) {
-  uint4 m;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(m.x), "=r"(m.y), "=r"(m.z), "=r"(m.w)
-               : "r"(address));
-  return m;
-}
 
 __device__ __forceinline__ float load_float(uint32_t at) {
   float value;
@@ -42,11 +33,13 @@ __device__ __forceinline__ void scale_sums(const Place& place, const float (&wei
 template <bool kGroups>
 struct Multiplier<Fp8Format<kGroups>> {
   uint32_t at;  // of this lane's row of the first half of a tile
-  const float* scales;  // kGroups: of gate and up rows, or all, which are `other` apart
-  int other;
-  float weights[2][2];  // scales: of the two blocks of rows, and of their two rows; kGroups: weights[0], of a tile
+  const float* scales;  // kGroups: of gate and up rows, or all, which are `other` apart, `blocks` of each
+  int other, blocks, kept;
+  float weights[2][2];  // scales: of the two blocks of rows, and of their two rows; kGroups: weights[0], each lane's of
+                        // the `kept`-th 32 blocks of K
 
-  __device__ __forceinline__ explicit Multiplier(const Args&) : scales(nullptr), other(0), weights{} {
+  __device__ __forceinline__ explicit Multiplier(const Args&)
+      : scales(nullptr), other(0), blocks(0), kept(-1), weights{} {
     at = threadIdx.x / 32 % 2 * 2048 + matrix_row(lane_of_warp());
   }
 
@@ -56,6 +49,8 @@ struct Multiplier<Fp8Format<kGroups>> {
     if constexpr (kGroups) {
       scales = block_scales(place, work.row_tile, 0);
       other = place.half;
+      blocks = place.row;
+      kept = -1;
     } else {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -64,11 +59,17 @@ struct Multiplier<Fp8Format<kGroups>> {
     }
   }
 
-  // Loads the scales of a tile of 64 values of K, before its codes are there.
+  // Loads the scales of 32 blocks of K, one for each lane, before the codes of a tile of 64 values of them are there:
+  // a load for each tile would be waited for at each.
   __device__ __forceinline__ void expect_tile(int tile) {
     if constexpr (kGroups) {
-      weights[0][0] = __ldg(scales + tile / 2);
-      weights[0][1] = __ldg(scales + other + tile / 2);
+      constexpr int kTiles = 32 * 128 / kTileK;
+      if (tile / kTiles != kept) {
+        kept = tile / kTiles;
+        const int block = min(kept * 32 + lane_of_warp(), blocks - 1);
+        weights[0][0] = __ldg(scales + block);
+        weights[0][1] = __ldg(scales + other + block);
+      }
     }
   }
 
@@ -84,8 +85,11 @@ struct Multiplier<Fp8Format<kGroups>> {
       const uint4 b[2] = {load_16(row), load_16(row + 16)};
       const uint2 steps[4] = {even_and_odd(b[0].x, b[0].y), even_and_odd(b[0].z, b[0].w), even_and_odd(b[1].x, b[1].y),
                               even_and_odd(b[1].z, b[1].w)};
-      float x[2] = {};
+      float x[2] = {}, of_rows[2] = {};
       if constexpr (kGroups) {
+        const int lane = (begin + done + tile) / 2 % 32;
+        of_rows[0] = __shfl_sync(0xffffffffu, weights[0][0], lane);
+        of_rows[1] = __shfl_sync(0xffffffffu, weights[0][1], lane);
         x[0] = load_float(place.scales[0] + (done + tile) / 2 * 4);
         x[1] = load_float(place.scales[1] + (done + tile) / 2 * 4);
       }
@@ -104,7 +108,7 @@ struct Multiplier<Fp8Format<kGroups>> {
         if constexpr (kGroups) {
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
-            sums.v[i][j] = __fmaf_rn(part[j], weights[0][j / 2] * x[j % 2], sums.v[i][j]);
+            sums.v[i][j] = __fmaf_rn(part[j], of_rows[j / 2] * x[j % 2], sums.v[i][j]);
           }
         }
       }

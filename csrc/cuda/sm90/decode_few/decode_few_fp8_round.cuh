@@ -1,5 +1,5 @@
-// Tokens and intermediate, rounded to e4m3 in shared memory: values of the codes as bfloat16, and behind a row its
-// scale, or those of its groups of 128. mxfp8's scales are in the values.
+// Tokens and intermediate, rounded to e4m3 in shared memory: values of the codes as bfloat16 or float16, and behind a
+// row its scale, or those of its groups of 128. mxfp8's scales are in the values.
 #pragma once
 #include "decode_few_hidden.cuh"
 #include "../numerics/e4m3_round.cuh"
@@ -27,149 +27,182 @@ __device__ __forceinline__ float amax_of_eight(const float4& v) {
   return amax;
 }
 
-// Not inlined: fetched once for the tokens and for the intermediate.
-__device__ __noinline__ inline uint2 round_four(float4 v, Rounding rounding) {
-  float values[4] = {v.x, v.y, v.z, v.w};
-  round_to_e4m3(values, rounding);
-  const __nv_bfloat162 first = __floats2bfloat162_rn(values[0], values[1]);
-  const __nv_bfloat162 second = __floats2bfloat162_rn(values[2], values[3]);
+__device__ __forceinline__ uint32_t codes_of(const float4& v, const Rounding& rounding) {
+  return w4a8::with_scaling(rounding.by, rounding.divide, [&](auto scaled) {
+    return w4a8::encode4(scaled(v.x), scaled(v.y), scaled(v.z), scaled(v.w));
+  });
+}
+
+__device__ __forceinline__ uint32_t codes_of_quotients(const float4& v, float by, float inverse) {
+  const auto scaled = [=](float x) { return w4a8::quotient(x, by, inverse); };
+  return w4a8::encode4(scaled(v.x), scaled(v.y), scaled(v.z), scaled(v.w));
+}
+
+__device__ __forceinline__ uint2 as_bf16(const float4& v, float within) {
+  const __nv_bfloat162 first = __floats2bfloat162_rn(v.x * within, v.y * within);
+  const __nv_bfloat162 second = __floats2bfloat162_rn(v.z * within, v.w * within);
   return make_uint2(reinterpret_cast<const uint32_t&>(first), reinterpret_cast<const uint32_t&>(second));
 }
 
-// A warp's group `group` of a row of `fours` times four values: four of each lane that is within, and the scale, if
-// this group has one or is the row's first.
-template <bool kGroups>
-__device__ __forceinline__ void store_group(uint8_t* row, int scales_at, int group, int fours, const float4& v,
-                                            const Rounding& rounding) {
-  const int lane = lane_of_warp(), at = group * (kGroupK / 4) + lane;
-  const uint2 rounded = round_four(v, rounding);
-  if (at < fours) {
-    reinterpret_cast<uint2*>(row)[at] = rounded;
+template <bool kHalf>
+__device__ __forceinline__ uint2 values_of(uint32_t codes, float within) {
+  if constexpr (kHalf) {   // of mxfp8's scales it would not hold all
+    return decode4_to_half(codes);
+  } else {
+    return as_bf16(decode4(codes), within);
   }
-  if (lane == 0 && (kGroups || group == 0)) {
-    reinterpret_cast<float*>(row + scales_at)[kGroups ? group : 0] = rounding.factor;
+}
+
+// How an operand is rounded: to bfloat16 alone (`keeps`); to mxfp8; to e4m3 by scales of rows or groups, from largest
+// magnitudes; or by a static scale.
+struct HowToRound {
+  bool keeps, mx, dynamic;
+  float gscale;
+
+  // `amax`, as bits: of what shares a scale.
+  __device__ __forceinline__ Rounding of(const float4& v, uint32_t amax) const {
+    return mx ? mx_rounding(amax_of_eight(v)) : dynamic ? dynamic_rounding(amax) : given_rounding(gscale);
+  }
+};
+
+template <bool kGroups>
+__device__ __forceinline__ HowToRound how_to_round(const Args& args, int gemm, int expert) {
+  const bool mx = !kGroups && args.mx;
+  const ActScale scale = gemm == 0 ? args.fp8.rounding[0] : args.fp8.rounding[1];
+  const float* gscale = gemm == 0 ? args.fp8.gscale[0] : args.fp8.gscale[1];
+  const bool dynamic = scale == ActScale::kToken;
+  const bool keeps = scale == ActScale::kNone, is_given = !keeps && !mx && !dynamic;
+  return {keeps, mx, dynamic, is_given ? gscale[scale == ActScale::kExpert ? expert : 0] : 0.0f};
+}
+
+// Twice four values, and the scales that they lack.
+struct RoundedFours {
+  uint2 values[2];
+  float factors[2];
+};
+
+// All lanes. Two at a time, as each step waits for the one before. Not inlined: fetched once for the tokens and for the
+// intermediate.
+template <bool kHalf>
+__device__ __noinline__ RoundedFours round_fours(HowToRound how, float4 a, uint32_t amax_a, float4 b, uint32_t amax_b) {
+  if (!kHalf && how.keeps) {
+    return {{as_bf16(a, 1.0f), as_bf16(b, 1.0f)}, {1.0f, 1.0f}};
+  }
+  const Rounding of_a = how.of(a, amax_a), of_b = how.of(b, amax_b);
+  uint32_t codes[2];
+  if (of_a.divide && w4a8::has_reciprocal(of_a.by) && w4a8::has_reciprocal(of_b.by)) {
+    codes[0] = codes_of_quotients(a, of_a.by, __frcp_rn(of_a.by));
+    codes[1] = codes_of_quotients(b, of_b.by, __frcp_rn(of_b.by));
+  } else {
+    codes[0] = codes_of(a, of_a);
+    codes[1] = codes_of(b, of_b);
+  }
+  return {{values_of<kHalf>(codes[0], of_a.within), values_of<kHalf>(codes[1], of_b.within)},
+          {of_a.factor, of_b.factor}};
+}
+
+// What rows of an operand have: `fours` times four values in groups of 128.
+struct Groups {
+  int fours, count;
+  float inverse;   // of count
+};
+
+struct GroupPlace {
+  int row, group;
+};
+
+__device__ __forceinline__ Groups groups_of(int tiles) {
+  const int count = (tiles + 1) / 2;
+  return {tiles * (kTileK / 4), count, __frcp_rn(static_cast<float>(count))};
+}
+
+__device__ __forceinline__ GroupPlace place_of(const Groups& groups, int at) {
+  const int row = quotient(at, groups.inverse);
+  return {row, at - row * groups.count};
+}
+
+// Which four values of its row a lane has.
+__device__ __forceinline__ int four_of_lane(int group) { return group * (kGroupK / 4) + lane_of_warp(); }
+
+// A lane's four values of a group, if they are within the row, and the scale, if this group has one or is the first.
+template <bool kGroups>
+__device__ __forceinline__ void store_group(uint8_t* row, int scales_at, int group, int fours, uint2 values,
+                                            float factor) {
+  const int at = four_of_lane(group);
+  if (at < fours) {
+    reinterpret_cast<uint2*>(row)[at] = values;
+  }
+  if (lane_of_warp() == 0 && (kGroups || group == 0)) {
+    reinterpret_cast<float*>(row + scales_at)[kGroups ? group : 0] = factor;
   }
 }
 
 // Zeros beyond the row's end.
 __device__ __forceinline__ float4 load_four(const uint8_t* row, int group, int fours) {
-  const int at = group * (kGroupK / 4) + lane_of_warp();
+  const int at = four_of_lane(group);
   const uint2 raw = at < fours ? reinterpret_cast<const uint2*>(row)[at] : make_uint2(0, 0);
   return make_float4(__uint_as_float(raw.x << 16), __uint_as_float(raw.x & 0xffff0000u), __uint_as_float(raw.y << 16),
                      __uint_as_float(raw.y & 0xffff0000u));
 }
 
-// What a row takes of so many tiles of 64 values, and groups that hold them.
-constexpr int kTileFours = kTileK / 4;
-__device__ __forceinline__ int groups_of(int tiles) { return (tiles + 1) / 2; }
-
-// The tokens, where they lie. All workers.
+// Tokens that stay as they are: their scales are 1. All workers.
 template <bool kGroups>
+__device__ __forceinline__ void keep_tokens(const Args& args, uint8_t* x) {
+  const int scales = kGroups ? args.k_tiles[0] / 2 : 1, all = args.p.tokens * scales;
+#pragma unroll 1
+  for (int at = threadIdx.x; at < all; at += kThreads) {
+    const int token = at / scales;
+    reinterpret_cast<float*>(x + token * args.x_stride + args.fp8.scales_at[0])[at - token * scales] = 1.0f;
+  }
+  sync_workers();
+}
+
+// The tokens, where they lie. All workers: a warp has two groups at a time.
+template <bool kGroups, bool kHalf>
 __device__ __forceinline__ void round_tokens(const Args& args, Fixed& fixed, uint8_t* x) {
-  const int fours = args.k_tiles[0] * kTileFours, groups = groups_of(args.k_tiles[0]), all = args.p.tokens * groups;
-  const bool mx = !kGroups && args.mx, dynamic = args.fp8.rounding[0] == ActScale::kToken;
-  const bool finds = !kGroups && dynamic && !mx;
+  if (!kHalf && args.fp8.rounding[0] == ActScale::kNone) {
+    return keep_tokens<kGroups>(args, x);
+  }
+  const Groups groups = groups_of(args.k_tiles[0]);
+  const int all = args.p.tokens * groups.count;
+  const HowToRound how = how_to_round<kGroups>(args, 0, 0);
+  const bool finds = !kGroups && how.dynamic && !how.mx;
 #pragma unroll 1
   for (int pass = finds ? 0 : 1; pass < 2; ++pass) {
 #pragma unroll 1
-    for (int at = threadIdx.x / 32; at < all; at += kWarps) {
-      const int token = at / groups, group = at - token * groups;
-      uint8_t* row = x + token * args.x_stride;
-      const float4 v = load_four(row, group, fours);
-      const uint32_t amax = kGroups || pass == 0 ? amax_of_warp(v) : fixed.amax[token];
-      if (pass == 0) {
-        if (lane_of_warp() == 0) {
-          atomicMax(&fixed.amax[token], amax);
+    for (int first = threadIdx.x / 32; first < all; first += 2 * kWarps) {
+      GroupPlace places[2];
+      float4 v[2];
+      uint32_t amax[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        places[i] = place_of(groups, first + i * kWarps);
+        v[i] = {};
+        if (i == 0 || first + i * kWarps < all) {
+          v[i] = load_four(x + places[i].row * args.x_stride, places[i].group, groups.fours);
         }
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const bool exists = i == 0 || first + i * kWarps < all;
+        amax[i] = kGroups || pass == 0 ? amax_of_warp(v[i]) : exists ? fixed.amax[places[i].row] : 0;
+        if (pass == 0 && exists && lane_of_warp() == 0) {
+          atomicMax(&fixed.amax[places[i].row], amax[i]);
+        }
+      }
+      if (pass == 0) {
         continue;
       }
-      const Rounding rounding = mx        ? mx_rounding(amax_of_eight(v))
-                                : dynamic ? dynamic_rounding(amax)
-                                          : given_rounding(args.fp8.gscale[0][0]);
-      store_group<kGroups>(row, args.fp8.scales_at[0], group, fours, v, rounding);
+      const RoundedFours rounded = round_fours<kHalf>(how, v[0], amax[0], v[1], amax[1]);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (i == 0 || first + i * kWarps < all) {
+          store_group<kGroups>(x + places[i].row * args.x_stride, args.fp8.scales_at[0], places[i].group, groups.fours,
+                               rounded.values[i], rounded.factors[i]);
+        }
+      }
     }
     sync_workers();
-  }
-}
-
-// Four columns of the intermediate as GEMM1's blocks have activated them; they may not be there yet.
-struct FourColumns {
-  Pair first, second;
-
-  __device__ __forceinline__ float4 values() const { return make_float4(first.a(), first.b(), second.a(), second.b()); }
-};
-
-__device__ __forceinline__ const Pair* four_columns(const Args& args, uint32_t epoch, int slot, int four) {
-  const int per_slot = args.row_tiles[0] * (kTileRows / 2);
-  return sent_pairs(args, epoch) + (slot * per_slot + 2 * four);
-}
-
-// The rows of one entry and part of K, by all helpers, each of which has groups of 128 values: their largest magnitudes
-// (`finds`) or their values.
-template <bool kGroups>
-__device__ __forceinline__ void make_groups(const Args& args, Fixed& fixed, const Work& work, const Entry& entry,
-                                            bool finds, uint8_t* h) {
-  constexpr int kAtOnce = 2;
-  const int begin = work.part * work.part_tiles, tiles = min(work.part_tiles, args.k_tiles[1] - begin);
-  const int fours = tiles * kTileFours, groups = groups_of(tiles), all = entry.count * groups;
-  const int lane = lane_of_warp(), helper = threadIdx.x / 32 - kFirstHelper;
-  const bool mx = !kGroups && args.mx, dynamic = args.fp8.rounding[1] == ActScale::kToken;
-  const uint32_t epoch = fixed.epoch;
-#pragma unroll 1
-  for (int start = helper; start < all; start += kAtOnce * kHelpers) {
-    FourColumns columns[kAtOnce];
-    const Pair* from[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int at = min(start + i * kHelpers, all - 1), column = at / groups;
-      const int four = min((at - column * groups) * (kGroupK / 4) + lane, fours - 1);
-      from[i] = four_columns(args, epoch, fixed.slots[entry.first + column], begin * kTileFours + four);
-      columns[i] = {look(from[i]), look(from[i] + 1)};
-    }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int at = start + i * kHelpers, column = at / groups;
-      if (at >= all) {
-        break;
-      }
-      await(columns[i].first, from[i], epoch);
-      await(columns[i].second, from[i] + 1, epoch);
-      __syncwarp();
-      const int group = at - column * groups;
-      const bool inside = group * (kGroupK / 4) + lane < fours;
-      const float4 v = inside ? columns[i].values() : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      const uint32_t amax = kGroups || finds ? amax_of_warp(v) : fixed.h_amax[column];
-      if (finds) {
-        if (lane_of_warp() == 0) {
-          atomicMax(&fixed.h_amax[column], amax);
-        }
-        continue;
-      }
-      const float* gscale = args.fp8.gscale[1];
-      const Rounding rounding =
-          mx        ? mx_rounding(amax_of_eight(v))
-          : dynamic ? dynamic_rounding(amax)
-                    : given_rounding(gscale[args.fp8.rounding[1] == ActScale::kExpert ? entry.expert : 0]);
-      store_group<kGroups>(h + column * args.h_stride, args.fp8.scales_at[1], group, fours, v, rounding);
-    }
-  }
-}
-
-template <bool kGroups>
-__device__ __forceinline__ void make_rounded_rows(const Args& args, Fixed& fixed, const Work& work, uint8_t* h) {
-  const Entry entry = fixed.entries[work.entry];
-  const bool finds = !kGroups && args.fp8.rounding[1] == ActScale::kToken && !args.mx;
-  if (finds) {
-    make_groups<kGroups>(args, fixed, work, entry, true, h);
-    sync_helpers();
-  }
-  make_groups<kGroups>(args, fixed, work, entry, false, h);
-  if (finds) {
-    sync_helpers();
-    if (threadIdx.x % kHelperThreads < kColumns) {
-      fixed.h_amax[threadIdx.x % kHelperThreads] = 0;
-    }
-    sync_helpers();
   }
 }
 

@@ -75,27 +75,32 @@ struct Multiplier {
       const Word word[2] = {load_scales<Word>(scale_at), load_scales<Word>(scale_at + Format::kTileScaleBytes / 2)};
       const uint4 b0 = load_16(row + tile * 128);
       const typename Format::Scales scale[2] = {Format::scales(word[0]), Format::scales(word[1])};
+      Sums unscaled = {};
+      Sums& to = kScalesSums<Format> ? unscaled : sums;
       uint32_t a[2][4];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         Format::decode(code[i].x, scale[i], a[i]);
-        decode::multiply_add(sums.v[i], a[i], b0.x, b0.y);
+        decode::multiply_add(to.v[i], a[i], b0.x, b0.y);
       }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         Format::decode(code[i].y, scale[i], a[i]);
-        decode::multiply_add(sums.v[i], a[i], b0.z, b0.w);
+        decode::multiply_add(to.v[i], a[i], b0.z, b0.w);
       }
       const uint4 b1 = load_16(row + tile * 128 + 16);   // late, for registers are few
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         Format::decode(code[i].z, scale[i], a[i]);
-        decode::multiply_add(sums.v[i], a[i], b1.x, b1.y);
+        decode::multiply_add(to.v[i], a[i], b1.x, b1.y);
       }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         Format::decode(code[i].w, scale[i], a[i]);
-        decode::multiply_add(sums.v[i], a[i], b1.z, b1.w);
+        decode::multiply_add(to.v[i], a[i], b1.z, b1.w);
+        if constexpr (kScalesSums<Format>) {
+          decode::add_scaled(sums.v[i], to.v[i], Format::factors(word[i]));
+        }
       }
     }
   }

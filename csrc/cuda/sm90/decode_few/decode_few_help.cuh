@@ -1,7 +1,7 @@
 // What the helping warps do: they add up what the multiplying warps leave of a unit and send it, and between the GEMMs
 // they make what GEMM2 multiplies.
 #pragma once
-#include "decode_few_fp8_round.cuh"
+#include "decode_few_fp8_hidden.cuh"
 #include "decode_few_hidden.cuh"
 
 namespace moeq::sm90::few {
@@ -136,7 +136,7 @@ __device__ __forceinline__ void help(const Args& args, Fixed& fixed, uint8_t* ba
       const int buffer = run & last;
       uint8_t* h = base + args.h_offset + buffer * args.columns * args.h_stride;
       if constexpr (kRoundsToE4m3<Format>) {
-        make_rounded_rows<kRoundsGroups<Format>>(args, fixed, making, h);
+        make_rounded_rows<kRoundsGroups<Format>, kInHalf<Format>>(args, fixed, making, run, h);
       } else {
         make_rows<kKind>(args, fixed, making, buffer, h);
       }

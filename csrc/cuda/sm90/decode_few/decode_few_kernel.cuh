@@ -43,7 +43,7 @@ template <class Format, Kind kKind>
 __device__ __forceinline__ void work(const Args& args, Fixed& fixed, uint8_t* base) {
   barrier_wait(shared_address(&fixed.tokens), 0);
   if constexpr (kRoundsToE4m3<Format>) {
-    round_tokens<kRoundsGroups<Format>>(args, fixed, base + args.x_offset);
+    round_tokens<kRoundsGroups<Format>, kInHalf<Format>>(args, fixed, base + args.x_offset);
   } else if (Case<kKind>::quantizes_tokens(args.p)) {
     quantize_tokens<kKind>(args, fixed, base + args.x_offset);
   }
@@ -78,8 +78,8 @@ __device__ __forceinline__ void copy(const Args& args, Fixed& fixed, uint8_t* ba
   }
 }
 
-template <class Format, Kind kKind>
-__global__ void __launch_bounds__(kBlockThreads, 1) decode_few_kernel(const __grid_constant__ Args args) {
+template <class Format, Kind kKind, class Routing>
+__device__ __forceinline__ void run_block(const Args& args, const Routing& routing) {
   extern __shared__ __align__(128) uint8_t base[];
   Fixed& fixed = *reinterpret_cast<Fixed*>(base);
   const int warp = threadIdx.x / 32;
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1) decode_few_kernel(const __gr
     copy<Format, kKind>(args, fixed, base, few_slots);
     return;
   }
-  prepare_block(args, fixed, base, few_slots);
+  prepare_block(args, routing, fixed, base, few_slots);
   named_barrier(kPrepared, kBlockThreads);
   if (warp < kWarps) {
     work<Format, kKind>(args, fixed, base);
@@ -105,6 +105,11 @@ __global__ void __launch_bounds__(kBlockThreads, 1) decode_few_kernel(const __gr
     await_epochs(args.epochs, fixed.epoch);
   }
   combine<kKind>(args, fixed);
+}
+
+template <class Format, Kind kKind>
+__global__ void __launch_bounds__(kBlockThreads, 1) decode_few_kernel(const __grid_constant__ Args args) {
+  run_block<Format, kKind>(args, GivenRouting{args});
 }
 
 template <class Format, Kind kKind>

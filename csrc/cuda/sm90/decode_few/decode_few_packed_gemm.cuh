@@ -1,10 +1,18 @@
 // Products of NVFP4 weights that are rounded to e4m3 as policy `packed` has it, in the layout of w4a8_layout.h, with
-// tokens that hold e4m3 values: exact in bfloat16, and added in float32.
+// tokens that hold e4m3 values: exact in float16, which one instruction makes of two codes, and added in float32.
 #pragma once
 #include "decode_few_fp8_gemm.cuh"
 #include "../formats/decoder_packed.cuh"
+#include "../numerics/e4m3_round.cuh"
 
 namespace moeq::sm90::few {
+
+__device__ __forceinline__ void multiply_add_half(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
 
 template <>
 struct Multiplier<PackedFormat> {
@@ -38,8 +46,8 @@ struct Multiplier<PackedFormat> {
     for (int tile = first; tile < tiles; tile += place.workers) {
       const uint32_t row = place.row + (done + tile) * 128;
       const uint4 b[2] = {load_16(row), load_16(row + 16)};
-      const uint2 steps[4] = {even_and_odd(b[0].x, b[0].y), even_and_odd(b[0].z, b[0].w), even_and_odd(b[1].x, b[1].y),
-                              even_and_odd(b[1].z, b[1].w)};
+      const uint2 steps[4] = {make_uint2(b[0].x, b[0].y), make_uint2(b[0].z, b[0].w), make_uint2(b[1].x, b[1].y),
+                              make_uint2(b[1].z, b[1].w)};
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const uint4 codes = load_16(stage + at + tile * kTileCodeBytes + i * (kTileCodeBytes / 2));
@@ -59,9 +67,9 @@ struct Multiplier<PackedFormat> {
         __syncwarp();
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
-          const E4m3Pairs l = decode_e4m3(low[step]), h = decode_e4m3(high[step]);
-          const uint32_t a[4] = {l.even, h.even, l.odd, h.odd};
-          decode::multiply_add(sums.v[i], a, steps[step].x, steps[step].y);
+          const uint2 l = decode4_to_half(low[step]), h = decode4_to_half(high[step]);
+          const uint32_t a[4] = {l.x, h.x, l.y, h.y};
+          multiply_add_half(sums.v[i], a, steps[step].x, steps[step].y);
         }
       }
     }

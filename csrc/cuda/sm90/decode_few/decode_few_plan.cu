@@ -1,5 +1,6 @@
 // The host's part of a decode launch for very few tokens.
 #include "decode_few_shared.cuh"
+#include "../formats/decoder_e4m3.cuh"
 #include "../formats/formats.cuh"
 
 namespace moeq::sm90::few {
@@ -12,7 +13,9 @@ struct Tiles {
 };
 
 constexpr Tiles tiles_of(Codes codes) {
-  return are_fp8(codes) ? Tiles{2, kFp8TileBytes, 8, 4} : Tiles{are_of_w4a8(codes) ? 2 : 1, kTileBytes, 16, 8};
+  return are_fp8(codes)           ? Tiles{2, kFp8TileBytes, 8, 4}
+         : codes == Codes::kMxfp8 ? Tiles{2, kMxfp8TileBytes, 8, 4}
+                                  : Tiles{are_of_w4a8(codes) ? 2 : 1, kTileBytes, 16, 8};
 }
 
 constexpr int part_of(Codes codes, int k_tiles, int bits) {
@@ -48,10 +51,23 @@ int longest_part(Codes codes, const Args& args) {
 }
 
 float accumulator_scale(Codes codes, Format format) {
-  return are_of_w4a8(codes)         ? 1.0f
-         : format == Format::kNvfp4 ? Nvfp4Format::kAccumulatorScale
-         : format == Format::kMxfp4 ? Mxfp4Format::kAccumulatorScale
-                                    : kInt4AccumulatorScale;
+  if (codes == Codes::kMxfp8) {
+    return kMxfp8AccumulatorScale;
+  }
+  if (are_of_w4a8(codes)) {
+    return 1.0f;
+  }
+  switch (format) {
+    case Format::kNvfp4:
+      return Nvfp4Format::kAccumulatorScale;
+    case Format::kMxfp4:
+      return Mxfp4Format::kAccumulatorScale;
+    case Format::kInt4Zero:
+    case Format::kInt4ZeroBf16:
+      return Int4SumsFormat::kAccumulatorScale;
+    default:
+      return kInt4AccumulatorScale;
+  }
 }
 
 Kind kind_of(const Problem& p) {
@@ -67,16 +83,19 @@ Kind with_shared_units(Kind kind) {
   return kind == Kind::kPlain ? Kind::kPlainShared : kind == Kind::kQuantized ? Kind::kQuantizedShared : kind;
 }
 
-bool fits_kernel(const Problem& p) {
+bool fits_kernel(Codes codes, const Problem& p) {
   constexpr int kMaxHidden = 1 << 18;   // quotients of larger indices might not be exact
-  const bool few = p.tokens <= kMaxTokens && p.tokens * p.top_k <= kMaxSlots && p.hidden < kMaxHidden;
+  const bool routes = p.router.logits != nullptr;
+  const int most = codes == Codes::kPacked && !routes ? kMaxTokensPacked : kMaxTokens;
+  const bool few = p.tokens <= most && p.tokens * p.top_k <= kMaxSlots && p.hidden < kMaxHidden;
   return few && !p.weight_on_input && p.a1 != ActScale::kExpert;
 }
 
 // Bytes of an operand's row: values, then scales of e4m3 ones, of which a few fit into the odd 16 bytes that spread
 // eight tokens' reads over all banks.
 constexpr int operand_stride(Codes codes, int k_tiles) {
-  const int scales = codes == Codes::kFourBits ? 0 : codes == Codes::kFp8Groups ? ceil_div(k_tiles, 2) : 1;
+  const bool none = codes == Codes::kFourBits || codes == Codes::kMxfp8;
+  const int scales = none ? 0 : codes == Codes::kFp8Groups ? ceil_div(k_tiles, 2) : 1;
   const int more = scales * static_cast<int>(sizeof(float)) - 16;
   return k_tiles * kTileK * 2 + ceil_div(more > 0 ? more : 0, 128) * 128 + 16;
 }
@@ -180,20 +199,18 @@ bool choose_parts(Plan& plan) {
   return used <= kExchangePairs;
 }
 
-// False if there is no room for a ring.
-bool place_in_shared(Codes codes, Args& args, int grid, int shared) {
-  // Long stages cost less; short ones are there sooner, where a block has few of them.
-  constexpr int kMany = 200;
-  const int tiles = args.row_tiles[0] * args.k_tiles[0] + args.row_tiles[1] * args.k_tiles[1];
+// False if there is no room for a ring of such stages.
+bool place_stages(Codes codes, Args& args, int stage_tiles, int shared) {
   const Tiles stage = tiles_of(codes);
   const int part = longest_part(codes, args), x_tiles = args.k_tiles[0], tokens = args.p.tokens;
-  args.stage_tiles = args.slots * tiles / grid > kMany ? stage.long_stage : stage.short_stage;
+  args.stage_tiles = stage_tiles;
   const auto stages_beside = [&](int h_buffers) {
     const int before = bytes_before_ring(codes, tokens, args.columns, x_tiles, part, h_buffers);
     const int stages = (shared - before) / (args.stage_tiles * stage.bytes);
     return stages < kMaxStages ? stages : kMaxStages;
   };
-  args.h_buffers = stages_beside(2) == stages_beside(1) || args.stage_tiles == stage.short_stage ? 2 : 1;
+  const bool two_fit = args.stage_tiles == stage.short_stage && stages_beside(2) >= kLeastStages;
+  args.h_buffers = stages_beside(2) == stages_beside(1) || two_fit ? 2 : 1;
   args.stages = stages_beside(args.h_buffers);
   args.x_stride = operand_stride(codes, x_tiles);
   args.h_stride = operand_stride(codes, part);
@@ -206,14 +223,29 @@ bool place_in_shared(Codes codes, Args& args, int grid, int shared) {
   return args.stages >= kLeastStages;
 }
 
+// Long stages cost less; short ones are there sooner, where a block has few of them, and take less room, for which they
+// are those of weights that only prefill's kernels take else. False if there is none.
+bool place_in_shared(Codes codes, Args& args, int grid, int shared) {
+  constexpr int kMany = 200;
+  const int tiles = args.row_tiles[0] * args.k_tiles[0] + args.row_tiles[1] * args.k_tiles[1];
+  const Tiles stage = tiles_of(codes);
+  const bool many = args.slots * tiles / grid > kMany;
+  return place_stages(codes, args, many ? stage.long_stage : stage.short_stage, shared) ||
+         (codes == Codes::kPacked && place_stages(codes, args, stage.short_stage, shared));
+}
+
 }  // namespace
 
 cudaError_t make_plan(const Problem& p, Plan& plan, bool& fits) {
-  return make_plan(p, Codes::kFourBits, {}, plan, fits);
+  if (p.format == Format::kFp8) {
+    const Fp8 kept = {{p.scales13, p.scales2}, {ActScale::kNone, ActScale::kNone}, {nullptr, nullptr}, {}};
+    return make_plan(p, p.scales13.blocks ? Codes::kFp8Groups : Codes::kFp8Rows, kept, plan, fits);
+  }
+  return make_plan(p, p.format == Format::kMxfp8 ? Codes::kMxfp8 : Codes::kFourBits, {}, plan, fits);
 }
 
 cudaError_t make_plan(const Problem& p, Codes codes, const Fp8& fp8, Plan& plan, bool& fits) {
-  fits = fits_kernel(p);
+  fits = fits_kernel(codes, p);
   if (!fits) {
     return cudaSuccess;
   }

@@ -24,9 +24,11 @@ __device__ __forceinline__ void clear_padding(const Args& args, Fixed& fixed, ui
       reinterpret_cast<__nv_bfloat16*>(row)[args.p.hidden + threadIdx.x] = __float2bfloat16_rn(0.0f);
     }
   }
-  if (threadIdx.x < kMaxTokens) {
+  if (threadIdx.x < kMaxTokensPacked) {
     fixed.amax[threadIdx.x] = 0;
-    fixed.h_amax[threadIdx.x] = 0;
+  }
+  if (threadIdx.x < kMaxima * kColumns) {
+    fixed.h_amax[threadIdx.x / kColumns][threadIdx.x % kColumns] = 0;
   }
 }
 
@@ -81,8 +83,20 @@ __device__ __forceinline__ void prepare_slots(const Args& args, Fixed& fixed, ui
   }
 }
 
+// Ids or logits that are given.
+struct GivenRouting {
+  const Args& args;
+  __device__ __forceinline__ void prepare(Fixed& fixed, uint8_t* base, bool few_slots) const {
+    clear_padding(args, fixed, base);
+    prepare_slots(args, fixed, base, few_slots);
+  }
+  static __device__ __forceinline__ void counted() {}
+};
+
 // By all but the warp that copies.
-__device__ __forceinline__ void prepare_block(const Args& args, Fixed& fixed, uint8_t* base, bool few_slots) {
+template <class Routing>
+__device__ __forceinline__ void prepare_block(const Args& args, const Routing& routing, Fixed& fixed, uint8_t* base,
+                                              bool few_slots) {
   const int warp = threadIdx.x / 32;
   if (warp < kWarps) {
     init_barriers(fixed);
@@ -95,9 +109,9 @@ __device__ __forceinline__ void prepare_block(const Args& args, Fixed& fixed, ui
     if (lane_of_warp() == 0) {
       count_launch(args, fixed);
     }
+    routing.counted();
   } else if (warp < kWarps) {
-    clear_padding(args, fixed, base);
-    prepare_slots(args, fixed, base, few_slots);
+    routing.prepare(fixed, base, few_slots);
   }
 }
 

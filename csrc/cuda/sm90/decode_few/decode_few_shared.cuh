@@ -20,6 +20,11 @@ struct PackedFormat {
   static constexpr int kTileScaleBytes = w4a8::kScaleBytes / 2;   // of 64 values of K
 };
 
+// MXFP8 weights, whose powers of two are in their operands.
+struct Mxfp8Format {
+  static constexpr int kTileScaleBytes = tile_scale_bytes(Format::kMxfp8);   // of 64 values of K
+};
+
 // A format of formats.cuh whose tokens and intermediate are rounded to e4m3.
 template <class Weights_>
 struct BesideE4m3 : Weights_ {
@@ -43,17 +48,28 @@ constexpr bool kRoundsToE4m3<PackedFormat> = true;
 template <>
 constexpr bool kRoundsGroups<Fp8Format<true>> = true;
 
+// Whether values of e4m3 codes are float16, which one instruction makes of two codes, not bfloat16.
+template <class Format>
+constexpr bool kInHalf = std::is_same_v<Format, PackedFormat>;
+
 // Whether weights lie as w4a8_layout.h says, and what lies behind a row tile's scales.
 template <class Format>
-constexpr bool kIsOfW4a8 = kIsFp8<Format> || std::is_same_v<Format, PackedFormat>;
+constexpr bool kIsOfW4a8 =
+    kIsFp8<Format> || std::is_same_v<Format, PackedFormat> || std::is_same_v<Format, Mxfp8Format>;
 template <class Format>
 constexpr int kBytesBehindRow = std::is_same_v<Format, PackedFormat> ? kTileRows : 0;
 
 // Of 64 rows by 64 values of K: codes, and what a stage has for them.
 template <class Format>
 constexpr int kCodeBytes = kIsFp8<Format> ? kFp8TileBytes : kTileCodeBytes;
+template <>
+constexpr int kCodeBytes<Mxfp8Format> = kFp8TileBytes;
 template <class Format>
 constexpr int kStageTileBytes = kIsFp8<Format> ? kFp8TileBytes : kTileBytes;
+template <>
+constexpr int kStageTileBytes<Mxfp8Format> = kMxfp8TileBytes;
+
+constexpr int kMaxima = 3;
 
 // One expert's slots, up to `columns` of them.
 struct Entry {
@@ -83,9 +99,12 @@ struct Fixed {
   int ids[kMaxSlots];            // of slots, and their weights, where they come from logits
   float weights[kMaxSlots];
   uint32_t openers[4];           // of four warps' slots: how many open an entry << 16 | slots of theirs
-  uint32_t amax[kMaxTokens];     // of rows that are being quantized
-  uint32_t h_amax[kColumns];     // the same of an intermediate that is rounded to e4m3
-  float x_factor[kMaxTokens], h_factor[2][kColumns];
+  uint32_t amax[kMaxTokensPacked];   // of rows that are being quantized
+  float x_factor[kMaxTokens];
+  union {   // of operands of GEMM2: those that are rounded to e4m3 have the one, to NVFP4 the other
+    uint32_t h_amax[kMaxima][kColumns];
+    float h_factor[2][kColumns];
+  };
 };
 static_assert(offsetof(Fixed, experts) % 16 == 0, "read 16 bytes at a time");
 
@@ -134,7 +153,8 @@ enum Meeting : int {
   kBarriersMade,     // workers have made the barriers of the ring, the copying warp needs them
   kPrepared,         // all threads: slots are sorted, the tokens' barrier is made
   kIdsKnown,         // routing warps have ids, those that sort need them
-  kMultiplied        // workers and helpers
+  kMultiplied,       // workers and helpers
+  kCounted           // a helper has the launch's number, workers that send logits need it
 };
 
 __device__ __forceinline__ void sync_helpers() { named_barrier(kHelpersMeet, kHelperThreads); }

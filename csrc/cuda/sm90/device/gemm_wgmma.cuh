@@ -11,8 +11,9 @@ constexpr uint32_t kTokenOperandHigh = 1u << 30 | 1024 / 16;
 
 // clang-format off
 // One product of 16 in K. `end`: what the instruction says of b's order, and of a's where it is in shared memory.
-#define MOEQ_PRODUCT(width, sums, a, b, end) \
-  "wgmma.mma_async.sync.aligned.m64n" #width "k16.f32.bf16.bf16 {" sums "}, " a ", " b ", 1, 1, 1, " end "; "
+#define MOEQ_PRODUCT_ON(width, sums, a, b, adds, end) \
+  "wgmma.mma_async.sync.aligned.m64n" #width "k16.f32.bf16.bf16 {" sums "}, " a ", " b ", " adds ", 1, 1, " end "; "
+#define MOEQ_PRODUCT(width, sums, a, b, end) MOEQ_PRODUCT_ON(width, sums, a, b, "1", end)
 #define MOEQ_STEP(width, sums, a0, a1, a2, a3, b0, b1, b2, b3, end)                                        \
   MOEQ_PRODUCT(width, sums, a0, b0, end) MOEQ_PRODUCT(width, sums, a1, b1, end)                            \
   MOEQ_PRODUCT(width, sums, a2, b2, end) MOEQ_PRODUCT(width, sums, a3, b3, end)
@@ -80,6 +81,47 @@ __device__ __forceinline__ void multiply_two_steps<96>(float* d, const uint32_t 
     : MOEQ_IN16(a[0]), MOEQ_IN16(a[1]), "r"(b), "r"(index), "r"(kTokenOperandHigh));
 }
 
+// The same, from zero. `add` is never true, which the compiler must not know: results that nothing is added to would get
+// registers of their own.
+template <int max_width>
+__device__ __forceinline__ void start_two_steps(float* d, const uint32_t (&a)[2][4][4], uint32_t b, int index);
+
+#define MOEQ_FIRST_STEP(width, sums, a0, a1, a2, a3, b0, b1, b2, b3, end)                                  \
+  MOEQ_PRODUCT_ON(width, sums, a0, b0, "add", end) MOEQ_PRODUCT(width, sums, a1, b1, end)                    \
+  MOEQ_PRODUCT(width, sums, a2, b2, end) MOEQ_PRODUCT(width, sums, a3, b3, end)
+#define MOEQ_FROM_ZERO(index) ".reg .pred add; setp.lt.s32 add, " index ", 0; "
+#define MOEQ_FIRST_TWO_STEPS(width, a0, a1, a2, a3, ...)                                                   \
+  MOEQ_WIDTH(width, MOEQ_FIRST_STEP(width, MOEQ_D##width, a0, a1, a2, a3, "b0", "b1", "b2", "b3", "0")     \
+                    MOEQ_STEP(width, MOEQ_D##width, __VA_ARGS__, "b4", "b5", "b6", "b7", "0"))
+
+template <>
+__device__ __forceinline__ void start_two_steps<96>(float* d, const uint32_t (&a)[2][4][4], uint32_t b, int index) {
+  asm volatile(
+    MOEQ_BEGIN MOEQ_FROM_ZERO("%81") MOEQ_TOKENS("%80", "%82")
+    MOEQ_DESCRIPTOR("b4", "%80", 768, "%82") MOEQ_DESCRIPTOR("b5", "%80", 770, "%82")
+    MOEQ_DESCRIPTOR("b6", "%80", 772, "%82") MOEQ_DESCRIPTOR("b7", "%80", 774, "%82")
+    MOEQ_BRANCH("%81", MOEQ_LABELS_96)
+    MOEQ_TO_96(MOEQ_FIRST_TWO_STEPS, "{%48, %49, %50, %51}", "{%52, %53, %54, %55}",
+               "{%56, %57, %58, %59}", "{%60, %61, %62, %63}",
+               "{%64, %65, %66, %67}", "{%68, %69, %70, %71}", "{%72, %73, %74, %75}", "{%76, %77, %78, %79}") MOEQ_END
+    : MOEQ_OUT16(0), MOEQ_OUT16(16), MOEQ_OUT16(32)
+    : MOEQ_IN16(a[0]), MOEQ_IN16(a[1]), "r"(b), "r"(index), "r"(kTokenOperandHigh));
+}
+
+template <>
+__device__ __forceinline__ void start_two_steps<32>(float* d, const uint32_t (&a)[2][4][4], uint32_t b, int index) {
+  asm volatile(
+    MOEQ_BEGIN MOEQ_FROM_ZERO("%49") MOEQ_TOKENS("%48", "%50")
+    MOEQ_DESCRIPTOR("b4", "%48", 256, "%50") MOEQ_DESCRIPTOR("b5", "%48", 258, "%50")
+    MOEQ_DESCRIPTOR("b6", "%48", 260, "%50") MOEQ_DESCRIPTOR("b7", "%48", 262, "%50")
+    MOEQ_BRANCH("%49", MOEQ_LABELS_32)
+    MOEQ_TO_32(MOEQ_FIRST_TWO_STEPS, "{%16, %17, %18, %19}", "{%20, %21, %22, %23}",
+               "{%24, %25, %26, %27}", "{%28, %29, %30, %31}",
+               "{%32, %33, %34, %35}", "{%36, %37, %38, %39}", "{%40, %41, %42, %43}", "{%44, %45, %46, %47}") MOEQ_END
+    : MOEQ_OUT16(0)
+    : MOEQ_IN16(a[0]), MOEQ_IN16(a[1]), "r"(b), "r"(index), "r"(kTokenOperandHigh));
+}
+
 // One step of two tiles of weights: d[2][max_width / 2].
 template <int max_width>
 __device__ __forceinline__ void multiply_two_tiles(float* d, const uint32_t (&a)[2][4][4], uint32_t b, int index);
@@ -99,7 +141,33 @@ __device__ __forceinline__ void multiply_two_tiles<32>(float* d, const uint32_t 
     : MOEQ_IN16(a[0]), MOEQ_IN16(a[1]), "r"(b), "r"(index), "r"(kTokenOperandHigh));
 }
 
-// The same with a in shared memory, too, like b: tiles of 64 rows, 8192 bytes each, one after another.
+// One step from zero, too.
+template <int max_width>
+__device__ __forceinline__ void start_step(float* d, const uint32_t (&a)[4][4], uint32_t b, int index);
+
+#define MOEQ_STEP_FROM_ZERO(width, ...) \
+  MOEQ_WIDTH(width, MOEQ_FIRST_STEP(width, MOEQ_D##width, __VA_ARGS__, "b0", "b1", "b2", "b3", "0"))
+
+template <>
+__device__ __forceinline__ void start_step<32>(float* d, const uint32_t (&a)[4][4], uint32_t b, int index) {
+  asm volatile(
+    MOEQ_BEGIN MOEQ_FROM_ZERO("%33") MOEQ_TOKENS("%32", "%34") MOEQ_BRANCH("%33", MOEQ_LABELS_32)
+    MOEQ_TO_32(MOEQ_STEP_FROM_ZERO, "{%16, %17, %18, %19}", "{%20, %21, %22, %23}",
+               "{%24, %25, %26, %27}", "{%28, %29, %30, %31}") MOEQ_END
+    : MOEQ_OUT16(0)
+    : MOEQ_IN16(a), "r"(b), "r"(index), "r"(kTokenOperandHigh));
+}
+
+// Waits for all products. What is done with these sums stays behind it.
+template <int max_width>
+__device__ __forceinline__ void wait_for_sums(float* d);
+
+template <>
+__device__ __forceinline__ void wait_for_sums<32>(float* d) {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" : MOEQ_OUT16(0)::"memory");
+}
+
+// One step of two tiles again, with a in shared memory, too, like b: tiles of 64 rows, 8192 bytes each, one after another.
 template <int max_width>
 __device__ __forceinline__ void multiply_shared(float* d, uint32_t a, uint32_t b, int index);
 
@@ -121,7 +189,11 @@ __device__ __forceinline__ void multiply_shared<192>(float* d, uint32_t a, uint3
 }
 
 #undef MOEQ_TWO_SHARED
+#undef MOEQ_STEP_FROM_ZERO
 #undef MOEQ_TWO_TILES
+#undef MOEQ_FIRST_TWO_STEPS
+#undef MOEQ_FROM_ZERO
+#undef MOEQ_FIRST_STEP
 #undef MOEQ_TWO_STEPS
 #undef MOEQ_ONE_STEP
 #undef MOEQ_END
@@ -132,6 +204,7 @@ __device__ __forceinline__ void multiply_shared<192>(float* d, uint32_t a, uint3
 #undef MOEQ_WIDTH
 #undef MOEQ_STEP
 #undef MOEQ_PRODUCT
+#undef MOEQ_PRODUCT_ON
 // clang-format on
 
 }  // namespace moeq::sm90

@@ -2,7 +2,12 @@
 // n * 2^-133 (subnormal numbers, and the first normal ones), so that a code among these bits is a number already: no
 // constant has to be taken off. Code minus zero point, times scale, has more bits than bfloat16 holds; it is rounded
 // once.
+//
+// Scales come as pairs, row g in the low half and row g + 8 in the high one: which half multiplies is part of the
+// instruction.
 #pragma once
+#include <type_traits>
+
 #include "../../../generated/sm90.h"
 #include "../numerics/bf16x2.cuh"
 
@@ -12,6 +17,19 @@ constexpr float kInt4AccumulatorScale = 0x1p21f;
 // Codes come out as 2^-133 of their value for row g, 2^-129 for row g + 8; scales as 2^112 and 2^108.
 constexpr uint32_t kInt4Low = 0x000F000Fu;
 constexpr uint32_t kInt4High = 0x00F000F0u;
+
+// The eight codes of a word, two of a row at a time, as `of_row(codes, high)` decodes those of row g or (high) g + 8.
+template <class OfRow>
+MOEQ_HOST_DEVICE void decode_int4(uint32_t w, uint32_t (&a)[4], OfRow of_row) {
+  a[0] = of_row(w & kInt4Low, false);
+  a[1] = of_row(w & kInt4High, true);
+  a[2] = of_row(w >> 8 & kInt4Low, false);
+  a[3] = of_row(w >> 8 & kInt4High, true);
+}
+
+MOEQ_HOST_DEVICE uint32_t half_twice(uint32_t word, bool high) {
+  return high ? high_half_twice(word) : low_half_twice(word);
+}
 
 // bfloat16 scales, zero point 8. kScaleK values of K share a scale in the layout: 32 or 64.
 template <int kScaleK>
@@ -23,24 +41,21 @@ struct Int4Format {
   using ScaleWord = uint32_t;
 
   struct Scales {
-    uint32_t low, high;  // {s, s} of rows g and g + 8
-    uint32_t zero_low, zero_high;  // -8 s
+    uint32_t scale, zero;  // s, and -8 s where the codes are
   };
 
   MOEQ_HOST_DEVICE static int scale_offset(int thread) { return kScaleK == 32 ? thread / 2 * 4 : thread / 4 * 4; }
 
   MOEQ_HOST_DEVICE static Scales scales(ScaleWord word) {
-    constexpr uint32_t kMinusEightLow = 0x80088008u, kMinusEightHigh = 0x80808080u;
-    const uint32_t low = low_half_twice(word), high = high_half_twice(word);
-    return {low, high, mul_bf16x2(low, kMinusEightLow), mul_bf16x2(high, kMinusEightHigh)};
+    constexpr uint32_t kMinusEight = 0x80808008u;
+    return {word, mul_bf16x2(word, kMinusEight)};
   }
 
   // code * s - 8 * s, and 8 * s is exact.
   MOEQ_HOST_DEVICE static void decode(uint32_t w, const Scales& s, uint32_t (&a)[4]) {
-    a[0] = fma_bf16x2(w & kInt4Low, s.low, s.zero_low);
-    a[1] = fma_bf16x2(w & kInt4High, s.high, s.zero_high);
-    a[2] = fma_bf16x2(w >> 8 & kInt4Low, s.low, s.zero_low);
-    a[3] = fma_bf16x2(w >> 8 & kInt4High, s.high, s.zero_high);
+    decode_int4(w, a, [&](uint32_t codes, bool high) {
+      return fma_bf16x2(codes, half_twice(s.scale, high), half_twice(s.zero, high));
+    });
   }
 };
 
@@ -48,43 +63,86 @@ struct alignas(8) PairOfWords {
   uint32_t low_row, high_row;
 };
 
-// A zero point for every scale, and scales of float16 as well: a scale is the sum of two bfloat16, of which the second
-// has two bits, so that its product with a difference of codes is exact and the sum of both products is rounded once.
+// The zero points of both rows, times `unit`: those of the codes' places in the low half, of 16 of them in the high
+// one.
+MOEQ_HOST_DEVICE uint32_t int4_zero_points(uint32_t high_halves_of_words, uint32_t unit) {
+  return mul_bf16x2(high_halves_of_words & kInt4Low, unit);
+}
+
+// A zero point for every scale. Scales are bfloat16, or (kHasRest) float16: the sum of two bfloat16, of which the
+// second has two bits, so that its product with a difference of codes is exact and the sum of both products is rounded
+// once.
+template <bool kHasRest>
 struct Int4ZeroFormat {
-  static constexpr int kTileScaleBytes = tile_scale_bytes(Format::kInt4Zero);
+  static constexpr int kTileScaleBytes = tile_scale_bytes(kHasRest ? Format::kInt4Zero : Format::kInt4ZeroBf16);
   static constexpr float kAccumulatorScale = kInt4AccumulatorScale;
   static constexpr int kTerms = 1;
   using ScaleWord = PairOfWords;
 
-  struct Row {
-    uint32_t scale, rest, zero;  // each twice; zero where the codes are
+  struct WithRest {
+    uint32_t scale, zero;  // zero where the codes are
+    uint32_t rest;
   };
+  struct WithoutRest {
+    uint32_t scale, zero;
+  };
+  using Scales = std::conditional_t<kHasRest, WithRest, WithoutRest>;
+
+  MOEQ_HOST_DEVICE static int scale_offset(int thread) { return thread / 4 * 8; }
+
+  MOEQ_HOST_DEVICE static Scales scales(ScaleWord words) {
+    constexpr uint32_t kUnits = 0x41803F80u, kRest = 0xFFC0FFC0u;  // 1 and 16
+    const uint32_t others = high_halves(words.low_row, words.high_row);
+    Scales s;
+    s.scale = low_halves(words.low_row, words.high_row);
+    s.zero = int4_zero_points(others, kUnits);
+    if constexpr (kHasRest) s.rest = others & kRest;
+    return s;
+  }
+
+  MOEQ_HOST_DEVICE static void decode(uint32_t w, const Scales& s, uint32_t (&a)[4]) {
+    decode_int4(w, a, [&](uint32_t codes, bool high) {
+      const uint32_t difference = sub_bf16x2(codes, half_twice(s.zero, high)), scale = half_twice(s.scale, high);
+      if constexpr (kHasRest) {
+        return fma_bf16x2(difference, scale, mul_bf16x2(difference, half_twice(s.rest, high)));
+      } else {
+        return mul_bf16x2(difference, scale);
+      }
+    });
+  }
+};
+
+// The same weights, of both kinds, where a thread's sums are few: what is multiplied are differences of codes, and sums
+// over a tile are multiplied by their rows' scales in float32. Nothing is rounded, and less is to be done.
+struct Int4SumsFormat {
+  static constexpr int kTileScaleBytes = tile_scale_bytes(Format::kInt4Zero);
+  static constexpr float kAccumulatorScale = 0x1p-40f;  // of sums times `factors`
+  static constexpr int kTerms = 1;
+  using ScaleWord = PairOfWords;
+
   struct Scales {
-    Row low, high;
+    uint32_t zero;  // -2^61 times the zero points where the codes are
+  };
+  struct Factors {
+    float low, high;
   };
 
   MOEQ_HOST_DEVICE static int scale_offset(int thread) { return thread / 4 * 8; }
 
-  MOEQ_HOST_DEVICE static Row row_of(uint32_t word, uint32_t zero_unit) {
-    const uint32_t other = high_half_twice(word);
-    return {low_half_twice(word), other & 0xFFC0FFC0u, (other & kInt4Low) * zero_unit};
-  }
-
   MOEQ_HOST_DEVICE static Scales scales(ScaleWord words) {
-    return {row_of(words.low_row, 1), row_of(words.high_row, 16)};
+    constexpr uint32_t kMinusUnits = 0xE000DE00u;  // -2^61 and -2^65
+    return {int4_zero_points(high_halves(words.low_row, words.high_row), kMinusUnits)};
   }
 
-  MOEQ_HOST_DEVICE static uint32_t times(uint32_t codes, const Row& row) {
-    const uint32_t difference = sub_bf16x2(codes, row.zero);
-    return fma_bf16x2(difference, row.scale, mul_bf16x2(difference, row.rest));
-  }
-
+  // 2^61 times a difference: a number that is not subnormal.
   MOEQ_HOST_DEVICE static void decode(uint32_t w, const Scales& s, uint32_t (&a)[4]) {
-    a[0] = times(w & kInt4Low, s.low);
-    a[1] = times(w & kInt4High, s.high);
-    a[2] = times(w >> 8 & kInt4Low, s.low);
-    a[3] = times(w >> 8 & kInt4High, s.high);
+    constexpr uint32_t kUnit = 0x5E005E00u;
+    decode_int4(w, a, [&](uint32_t codes, bool high) { return fma_bf16x2(codes, kUnit, half_twice(s.zero, high)); });
   }
+
+  MOEQ_HOST_DEVICE static float factor(uint32_t word) { return float_of(word << 16) + float_of(word & 0xFFC00000u); }
+  MOEQ_HOST_DEVICE static Factors factors(ScaleWord words) { return {factor(words.low_row), factor(words.high_row)}; }
 };
+static_assert(tile_scale_bytes(Format::kInt4Zero) == tile_scale_bytes(Format::kInt4ZeroBf16), "it reads both");
 
 }  // namespace moeq::sm90

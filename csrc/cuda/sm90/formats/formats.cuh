@@ -8,12 +8,20 @@
 //   decode(word, s, a)  one of the thread's four words of codes -> the four registers of its fragment in that K-step
 //   kTerms              2 where a weight is the sum of two such operands: that one, and what `decode` makes of
 //   rest_scales(word)   in the place of `scales`
+//
+// The decode kernels multiply sums over a tile by rows' scales where kScalesSums<format>: what `decode` makes has none.
+//   factors(word)       those of a thread's two rows, float32
 #pragma once
+#include <type_traits>
+
 #include "decoder_int4.cuh"
 #include "decoder_mxfp4.cuh"
 #include "decoder_nvfp4.cuh"
 
 namespace moeq::sm90 {
+
+template <class Format>
+constexpr bool kScalesSums = std::is_same_v<Format, Int4SumsFormat>;
 
 #if defined(__CUDACC__)
 // Volatile: such a load must not move across the barriers that say when the bytes are there.

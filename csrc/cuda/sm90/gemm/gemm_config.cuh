@@ -59,6 +59,10 @@ struct SlimConfig {
   static constexpr int kConsumerRegisters = 104;
 };
 
+// Where tiles are narrow, scaling sums is less than what weights with float16 scales take in registers.
+template <class Format>
+using SlimFormat = std::conditional_t<std::is_same_v<Format, Int4ZeroFormat<true>>, Int4SumsFormat, Format>;
+
 // What follows from them.
 template <class Config>
 struct Sizes {

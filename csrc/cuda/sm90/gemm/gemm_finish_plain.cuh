@@ -58,7 +58,7 @@ __device__ __forceinline__ void finish_plain(const GemmArgs& args, const Work& w
     RowScales scales;
     bool real[2];
     for (int half = 0; half < 2; half++) {
-      const int i = tile * kTileRows + s.warp * 16 + half * 8 + s.lane / 4;
+      const int i = tile * kTileRows + row_in_tile<typename C::Format>(s, half);
       real[half] = i < p.inter;
       scales.alpha[half] = s.alpha[0];
       scales.bias[half] = p.w13_bias != nullptr && real[half] ? p.w13_bias[work.expert * int64_t{p.inter} + i] : 0.0f;

@@ -31,12 +31,13 @@ __device__ __forceinline__ void store_output_wide(const GemmArgs& args, const Wo
   });
 }
 
+template <class Format>
 __device__ __forceinline__ RowScales scales_of_second(const GemmArgs& args, const Work& work, const Staging& s,
                                                       int first_row) {
   const Problem& p = args.problem;
   RowScales scales;
   for (int half = 0; half < 2; half++) {
-    const int row = first_row + s.warp * 16 + half * 8 + s.lane / 4;
+    const int row = first_row + row_in_tile<Format>(s, half);
     scales.alpha[half] = s.alpha[0];
     scales.bias[half] = 0.0f;
     if (p.w2_bias != nullptr && row < p.hidden) scales.bias[half] = p.w2_bias[work.expert * int64_t{p.hidden} + row];
@@ -52,14 +53,14 @@ __device__ __forceinline__ void prefetch_slots(const GemmArgs& args, const Work&
 }
 
 template <class C>
-__device__ __forceinline__ void finish_second(const GemmArgs& args, const Work& work, Accumulators<C>& acc,
-                                              const Staging& s, const int* slots) {
+__device__ __forceinline__ void finish_second(const GemmArgs& args, GemmShared<C>&, const Work& work,
+                                              Accumulators<C>& acc, const Staging& s, const int* slots) {
   copy_wait();   // for prefetch_slots, which the first synchronization below makes known to all
 #pragma unroll
   for (int m = 0; m < C::kWarpgroupTiles; m++) {
     s.synchronize();   // nobody reads the staging any more
     const int first = (first_tile<C>(work, s) + m) * kTileRows;
-    const RowScales scales = scales_of_second(args, work, s, first);
+    const RowScales scales = scales_of_second<typename C::Format>(args, work, s, first);
     if (args.h_factor == nullptr) {
       transform<C>(work, acc[m], s, [&](float sum, int half, int) { return scales.of(sum, half, 1.0f); });
     } else {

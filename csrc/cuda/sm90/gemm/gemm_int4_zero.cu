@@ -1,8 +1,8 @@
-// The persistent kernels of both GEMMs for INT4 (zero points) weights: each end of GEMM1.
+// The persistent kernels of both GEMMs for INT4 (zero points or float16 scales) weights: each end of GEMM1.
 #include "gemm_kernel.cuh"
 
 namespace moeq::sm90 {
-template GemmVariants gemm_variants<Int4ZeroFormat, Finish::kSwiglu>();
-template GemmVariants gemm_variants<Int4ZeroFormat, Finish::kGated>();
-template GemmVariants gemm_variants<Int4ZeroFormat, Finish::kPlain>();
+template GemmVariants gemm_variants<Int4ZeroFormat<true>, Finish::kSwiglu>();
+template GemmVariants gemm_variants<Int4ZeroFormat<true>, Finish::kGated>();
+template GemmVariants gemm_variants<Int4ZeroFormat<true>, Finish::kPlain>();
 }  // namespace moeq::sm90

@@ -8,6 +8,10 @@
 
 namespace moeq::sm90 {
 
+// What a tile's end needs, asked for before the multiplication: of most kernels nothing. gemm_rows.cuh has another.
+template <class C>
+__device__ __forceinline__ void begin_finish(const GemmArgs&, GemmShared<C>&, const Work&, const Staging&) {}
+
 template <class C, Finish finish>
 __device__ __forceinline__ void consume(const GemmArgs& args, GemmShared<C>& shared) {
   Staging staging(shared, threadIdx.x / 128);
@@ -19,10 +23,12 @@ __device__ __forceinline__ void consume(const GemmArgs& args, GemmShared<C>& sha
     fetch_alphas<typename C::Format>(args.problem, work, staging);
     int* slots = shared.slots[staging.warpgroup][work_ring.slot % 2];
     if (work.second) prefetch_slots(args, work, staging, slots);
+    begin_finish(args, shared, work, staging);
     Accumulators<C> acc;
+    begin_tile(at, args, work);
     multiply_tile(acc, shared, at, work);
     if (work.second) {
-      finish_second<C>(args, work, acc, staging, slots);
+      finish_second<C>(args, shared, work, acc, staging, slots);
     } else {
       if constexpr (finish == Finish::kPlain) {
         finish_plain<C>(args, work, acc, staging);
@@ -73,7 +79,7 @@ GemmVariant variant_of() {
 
 template <class Format, Finish finish>
 GemmVariants gemm_variants() {
-  return {{variant_of<SlimConfig<Format>, finish>(), variant_of<NarrowConfig<Format>, finish>(),
+  return {{variant_of<SlimConfig<SlimFormat<Format>>, finish>(), variant_of<NarrowConfig<Format>, finish>(),
            variant_of<WideConfig<Format>, finish>()}};
 }
 

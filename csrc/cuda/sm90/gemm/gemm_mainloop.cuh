@@ -61,6 +61,10 @@ struct Consumer {
   }
 };
 
+// What a consumer has to know of a tile of weights besides where it lies.
+template <class C>
+__device__ __forceinline__ void begin_tile(Consumer<C>&, const GemmArgs&, const Work&) {}
+
 __device__ __forceinline__ void arrive_once_a_warp(uint32_t barrier, int lane) {
   if (lane == 0) barrier_arrive(barrier);
 }
@@ -78,13 +82,14 @@ struct Multiplication {
   using Raw = RawTile<typename C::Format>;
   using Fragments = uint32_t[2][4][4];
   // Where scales take many registers, the second of two tiles is fetched once the first is decoded.
-  static constexpr bool kFetchLate = sizeof(typename C::Format::Scales) > 8;
+  static constexpr bool kFetchLate = sizeof(typename C::Format::Scales) + sizeof(typename C::Format::ScaleWord) > 12;
 
   GemmShared<C>& shared;
   Consumer<C>& at;
   const int index, lane;
   uint32_t previous = 0;   // the barrier that tells that the stage of tokens before has been read; 0: told
   Raw next;                // the first tile of the step to come
+  TileSums<C> unscaled;    // a step's, where the format's sums are scaled
 
   __device__ __forceinline__ void wait_for_tokens() const {
     barrier_wait(shared_address(&shared.tokens_full[at.tokens.slot]), at.tokens.parity);
@@ -166,6 +171,46 @@ struct Multiplication {
     leave_tokens();
   }
 
+  // The next tile of a step of a format whose sums are scaled, for which they have to be there.
+  template <class LoadNext>
+  __device__ __forceinline__ void scaled_tile(TileSums<C>& acc, uint32_t (&fragments)[4][4], uint32_t tokens,
+                                              LoadNext load_next) {
+    next.template decode<0>(fragments);
+    start_step<C::kMaxWidth>(unscaled, fragments, tokens, index);
+    const auto factors = C::Format::factors(next.scales);
+    load_next();
+    wait_for_sums<C::kMaxWidth>(unscaled);
+    keep(fragments);
+    add_scaled(acc, factors);
+  }
+
+  template <class Factors>
+  __device__ __forceinline__ void add_scaled(TileSums<C>& acc, const Factors& factors) {
+#pragma unroll
+    for (int j = 0; j < C::kMaxWidth / 8; j++) {
+      if (j > 0 && j > index) break;
+#pragma unroll
+      for (int i = 4 * j; i < 4 * j + 4; i++) {
+        acc[i] = __fmaf_rn(unscaled[i], i % 4 < 2 ? factors.low : factors.high, acc[i]);
+      }
+    }
+  }
+
+  // A stage of weights of two tiles a step, one after the other; stages of tokens of as many steps.
+  __device__ __forceinline__ void scaled_stage(Accumulators<C>& acc, Fragments& fragments, int steps) {
+    wait_for_tokens();
+#pragma unroll 1
+    for (int step = 0; step < steps; step++) {
+      const uint32_t tokens = tokens_of(step);
+      scaled_tile(acc[0], fragments[0], tokens, [&] { at.load(next, step, 1); });
+      scaled_tile(acc[1], fragments[0], tokens, [&] {
+        if (step + 1 < steps) at.load(next, step + 1, 0);
+      });
+    }
+    leave_tokens();
+    release_previous();
+  }
+
   template <int term>
   __device__ __forceinline__ void multiply_steps(Accumulators<C>& acc, Fragments& fragments, int steps, Raw& second) {
     settle(fragments);
@@ -190,7 +235,9 @@ struct Multiplication {
   }
 
   __device__ __forceinline__ void stage(Accumulators<C>& acc, Fragments& fragments, int steps) {
-    if constexpr (!C::kTakesTurns) {
+    if constexpr (kScalesSums<typename C::Format>) {
+      scaled_stage(acc, fragments, steps);
+    } else if constexpr (!C::kTakesTurns) {
       overlapped_stage(acc, fragments, steps);
     } else if constexpr (C::kWarpgroupTiles == 2) {
       stage_of_pairs(acc, fragments, steps);

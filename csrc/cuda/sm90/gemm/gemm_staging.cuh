@@ -68,6 +68,17 @@ inline constexpr bool kKeepsOrder = false;
 template <class Format>
 inline constexpr bool kRounds = !kKeepsOrder<Format>;
 
+// Whether a thread's two rows of 16 are neighbours, where they are not one of gate and one of up; else they are eight
+// apart.
+template <class Format>
+inline constexpr bool kHasNeighbours = false;
+
+// Where a thread's rows lie in a tile whose rows do not alternate.
+template <class Format>
+__device__ __forceinline__ int row_in_tile(const Staging& s, int half) {
+  return s.warp * 16 + (kHasNeighbours<Format> ? s.lane / 4 * 2 + half : half * 8 + s.lane / 4);
+}
+
 // Staged rows of 64 intermediates -> h in that order, swizzled.
 __device__ __forceinline__ void store_intermediate_in_order(const Work& work, const Staging& s, __nv_bfloat16* to) {
   const int piece = s.thread % 8;
@@ -149,9 +160,27 @@ __device__ __forceinline__ float gscale_of_intermediate(const Problem& p, int ex
   return p.a2_gscale[p.a2 == ActScale::kExpert ? expert : 0];
 }
 
+// 64 rows of a tile as 16-bit results into the staging, where a thread has neighbours: a word of each token.
+template <class C>
+__device__ __forceinline__ void stage_neighbours(const Work& work, const TileSums<C>& acc, const Staging& s) {
+  const int piece = s.warp * 2 + s.lane / 16;
+#pragma unroll
+  for (int group = 0; group < C::kMaxWidth / 8; group++) {
+    if (group * 8 >= work.width) break;
+#pragma unroll
+    for (int b = 0; b < 2; b++) {
+      const int token = s.lane % 4 * 2 + b;
+      const uint32_t to = s.address + (group * 8 + token) * 128 + (piece ^ token) * 16 + s.lane / 4 % 4 * 4;
+      const uint32_t both = pack_bf16(acc[group * 4 + b], acc[group * 4 + 2 + b]);
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(both) : "memory");
+    }
+  }
+}
+
 // 64 rows of a tile as 16-bit results into the staging.
 template <class C>
 __device__ __forceinline__ void stage_tile(const Work& work, const TileSums<C>& acc, const Staging& s) {
+  if constexpr (kHasNeighbours<typename C::Format>) return stage_neighbours<C>(work, acc, s);
   const uint32_t to = s.row(s.lane / 16, s.warp * 2 + s.lane / 8 % 2);
 #pragma unroll
   for (int pair = 0; pair < C::kMaxWidth / 16; pair++) {
@@ -163,8 +192,7 @@ __device__ __forceinline__ void stage_tile(const Work& work, const TileSums<C>& 
   }
 }
 
-// A thread's rows of one tile: acc = function(acc, half, token), half 0 for row lane / 4 of the warp's 16, 1 for the
-// row 8 further on.
+// A thread's rows of one tile: acc = function(acc, half, token), half 0 for the first of its two rows (row_in_tile).
 template <class C, class Function>
 __device__ __forceinline__ void transform(const Work& work, TileSums<C>& acc, const Staging& s, Function function) {
 #pragma unroll
@@ -185,7 +213,7 @@ __device__ __forceinline__ void store_wide(const TileSums<C>& acc, const Staging
   for (int group = 0; group < C::kMaxWidth / 8; group++) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const int at = s.warp * 16 + i / 2 * 8 + s.lane / 4;
+      const int at = row_in_tile<typename C::Format>(s, i / 2);
       float* row = row_of(group * 8 + s.lane % 4 * 2 + i % 2);
       if (row != nullptr && at < limit) row[at] = acc[group * 4 + i];
     }

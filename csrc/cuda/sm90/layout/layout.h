@@ -32,7 +32,8 @@
 //
 // INT4 with zero points or float16 scales, 32 bits per 64 of K (256 bytes, index 2 * (t / 4) + h): the product above as
 // bfloat16 in the low half, what that rounds away in the upper ten bits, then two bits for `restore`, and the zero
-// point.
+// point. Where no scale is float16 nothing is rounded away, and a decoder need not add it: these have the same bytes,
+// in elements of 64 bits, by which the op tells them.
 //
 // Rows of w13 where gated: row 16 * q + g of a layer is gate row 8 * q + g, row 16 * q + 8 + g up row 8 * q + g, so
 // that a thread holds both of a column. Rows and K are padded to multiples of 64 with zeros: the codes and the scales.
@@ -45,6 +46,9 @@ namespace moeq::sm90 {
 
 // What an accumulator of decoded weights lacks: codes come out as 2^-126, scales as 2^88.
 constexpr float kAccumulatorScale = 274877906944.0f;  // 2^38
+
+// Whether weights are bytes in the tiles of w4a8_layout.h.
+constexpr bool has_bytes(Format format) { return format == Format::kFp8 || format == Format::kMxfp8; }
 
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 constexpr int row_tiles13(int inter, bool gated) { return ceil_div(gated ? 2 * inter : inter, kTileRows); }

@@ -4,13 +4,14 @@
 
 namespace moeq::sm90 {
 
-// Float32 scales of e4m3 weights, which multiply. kRows: that of row r of a half at expert * e + half * h + row * r;
-// kBlocks: at expert * e + half * h + row * (r / 128) + K / 128.
+// Float32 scales of e4m3 weights, which multiply: that of row r of a half at expert * e + half * h + row * r; blocks:
+// at expert * e + half * h + row * (r / 128) + K / 128.
 struct WeightScales {
   const float* data;
   int64_t expert;
   int half, row;
   int rows;      // of a half, without padding
+  bool blocks;
 };
 
 }  // namespace moeq::sm90

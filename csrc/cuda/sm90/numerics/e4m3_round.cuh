@@ -38,16 +38,22 @@ __device__ __forceinline__ Rounding mx_rounding(float amax) {
   return {power_of_byte(254 - byte), power_of_byte(byte), 1.0f, false};
 }
 
-__device__ __forceinline__ float4 decode4(uint32_t codes) {
-  uint32_t low, high;
+// Values of four codes, which float16 holds.
+__device__ __forceinline__ uint2 decode4_to_half(uint32_t codes) {
+  uint2 values;
   asm("{ .reg .b16 low, high;\n"
       "mov.b32 {low, high}, %2;\n"
       "cvt.rn.f16x2.e4m3x2 %0, low;\n"
       "cvt.rn.f16x2.e4m3x2 %1, high; }"
-      : "=r"(low), "=r"(high)
+      : "=r"(values.x), "=r"(values.y)
       : "r"(codes));
-  const float2 a = __half22float2(reinterpret_cast<const __half2&>(low));
-  const float2 b = __half22float2(reinterpret_cast<const __half2&>(high));
+  return values;
+}
+
+__device__ __forceinline__ float4 decode4(uint32_t codes) {
+  const uint2 values = decode4_to_half(codes);
+  const float2 a = __half22float2(reinterpret_cast<const __half2&>(values.x));
+  const float2 b = __half22float2(reinterpret_cast<const __half2&>(values.y));
   return make_float4(a.x, a.y, b.x, b.y);
 }
 

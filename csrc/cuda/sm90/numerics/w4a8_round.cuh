@@ -31,12 +31,15 @@ __device__ __forceinline__ float quotient(float x, float by, float inverse) {
   return __fmaf_rn(__fmaf_rn(-near, by, x), inverse, near);
 }
 
+// Whether quotients may be made so.
+__device__ __forceinline__ bool has_reciprocal(float by) { return by > 0x1p-100f && by < 0x1p100f; }
+
 // encode(scaled), where scaled(x) is x divided by `by` or, if it is not `divide`, multiplied. What is not finite
 // becomes NaN; a dynamic scale is NaN or infinite then, and the quotient is NaN by itself.
 template <class Encode>
 __device__ __forceinline__ auto with_scaling(float by, bool divide, Encode encode) {
   if (!divide) return encode([=](float x) { return nan_unless_finite(__fmul_rn(x, by), x); });
-  if (!(by > 0x1p-100f && by < 0x1p100f)) return encode([=](float x) { return __fdiv_rn(x, by); });
+  if (!has_reciprocal(by)) return encode([=](float x) { return __fdiv_rn(x, by); });
   const float inverse = __frcp_rn(by);
   return encode([=](float x) { return quotient(x, by, inverse); });
 }

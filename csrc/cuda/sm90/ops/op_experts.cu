@@ -1,50 +1,13 @@
 // moeq_C::experts_sm90: one layer's call on the Hopper kernels. Python has checked the arguments; what is checked here
 // guards memory.
-#include "../formats/formats.cuh"
-#include "../layout/layout.h"
-#include "op_layer.cuh"
-#include "../problem/rounded_problem.h"
+#include "../problem/rows_problem.h"
+#include "op_tiled_weights.cuh"
 
 namespace moeq::sm90 {
 namespace {
 
 constexpr const char* kOp = "experts_sm90";
-
-// The size of a scale and that of a tile's scales tell the formats apart.
-Format format_of(const Tensor& scale) {
-  const int64_t each = scale.element_size(), all = each * scale.size(scale.dim() - 1);
-  for (int format = 0; format < kFormats; ++format) {
-    if (each == kEachScaleBytes[format] && all == kTileScaleBytes[format]) return static_cast<Format>(format);
-  }
-  STD_TORCH_CHECK(false, "moeq_C::", kOp, ": scales must be those of a known format, got ", all, " bytes a tile");
-  return Format::kNvfp4;  // not reached
-}
-
-const uint8_t* scales_of(const char* name, const Tensor& scale, int64_t bytes, const Tensor& beside) {
-  STD_TORCH_CHECK(is_aligned(scale), "moeq_C::", kOp, ": ", name, " must start at a multiple of 16 bytes");
-  const int64_t count = bytes / scale.element_size();
-  return static_cast<const uint8_t*>(data_of<void>(kOp, name, scale, scale.scalar_type(), count, beside));
-}
-
-void bind_weights(Problem& p, const LayerCall& call) {
-  STD_TORCH_CHECK(call.w13.dim() == 4 && call.w2.dim() == 4, "moeq_C::", kOp, ": w13 and w2 must be tiled");
-  STD_TORCH_CHECK(p.hidden % kTileK == 0, "moeq_C::", kOp, ": the hidden size must be a multiple of 64");
-  STD_TORCH_CHECK(call.w13_scale.has_value() && call.w2_scale.has_value(), "moeq_C::", kOp,
-                  ": w13_scale and w2_scale must be given");
-  p.format = format_of(*call.w13_scale);
-  STD_TORCH_CHECK(p.format == format_of(*call.w2_scale), "moeq_C::", kOp, ": w13 and w2 must have one format");
-  STD_TORCH_CHECK((p.format == Format::kNvfp4) == (call.g1_alphas.has_value() && call.g2_alphas.has_value()),
-                  "moeq_C::", kOp, ": alphas must come with nvfp4 weights alone");
-  p.experts = size_of(kOp, call.w13, 0);
-  p.inter = size_of(kOp, call.w2, 2) * kTileK;
-  const int64_t tiles13 = int64_t{p.experts} * row_tiles13(p.inter, p.gated) * k_tiles(p.hidden);
-  const int64_t tiles2 = int64_t{p.experts} * k_tiles(p.hidden) * k_tiles(p.inter);
-  const int64_t scale_bytes = tile_scale_bytes(p.format);
-  p.w13 = tiles_of(kOp, "w13", call.w13, tiles13 * kTileCodeBytes, call.out);
-  p.w13_scale = scales_of("w13_scale", *call.w13_scale, tiles13 * scale_bytes, call.out);
-  p.w2 = tiles_of(kOp, "w2", call.w2, tiles2 * kTileCodeBytes, call.out);
-  p.w2_scale = scales_of("w2_scale", *call.w2_scale, tiles2 * scale_bytes, call.out);
-}
+constexpr const char* kRowsOp = "experts_sm90_rows";
 
 template <Shape shape>
 size_t prefill_workspace_of(const RoundedProblem& p) {
@@ -92,9 +55,83 @@ void experts_sm90(const ExpertsSm90Call& call) {
   layer.quantize_intermediate = call.quantize_intermediate;
   run_layer(p, layer, kKernels[call.kernel], [&](RoundedProblem& problem) {
     check_kernel(call.kernel, problem);
-    bind_weights(problem, call);
+    bind_tiled_weights(kOp, problem, call);
     problem.x_factor = floats_of(kOp, "hidden_states_scale", call.hidden_states_scale, problem.tokens, call.out);
   });
+}
+
+template <Shape shape>
+size_t rows_workspace_of(const RowsProblem& p) {
+  return rows_workspace(p, shape);
+}
+
+template <Shape shape>
+cudaError_t rows_run_of(const RowsProblem& p) {
+  return rows_run(p, shape);
+}
+
+template <Shape shape>
+constexpr Kernels<RowsProblem> rows_of() {
+  return {"rows", rows_workspace_of<shape>, rows_run_of<shape>, nullptr};
+}
+
+// By slot, bfloat16, where it is given.
+const void* rows_of_slots(const char* name, const OptionalTensor& rows, const Problem& p, int64_t columns,
+                          const Tensor& beside) {
+  if (!rows.has_value()) return nullptr;
+  STD_TORCH_CHECK(is_aligned(*rows), "moeq_C::", kRowsOp, ": ", name, " must start at a multiple of 16 bytes");
+  const int64_t count = int64_t{p.tokens} * p.top_k * columns;
+  return data_of<void>(kRowsOp, name, *rows, ScalarType::BFloat16, count, beside);
+}
+
+void bind_adapters(RowsProblem& p, const ExpertsSm90RowsCall& call) {
+  STD_TORCH_CHECK(call.low.has_value() == call.factor.has_value(), "moeq_C::", kRowsOp,
+                  ": low and factor must be given together");
+  if (!call.factor.has_value()) return;
+  const Tensor& factor = *call.factor;
+  STD_TORCH_CHECK(factor.dim() == 3 && is_aligned(factor), "moeq_C::", kRowsOp,
+                  ": factor must have 3 dimensions and start at a multiple of 16 bytes");
+  p.ranks = size_of(kRowsOp, factor, 2);
+  STD_TORCH_CHECK(p.ranks > 0 && p.ranks % 8 == 0, "moeq_C::", kRowsOp, ": ranks must be a multiple of 8, got ",
+                  p.ranks);
+  const int64_t rows = int64_t{p.experts} * (p.second ? p.hidden : 2 * p.inter);
+  p.factor = data_of<void>(kRowsOp, "factor", factor, ScalarType::BFloat16, rows * p.ranks, call.out);
+  p.low = rows_of_slots("low", call.low, p, int64_t{2} * kRankChunk * rank_chunks(p.ranks), call.out);
+}
+
+// Fills rows, bfloat16 [slots, inter] or, if `second`, [slots, hidden], of slots with local experts. low, factor, and
+// kept, bytes, which the first call leaves for the second one: problem/rows_problem.h. Of `out` [tokens, hidden] only
+// the sizes count.
+void experts_sm90_rows(const ExpertsSm90RowsCall& call) {
+  RowsProblem p{};
+  const bool wide = call.kernel == 1 + static_cast<int>(Shape::kWide);
+  STD_TORCH_CHECK(call.kernel > 0 && call.kernel < kKernelCount && !call.hidden_states_scale.has_value() &&
+                      !call.router_weight_on_input && (call.rows.has_value() || !call.second),
+                  "moeq_C::", kRowsOp,
+                  ": kernel must be one of prefill's, hidden states neither scaled nor weighted, rows of GEMM2 given");
+  run_layer(p, Layer(kRowsOp, call), wide ? rows_of<Shape::kWide>() : rows_of<Shape::kNarrow>(),
+            [&](RowsProblem& problem) {
+              bind_tiled_weights(kRowsOp, problem, call);
+              STD_TORCH_CHECK(rows_run_takes(problem), "moeq_C::", kRowsOp,
+                              ": weights must be nvfp4 or mxfp4, the activation silu or swigluoai");
+              problem.second = call.second;
+              bind_adapters(problem, call);
+              const int64_t columns = call.second ? problem.hidden : problem.inter;
+              problem.rows = const_cast<void*>(rows_of_slots("rows", call.rows, problem, columns, call.out));
+              problem.kept = const_cast<void*>(data_of<void>(kRowsOp, "kept", call.kept, ScalarType::Byte,
+                                                             static_cast<int64_t>(rows_kept(problem)), call.out));
+            });
+}
+
+// Bytes of `kept`.
+int64_t experts_sm90_rows_kept(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden, int64_t inter) {
+  Problem p{};
+  p.tokens = static_cast<int>(tokens);
+  p.top_k = static_cast<int>(top_k);
+  p.experts = static_cast<int>(experts);
+  p.hidden = static_cast<int>(hidden);
+  p.inter = static_cast<int>(inter);
+  return static_cast<int64_t>(rows_kept(p));
 }
 
 }  // namespace
@@ -102,4 +139,9 @@ void experts_sm90(const ExpertsSm90Call& call) {
 
 STABLE_TORCH_LIBRARY_IMPL(moeq_C, CUDA, m) {
   m.impl("experts_sm90", MOEQ_BOX(moeq::ExpertsSm90Call, moeq::sm90::experts_sm90));
+  m.impl("experts_sm90_rows", MOEQ_BOX(moeq::ExpertsSm90RowsCall, moeq::sm90::experts_sm90_rows));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(moeq_C, CompositeExplicitAutograd, m) {
+  m.impl("experts_sm90_rows_kept", TORCH_BOX(&moeq::sm90::experts_sm90_rows_kept));
 }

@@ -1,6 +1,6 @@
 // moeq_C::route_hidden_sm90: router product and routing in one launch.
 #include "../../../boxed.h"
-#include "op_router.cuh"
+#include "op_router_product.cuh"
 #include "../launch/partition.h"
 #include "../routing/route_hidden.h"
 
@@ -8,29 +8,6 @@ namespace moeq::sm90 {
 namespace {
 
 constexpr const char* kOp = "route_hidden_sm90";
-constexpr int kPortableBlocks = 8;
-
-// bfloat16 [rows, columns], rows at multiples of 16 bytes.
-const void* rows_of(const char* name, const Tensor& tensor, int64_t rows, int64_t columns, const Tensor& beside) {
-  STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == beside.get_device_index() && tensor.dim() == 2 &&
-                      tensor.size(0) == rows && tensor.size(1) == columns && tensor.stride(1) == 1 &&
-                      tensor.stride(0) % hidden::kSizeMultiple == 0 && tensor.scalar_type() == ScalarType::BFloat16 &&
-                      is_aligned(tensor),
-                  "moeq_C::", kOp, ": ", name, " must be a bfloat16 matrix [", rows, ", ", columns,
-                  "] on the device of ids, rows at multiples of 16 bytes");
-  return tensor.const_data_ptr();
-}
-
-// Contiguous, of any type that logits may have; null where it is absent.
-const void* values_of(const char* name, const OptionalTensor& tensor, int64_t count, const Tensor& beside,
-                      LogitType& type) {
-  if (!tensor.has_value()) return nullptr;
-  type = logit_type_of(kOp, *tensor);
-  STD_TORCH_CHECK(tensor->is_cuda() && tensor->get_device_index() == beside.get_device_index() &&
-                      tensor->is_contiguous() && tensor->numel() == count,
-                  "moeq_C::", kOp, ": ", name, " must be contiguous, on the device of ids, with ", count, " elements");
-  return tensor->const_data_ptr();
-}
 
 void bind_results(RouteHidden& call, const RouteHiddenSm90Call& given) {
   const Tensor& ids = given.ids;
@@ -60,26 +37,19 @@ void route_hidden_sm90(const RouteHiddenSm90Call& given) {
                   ": experts must be at most ", hidden::kMaxRouterExperts, ", hidden_size a multiple of ",
                   hidden::kSizeMultiple);
   bind_results(call, given);
-  call.x = rows_of("hidden_states", x, call.tokens, call.hidden, ids);
+  call.x = rows_of(kOp, "hidden_states", x, call.tokens, call.hidden, ids);
   call.x_stride = x.stride(0);
-  call.weight = rows_of("router_weight", given.router_weight, experts, call.hidden, ids);
+  call.weight = rows_of(kOp, "router_weight", given.router_weight, experts, call.hidden, ids);
   call.weight_stride = given.router_weight.stride(0);
-  call.bias = values_of("router_bias", given.router_bias, experts, ids, call.bias_type);
+  call.bias = values_of(kOp, "router_bias", given.router_bias, experts, ids, call.bias_type);
   call.shared = static_cast<int>(given.num_shared_experts);
-  call.shared_weights = values_of("shared_expert_weights", given.shared_expert_weights,
+  call.shared_weights = values_of(kOp, "shared_expert_weights", given.shared_expert_weights,
                                   int64_t{call.tokens} * call.shared, ids, call.shared_type);
-  const int64_t blocks = given.blocks, warps = given.warps;
-  STD_TORCH_CHECK(
-      (blocks == kPortableBlocks || blocks == 2 * kPortableBlocks) && warps >= 1 && warps <= hidden::kMaxWarps,
-      "moeq_C::", kOp, ": blocks must be 8 or 16, warps at most ", hidden::kMaxWarps);
   const cudaStream_t stream = current_stream(ids);
   Partition partition{};
   cudaError_t error = partition_of(stream, partition);
   STD_TORCH_CHECK(error == cudaSuccess, "moeq_C::", kOp, ": ", cudaGetErrorString(error));
-  // Sixteen multiprocessors side by side are there for sure where nobody else has a share of the device.
-  const int most = partition.whole_device ? 2 * kPortableBlocks : kPortableBlocks;
-  const RouteHiddenPlan plan = {static_cast<int>(blocks < most ? blocks : most), static_cast<int>(warps)};
-  error = route_hidden_run(call, plan, stream);
+  error = route_hidden_run(call, plan_of(kOp, given.blocks, given.warps, partition), stream);
   STD_TORCH_CHECK(error == cudaSuccess, "moeq_C::", kOp, ": ", cudaGetErrorString(error));
 }
 

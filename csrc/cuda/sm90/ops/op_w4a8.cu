@@ -1,35 +1,13 @@
 // moeq_C::experts_sm90_w4a8: one layer of NVFP4 or e4m3 weights on fp8 activations.
 #include "op_layer.cuh"
-#include "../w4a8/w4a8.h"
 #include "../layout/w4a8_layout.h"
+#include "../w4a8/w4a8.h"
+#include "op_weight_scales.cuh"
 
 namespace moeq::sm90 {
 namespace {
 
 constexpr const char* kOp = "experts_sm90_w4a8";
-
-// Scales of e4m3 weights of `rows` rows in `halves` halves: [experts, rows, 1], [experts, halves] or [experts, 1];
-// kBlocks: [experts, tiles of rows, tiles of K].
-WeightScales scales_of(const char* name, const Tensor& tensor, Weights weights, int experts, int64_t rows, int halves,
-                       int64_t k, const Tensor& beside) {
-  const int64_t of_half = rows / halves;
-  WeightScales scales{nullptr, 0, 0, 0, static_cast<int>(of_half)};
-  if (weights == Weights::kBlocks) {
-    const int64_t blocks = w4a8::tiles(static_cast<int>(of_half), 128), columns = w4a8::tiles(static_cast<int>(k), 128);
-    scales.expert = halves * blocks * columns;
-    scales.half = static_cast<int>(blocks * columns);
-    scales.row = static_cast<int>(columns);
-  } else if (tensor.dim() == 3) {
-    scales.expert = rows;
-    scales.half = static_cast<int>(of_half);
-    scales.row = 1;
-  } else {
-    scales.expert = size_of(kOp, tensor, 1);
-    scales.half = scales.expert == 2 ? 1 : 0;
-  }
-  scales.data = data_of<float>(kOp, name, tensor, ScalarType::Float, experts * scales.expert, beside);
-  return scales;
-}
 
 const uint8_t* strip_of(const char* name, const Tensor& tensor, int64_t row_tiles, int64_t k_tiles,
                         const Tensor& beside) {
@@ -59,9 +37,10 @@ void bind_weights(W4a8Problem& p, const LayerCall& call) {
     p.w2_scale = strip_of("w2_scale", *call.w2_scale, tiles2, k2, call.out);
     return;
   }
-  p.scales13 = scales_of("w13_scale", *call.w13_scale, p.weights, p.experts, int64_t{halves} * p.inter, halves,
-                         p.hidden, call.out);
-  p.scales2 = scales_of("w2_scale", *call.w2_scale, p.weights, p.experts, p.hidden, 1, p.inter, call.out);
+  const bool blocks = p.weights == Weights::kBlocks;
+  p.scales13 = weight_scales_of(kOp, "w13_scale", *call.w13_scale, blocks, p.experts, int64_t{halves} * p.inter, halves,
+                                p.hidden, call.out);
+  p.scales2 = weight_scales_of(kOp, "w2_scale", *call.w2_scale, blocks, p.experts, p.hidden, 1, p.inter, call.out);
 }
 
 // Fills out [tokens, hidden]. With hidden_states_scale (float32 [tokens, 1], blocks: [tokens, hidden / 128]) the hidden

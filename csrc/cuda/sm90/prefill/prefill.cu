@@ -1,4 +1,5 @@
 // A layer on many tokens: sort and prepare, both GEMMs in one persistent kernel, combine.
+#include "../gemm/gemm_byte_variant.h"
 #include "../launch/known_devices.h"
 #include "prefill_plan.h"
 
@@ -28,7 +29,19 @@ GemmVariants variants_of(Finish finish) {
   }
 }
 
+GemmVariants byte_variants_of(Finish finish) {
+  switch (finish) {
+    case Finish::kSwiglu:
+      return byte_variants<Finish::kSwiglu>();
+    case Finish::kGated:
+      return byte_variants<Finish::kGated>();
+    default:
+      return byte_variants<Finish::kPlain>();
+  }
+}
+
 GemmVariants variants_of(const Problem& p) {
+  if (has_bytes(p.format)) return byte_variants_of(finish_of(p));
   switch (p.format) {
     case Format::kNvfp4:
       return variants_of<Nvfp4Format>(finish_of(p));
@@ -38,8 +51,10 @@ GemmVariants variants_of(const Problem& p) {
       return variants_of<Int4Format<32>>(finish_of(p));
     case Format::kInt4Per64:
       return variants_of<Int4Format<64>>(finish_of(p));
+    case Format::kInt4ZeroBf16:
+      return variants_of<Int4ZeroFormat<false>>(finish_of(p));
     default:
-      return variants_of<Int4ZeroFormat>(finish_of(p));
+      return variants_of<Int4ZeroFormat<true>>(finish_of(p));
   }
 }
 

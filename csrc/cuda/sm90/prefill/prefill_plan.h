@@ -27,8 +27,9 @@ inline GemmArgs gemms_of(const Problem& p, const Schedule& schedule, int block_t
   gemm.schedule = schedule;
   gemm.rows = max_rows(p.tokens * p.top_k, p.experts);
   gemm.y_wide = is_wide(p);
-  gemm.hidden_padded = k_tiles(p.hidden) * kTileK;
-  gemm.inter_padded = k_tiles(p.inter) * kTileK;
+  const int k_step = has_bytes(p.format) ? w4a8::kTileK : kTileK;
+  gemm.hidden_padded = ceil_div(p.hidden, k_step) * k_step;
+  gemm.inter_padded = ceil_div(p.inter, k_step) * k_step;
   gemm.tiles13 = row_tiles13(p.inter, p.gated);
   gemm.tiles2 = ceil_div(p.hidden, kTileRows);
   gemm.blocks13 = ceil_div(gemm.tiles13, block_tiles);

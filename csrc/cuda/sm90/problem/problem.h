@@ -6,6 +6,7 @@
 
 #include "../../../generated/activations.h"
 #include "../../../generated/sm90.h"
+#include "../layout/weight_scales.h"
 
 namespace moeq::sm90 {
 
@@ -36,13 +37,15 @@ struct Partition {
   bool whole_device;  // all of the device's, and none under another process's share of it
 };
 
-// One layer's call. Weights lie in the layout of layout.h; everything else as the op has it, contiguous.
+// One layer's call. Weights of 4 bits lie in the layout of layout.h, those of 8 in that of w4a8_layout.h; everything
+// else as the op has it, contiguous.
 struct Problem {
   const uint8_t* w13;  // [experts, row_tiles13, k_tiles13, 2048]
   const uint8_t* w13_scale;  // [experts, row_tiles13, k_tiles13, 256]
   const uint8_t* w2;  // [experts, row_tiles2, k_tiles2, 2048]
   const uint8_t* w2_scale;  // [experts, row_tiles2, k_tiles2, 256]
   Format format;
+  WeightScales scales13, scales2;  // of e4m3 weights that have none in tiles
   const float* g1_alphas;  // [experts, alphas13]; null: 1
   int alphas13;  // 1, or 2: gate and up have one each
   const float* g2_alphas;  // [experts]; null: 1

@@ -20,13 +20,15 @@ __global__ void __launch_bounds__(32 * kWarps) route_kernel(const __grid_constan
   wait_for_previous_kernel();
   allow_next_kernel();
   const int64_t token = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32, at = token * args.router.top_k;
-  if (token < args.tokens) route_by_warp<each>(args.router, token, args.ids + at, args.weights + at);
+  if (token >= args.tokens) return;
+  route_by_warp<each, (each <= 16)>(args.router, token, args.ids + at, args.weights + at, [] {});
 }
 
 using RouteKernel = void (*)(RouteArgs);
 
 RouteKernel kernel_for(int experts) {
-  return experts <= 128    ? route_kernel<4>
+  return experts <= 32     ? route_kernel<1>
+         : experts <= 128  ? route_kernel<4>
          : experts <= 256  ? route_kernel<8>
          : experts <= 512  ? route_kernel<16>
          : experts <= 1024 ? route_kernel<32>

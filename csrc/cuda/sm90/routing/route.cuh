@@ -180,6 +180,62 @@ __device__ __forceinline__ int take_best(int top_k, int (&keys)[each]) {
   return mine;
 }
 
+// A bfloat16 logit and its place in one integer: larger logits are larger, equal ones the larger the lower their index.
+// NaN is below every number, and 0x8000 in the upper half is what cannot be chosen.
+__device__ __forceinline__ int packed_key(float z, int index, bool valid) {
+  const uint32_t key = !valid   ? 0x80000000u
+                       : z != z ? 0x80010000u
+                                : static_cast<uint32_t>(ordered_key(z)) & 0xffff0000u;
+  return static_cast<int>(key | (0xffffu - index));
+}
+
+__device__ __forceinline__ int index_of_packed(int key) { return 0xffff - (key & 0xffff); }
+
+__device__ __forceinline__ float of_packed_key(int key) {
+  return of_ordered_key(key < 0 ? key | 0xffff : key & ~0xffff);
+}
+
+// Largest first. A lane's own, by merging ever longer sorted parts (Batcher's exchanges).
+template <int each>
+__device__ __forceinline__ void sort_keys(int (&keys)[each]) {
+#pragma unroll
+  for (int part = 1; part < each; part *= 2) {
+#pragma unroll
+    for (int apart = part; apart > 0; apart /= 2) {
+#pragma unroll
+      for (int first = apart % part; first + apart < each; first += 2 * apart) {
+#pragma unroll
+        for (int i = first; i < first + apart && i + apart < each; ++i) {
+          if (i / (2 * part) == (i + apart) / (2 * part)) {
+            const int larger = max(keys[i], keys[i + apart]);
+            keys[i + apart] = min(keys[i], keys[i + apart]);
+            keys[i] = larger;
+          }
+        }
+      }
+    }
+  }
+}
+
+// Lane j < count gets the key that comes j-th. All keys differ, so that a round is one reduction: the lane that has the
+// largest goes on to its next one.
+template <int each>
+__device__ __forceinline__ int take_best_packed(int count, int (&keys)[each]) {
+  const int lane = threadIdx.x % 32;
+  int mine = 0;
+  sort_keys(keys);
+#pragma unroll 1
+  for (int j = 0; j < count; ++j) {
+    const int top = __reduce_max_sync(kAllLanes, keys[0]);
+    mine = lane == j ? top : mine;
+    const bool taken = keys[0] == top;
+#pragma unroll
+    for (int i = 0; i + 1 < each; ++i) keys[i] = taken ? keys[i + 1] : keys[i];
+    keys[each - 1] = taken ? INT_MIN : keys[each - 1];
+  }
+  return mine;
+}
+
 // Lane j's final weight, from its chosen logit. `softmax` is that of all experts where they were chosen by one.
 __device__ __forceinline__ float weight_of(const Router& r, float z, Softmax softmax) {
   const bool counts = threadIdx.x % 32 < r.top_k;
@@ -211,15 +267,25 @@ __device__ __forceinline__ float value_of_expert(const float (&z)[each], int exp
 // Softmax keeps the order of logits, so that experts can be chosen without it; but different logits may round to the
 // same score, and equal scores go by their number. -1 on all lanes where that cannot be excluded: where neighbours in
 // the order, the first expert that is not chosen among them, are close together or far below the largest.
-template <int each>
+template <bool kPacks, int each>
 __device__ __forceinline__ int choose_by_logits(const Router& r, const float (&z)[each], const bool (&valid)[each]) {
   constexpr float kApart = 1e-4f, kBelow = 60.0f;
   const int lane = threadIdx.x % 32, last = min(r.top_k, r.experts - 1);
-  int keys[each];
+  int keys[each], expert;
+  float mine;
+  if (kPacks && r.type == LogitType::kBfloat16) {
 #pragma unroll
-  for (int i = 0; i < each; ++i) keys[i] = valid[i] ? ordered_key(z[i]) : kKeyOfTaken;
-  const int expert = take_best(last + 1, keys);
-  const float mine = value_of_expert(z, expert), top = __shfl_sync(kAllLanes, mine, 0);
+    for (int i = 0; i < each; ++i) keys[i] = packed_key(z[i], 32 * i + lane, valid[i]);
+    const int key = take_best_packed(last + 1, keys);
+    expert = lane <= last ? index_of_packed(key) : 0;
+    mine = of_packed_key(key);
+  } else {
+#pragma unroll
+    for (int i = 0; i < each; ++i) keys[i] = valid[i] ? ordered_key(z[i]) : kKeyOfTaken;
+    expert = take_best(last + 1, keys);
+    mine = value_of_expert(z, expert);
+  }
+  const float top = __shfl_sync(kAllLanes, mine, 0);
   const float next = __shfl_down_sync(kAllLanes, mine, 1);
   const bool clear = (mine == next || mine - next > kApart) && next - top > -kBelow;
   return __all_sync(kAllLanes, clear || lane >= last) ? expert : -1;
@@ -244,20 +310,18 @@ __device__ __forceinline__ int choose_by_scores(const Router& r, const float (&l
   return take_best(r.top_k, keys);
 }
 
-// Lane j < top_k has the expert that comes j-th; for up to 32 * each experts. Calls `announce` when ids are written:
-// weights take longer.
-template <int each, typename Announce>
-__device__ __forceinline__ void route_by_warp(const Router& r, int64_t token, int32_t* ids, float* weights,
-                                              Announce announce) {
+// From logits 32 * i + lane of a token, rounded to r.type; lane j < top_k has the expert that comes j-th. Calls
+// `announce` when ids are written: weights take longer.
+template <bool kPacks, int each, typename Announce>
+__device__ __forceinline__ void route_loaded(const Router& r, const float (&z)[each], int32_t* ids, float* weights,
+                                             Announce announce) {
   const int lane = threadIdx.x % 32;
-  float z[each];
   bool valid[each];
-  load_logits(r, token * r.row_stride, lane, r.experts, z);
 #pragma unroll
   for (int i = 0; i < each; ++i) valid[i] = 32 * i + lane < r.experts;
   const bool by_logits = r.score == Score::kSoftmax && r.bias == nullptr && r.topk_group >= r.groups && r.top_k < 32;
   Softmax softmax = {0.0f, 1.0f};
-  int expert = by_logits ? choose_by_logits(r, z, valid) : -1;
+  int expert = by_logits ? choose_by_logits<kPacks>(r, z, valid) : -1;
   const bool late = expert >= 0;  // of all lanes
   if (!late) {
     if (r.score == Score::kSoftmax) softmax = softmax_of(z, valid);
@@ -271,9 +335,13 @@ __device__ __forceinline__ void route_by_warp(const Router& r, int64_t token, in
   if (lane < r.top_k) weights[lane] = weight;
 }
 
-template <int each>
-__device__ __forceinline__ void route_by_warp(const Router& r, int64_t token, int32_t* ids, float* weights) {
-  route_by_warp<each>(r, token, ids, weights, [] {});
+// The same of a token whose logits are loaded first; for up to 32 * each experts.
+template <int each, bool kPacks = false, typename Announce>
+__device__ __forceinline__ void route_by_warp(const Router& r, int64_t token, int32_t* ids, float* weights,
+                                              Announce announce) {
+  float z[each];
+  load_logits(r, token * r.row_stride, threadIdx.x % 32, r.experts, z);
+  route_loaded<kPacks>(r, z, ids, weights, announce);
 }
 
 // Up to kRouteInPlace experts. All 32 lanes of a warp come together; lane j writes ids[j] and weights[j], j < top_k.

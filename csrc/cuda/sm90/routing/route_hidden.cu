@@ -53,7 +53,9 @@ Kernel kernel() {
   return {route_hidden_kernel<each>, known};
 }
 
-Kernel kernel_for(int experts) { return experts <= 128 ? kernel<4>() : experts <= 256 ? kernel<8>() : kernel<16>(); }
+Kernel kernel_for(int experts) {
+  return experts <= 32 ? kernel<1>() : experts <= 128 ? kernel<4>() : experts <= 256 ? kernel<8>() : kernel<16>();
+}
 
 }  // namespace
 

@@ -169,11 +169,12 @@ __device__ __forceinline__ void append_shared(const RouteHidden& call, int token
 // One warp, once `s.logits` are there.
 template <int each>
 __device__ __forceinline__ void choose(const RouteHidden& call, const Shared& s, int token) {
-  Router router = call.router;
-  router.logits = s.logits;
-  router.type = LogitType::kFloat32;
-  const int64_t at = int64_t{token} * (router.top_k + call.shared);
-  route_by_warp<each>(router, 0, call.ids + at, call.weights + at);
+  const int lane = threadIdx.x % 32;
+  float z[each];
+#pragma unroll
+  for (int i = 0; i < each; ++i) z[i] = 32 * i + lane < call.router.experts ? s.logits[32 * i + lane] : 0.0f;
+  const int64_t at = int64_t{token} * (call.router.top_k + call.shared);
+  route_loaded<true>(call.router, z, call.ids + at, call.weights + at, [] {});
   append_shared(call, token);
 }
 

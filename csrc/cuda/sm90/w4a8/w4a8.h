@@ -1,7 +1,6 @@
 // A layer of weights of at most 8 bits on fp8 activations: what the kernels are asked to run.
 #pragma once
 #include "../problem/problem.h"
-#include "../layout/weight_scales.h"
 
 namespace moeq::sm90 {
 
@@ -12,7 +11,6 @@ namespace moeq::sm90 {
 // kExpert (a calibrated gscale multiplies) or kToken; kBlocks takes kToken only. Everything else as in Problem.
 struct W4a8Problem : Problem {
   Weights weights;
-  WeightScales scales13, scales2;   // but for kPacked
   int decode_tokens;                // up to so many are for the decode kernel, where it takes the problem
   const float* x_scale;             // null, or x is e4m3 codes and this [tokens], kBlocks: [tokens, hidden / 128]
 };

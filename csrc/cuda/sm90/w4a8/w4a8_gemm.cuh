@@ -14,7 +14,7 @@ __device__ __forceinline__ void make_tile(const GemmArgs& args, GemmShared<Polic
   if constexpr (Policy::kTileScales > 0) {
     multiply_decoded(sums, shared, ring, warpgroup, span, steps);
   } else {
-    multiply_bytes(sums, shared, ring, warpgroup, span, steps, args, work);
+    multiply_bytes<finish == Finish::kOutput>(sums, shared, ring, warpgroup, span, steps, args, work);
   }
   store<Policy, finish, parts>(args, shared, work, sums, span.tokens, warpgroup, works.slot, works.parity);
 }

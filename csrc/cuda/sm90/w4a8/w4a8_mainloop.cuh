@@ -100,22 +100,47 @@ __device__ __forceinline__ void multiply_decoded(Sums<parts>& sums, GemmShared<P
   }
 }
 
-// Scales of a thread's two rows, of one 128 of K after another.
-struct BlockScales {
-  const float* at[2];
-
-  __device__ __forceinline__ BlockScales(const GemmArgs& args, const Work& work, int warpgroup) {
+// Scales of a thread's two rows, of one 128 of K after another. Each lane has those of one step of the next 32, loaded
+// 32 steps ahead: a load of what all lanes need would be waited for before the tensor cores start, at each step.
+class BlockScales {
+ public:
+  __device__ __forceinline__ BlockScales(const GemmArgs& args, const Work& work, int warpgroup, int many)
+      : steps_(many) {
     const WeightScales& s = args.weight_scales;
     const int tile = min(work.row_block * kBlockTiles + warpgroup, args.row_tiles - 1);
     const int block = tile * (args.gated ? kTileRows / 2 : kTileRows) / 128;
 #pragma unroll
-    for (int h = 0; h < 2; h++) at[h] = s.data + work.expert * s.expert + (args.gated ? h * s.half : 0) + block * s.row;
+    for (int h = 0; h < 2; h++) {
+      at_[h] = s.data + work.expert * s.expert + (args.gated ? h * s.half : 0) + block * s.row;
+    }
+    next_ = loaded(0);
   }
-  __device__ __forceinline__ float2 of(int k) const { return make_float2(__ldg(at[0] + k), __ldg(at[1] + k)); }
+
+  // Of all lanes together, one k after another. same: .x for both.
+  template <bool same>
+  __device__ __forceinline__ float2 of(int k) {
+    if (k % 32 == 0) {
+      mine_ = next_;
+      next_ = loaded(k + 32);
+    }
+    const float first = __shfl_sync(0xffffffffu, mine_.x, k % 32);
+    return make_float2(first, same ? first : __shfl_sync(0xffffffffu, mine_.y, k % 32));
+  }
+
+ private:
+  // This lane's, of the 32 steps from `first` on.
+  __device__ __forceinline__ float2 loaded(int first) const {
+    const int k = first + threadIdx.x % 32;
+    return k < steps_ ? make_float2(__ldg(at_[0] + k), __ldg(at_[1] + k)) : make_float2(0.0f, 0.0f);
+  }
+
+  const float* at_[2];
+  int steps_;
+  float2 mine_, next_;
 };
 
-// groups: scales of the part's tokens.
-template <int registers>
+// groups: scales of the part's tokens. same: both rows have weight.x.
+template <bool same, int registers>
 __device__ __forceinline__ void add_scaled(float (&sums)[registers], const float (&part)[registers], int tokens,
                                            const float* groups, float2 weight) {
   constexpr int kGroup = 16;   // registers: 32 tokens
@@ -125,39 +150,41 @@ __device__ __forceinline__ void add_scaled(float (&sums)[registers], const float
 #pragma unroll
     for (int i = first; i < first + kGroup && i < registers; i += 4) {
       const float2 token = *reinterpret_cast<const float2*>(groups + 2 * i + threadIdx.x % 4 * 2);
-      sums[i] = __fmaf_rn(part[i], __fmul_rn(weight.x, token.x), sums[i]);
-      sums[i + 1] = __fmaf_rn(part[i + 1], __fmul_rn(weight.x, token.y), sums[i + 1]);
-      sums[i + 2] = __fmaf_rn(part[i + 2], __fmul_rn(weight.y, token.x), sums[i + 2]);
-      sums[i + 3] = __fmaf_rn(part[i + 3], __fmul_rn(weight.y, token.y), sums[i + 3]);
+      const float2 first = make_float2(__fmul_rn(weight.x, token.x), __fmul_rn(weight.x, token.y));
+      const float2 second = same ? first : make_float2(__fmul_rn(weight.y, token.x), __fmul_rn(weight.y, token.y));
+      sums[i] = __fmaf_rn(part[i], first.x, sums[i]);
+      sums[i + 1] = __fmaf_rn(part[i + 1], first.y, sums[i + 1]);
+      sums[i + 2] = __fmaf_rn(part[i + 2], second.x, sums[i + 2]);
+      sums[i + 3] = __fmaf_rn(part[i + 3], second.y, sums[i + 3]);
     }
   }
 }
 
-// Rows and Blocks: the tensor cores read weights where they lie.
-template <int parts, class Policy>
+// Rows and Blocks: the tensor cores read weights where they lie. same: a thread's two rows have one scale, as they do
+// but for gate and up.
+template <bool same, int parts, class Policy>
 __device__ __forceinline__ void multiply_bytes(Sums<parts>& sums, GemmShared<Policy>& shared,
                                                Ring<Policy::kStages>& ring, int warpgroup, const Span<parts>& span,
                                                const Steps& steps, const GemmArgs& args, const Work& work) {
   float part[Sums<parts>::kRegisters] = {};
-  const BlockScales scales(args, work, warpgroup);
-  float2 scale = Policy::kGroups ? scales.of(0) : make_float2(1.0f, 1.0f);
+  BlockScales scales(args, work, warpgroup, Policy::kGroups ? steps.many : 0);
   for (int k = 0; k < steps.many; k++) {
-    const float2 next = Policy::kGroups && k + 1 < steps.many ? scales.of(k + 1) : scale;
     barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
     const uint64_t tokens = swizzled_operand(shared_address(shared.tokens[ring.slot]));
     const uint64_t weights = swizzled_operand(shared_address(shared.weights[ring.slot] + warpgroup * kFp8Bytes));
+    float2 scale = make_float2(1.0f, 1.0f);
 #pragma unroll
     for (int i = 0; i < parts; i++) {
       start<parts>(part, weights, tokens_of_part(tokens, span, i), span.index);
+      if (Policy::kGroups && i == 0) scale = scales.template of<same>(k);
       wgmma_wait<0>();
       if (!Policy::kGroups && i == parts - 1) release(shared, ring.slot, steps.thread);
       if constexpr (Policy::kGroups) {
-        add_scaled(sums.v[i], part, span.tokens, shared.groups[ring.slot] + i * span.tokens, scale);
+        add_scaled<same>(sums.v[i], part, span.tokens, shared.groups[ring.slot] + i * span.tokens, scale);
       } else {
         add(sums.v[i], part, span.tokens);
       }
     }
-    scale = next;
     if (Policy::kGroups) release(shared, ring.slot, steps.thread);
     ring.advance();
   }

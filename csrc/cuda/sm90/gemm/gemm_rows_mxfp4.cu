@@ -1,0 +1,7 @@
+// The persistent kernels of gemm_rows.cuh for MXFP4 weights.
+#include "gemm_rows.cuh"
+
+namespace moeq::sm90 {
+template RowsVariant rows_variant<Mxfp4Format, false>();
+template RowsVariant rows_variant<Mxfp4Format, true>();
+}  // namespace moeq::sm90

@@ -1,0 +1,26 @@
+// The persistent kernels of one GEMM at a time, with adapters beside the weights (problem/rows_problem.h).
+#pragma once
+#include "gemm_variant.h"
+
+namespace moeq::sm90 {
+
+struct RowsArgs : GemmArgs {
+  const __nv_bfloat16* low;      // [slots, rank_chunks(ranks), 2, kRankChunk]; null: no adapters
+  const __nv_bfloat16* factor;   // [experts, rows of the weights, ranks]
+  int ranks;                     // a multiple of 8
+  __nv_bfloat16* hidden_rows;    // [slots, inter] by slot: the intermediate; null: h alone
+};
+
+struct RowsVariant {
+  void (*kernel)(RowsArgs);
+  int shared_bytes;
+  int threads;
+  int block_tiles;   // of 64 weight rows that a thread block multiplies at a time
+  int max_width;     // tokens of a tile
+};
+
+// One block a multiprocessor.
+template <class Format, bool wide>
+RowsVariant rows_variant();
+
+}  // namespace moeq::sm90

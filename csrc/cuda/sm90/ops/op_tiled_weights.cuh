@@ -1,0 +1,90 @@
+// The weights of a call in the layout of layout.h, for the ops that run it.
+#pragma once
+#include "../formats/formats.cuh"
+#include "../layout/layout.h"
+#include "op_layer.cuh"
+#include "../problem/rounded_problem.h"
+#include "op_weight_scales.cuh"
+
+namespace moeq::sm90 {
+
+// The size of a tile of codes, that of a scale and that of a tile's scales tell the formats apart.
+inline Format format_of(const char* op, const Tensor& codes, const Tensor& scale) {
+  if (codes.size(3) == w4a8::kFp8Bytes) {
+    return scale.scalar_type() == ScalarType::Float ? Format::kFp8 : Format::kMxfp8;
+  }
+  const int64_t each = scale.element_size(), all = each * scale.size(scale.dim() - 1);
+  for (int format = 0; format < kFormats; ++format) {
+    if (each == kEachScaleBytes[format] && all == kTileScaleBytes[format]) return static_cast<Format>(format);
+  }
+  STD_TORCH_CHECK(false, "moeq_C::", op, ": scales must be those of a known format, got ", all, " bytes a tile");
+  return Format::kNvfp4;  // not reached
+}
+
+inline const uint8_t* tile_scales_of(const char* op, const char* name, const Tensor& scale, int64_t bytes,
+                                     const Tensor& beside) {
+  STD_TORCH_CHECK(is_aligned(scale), "moeq_C::", op, ": ", name, " must start at a multiple of 16 bytes");
+  const int64_t count = bytes / scale.element_size();
+  return static_cast<const uint8_t*>(data_of<void>(op, name, scale, scale.scalar_type(), count, beside));
+}
+
+// Codes in tiles of so many bytes, rows and K; tiles of w13 and w2.
+struct Tiled {
+  int64_t bytes, tiles13, tiles2;
+};
+
+inline Tiled bind_codes(const char* op, Problem& p, const LayerCall& call, int64_t bytes, int k_of_tile) {
+  p.experts = size_of(op, call.w13, 0);
+  p.inter = size_of(op, call.w2, 2) * k_of_tile;
+  const int64_t row_tiles2 = ceil_div(p.hidden, kTileRows);
+  const Tiled tiled = {bytes, int64_t{p.experts} * row_tiles13(p.inter, p.gated) * ceil_div(p.hidden, k_of_tile),
+                       p.experts * row_tiles2 * ceil_div(p.inter, k_of_tile)};
+  p.w13 = tiles_of(op, "w13", call.w13, tiled.tiles13 * bytes, call.out);
+  p.w2 = tiles_of(op, "w2", call.w2, tiled.tiles2 * bytes, call.out);
+  return tiled;
+}
+
+inline void bind_tiled_scales(const char* op, Problem& p, const LayerCall& call, const Tiled& tiled,
+                              int64_t scale_bytes) {
+  p.w13_scale = tile_scales_of(op, "w13_scale", *call.w13_scale, tiled.tiles13 * scale_bytes, call.out);
+  p.w2_scale = tile_scales_of(op, "w2_scale", *call.w2_scale, tiled.tiles2 * scale_bytes, call.out);
+}
+
+// Float32 scales of e4m3 weights: blocks of 128 x 128 where both dimensions are theirs.
+inline void bind_fp8_scales(const char* op, Problem& p, const LayerCall& call) {
+  const Tensor &of13 = *call.w13_scale, &of2 = *call.w2_scale;
+  const int halves = p.gated ? 2 : 1;
+  const auto is_blocks = [](const Tensor& scale, int64_t rows) { return scale.dim() == 3 && scale.size(1) != rows; };
+  const bool blocks13 = is_blocks(of13, int64_t{halves} * p.inter), blocks2 = is_blocks(of2, p.hidden);
+  STD_TORCH_CHECK(blocks13 == blocks2, "moeq_C::", op, ": w13_scale and w2_scale must be of one kind");
+  p.scales13 = weight_scales_of(op, "w13_scale", of13, blocks13, p.experts, int64_t{halves} * p.inter, halves, p.hidden,
+                                call.out);
+  p.scales2 = weight_scales_of(op, "w2_scale", of2, blocks2, p.experts, p.hidden, 1, p.inter, call.out);
+}
+
+inline void bind_bytes(const char* op, Problem& p, const LayerCall& call) {
+  STD_TORCH_CHECK(p.hidden % kByteHiddenMultiple == 0, "moeq_C::", op, ": the hidden size must be a multiple of ",
+                  kByteHiddenMultiple);
+  const Tiled tiled = bind_codes(op, p, call, w4a8::kFp8Bytes, w4a8::kTileK);
+  if (p.format == Format::kFp8) {
+    bind_fp8_scales(op, p, call);
+  } else {
+    bind_tiled_scales(op, p, call, tiled, 2 * tile_scale_bytes(p.format));
+  }
+}
+
+inline void bind_tiled_weights(const char* op, Problem& p, const LayerCall& call) {
+  STD_TORCH_CHECK(call.w13.dim() == 4 && call.w2.dim() == 4, "moeq_C::", op, ": w13 and w2 must be tiled");
+  STD_TORCH_CHECK(call.w13_scale.has_value() && call.w2_scale.has_value(), "moeq_C::", op,
+                  ": w13_scale and w2_scale must be given");
+  p.format = format_of(op, call.w13, *call.w13_scale);
+  STD_TORCH_CHECK(p.format == format_of(op, call.w2, *call.w2_scale), "moeq_C::", op,
+                  ": w13 and w2 must have one format");
+  STD_TORCH_CHECK((p.format == Format::kNvfp4) == (call.g1_alphas.has_value() && call.g2_alphas.has_value()),
+                  "moeq_C::", op, ": alphas must come with nvfp4 weights alone");
+  if (has_bytes(p.format)) return bind_bytes(op, p, call);
+  STD_TORCH_CHECK(p.hidden % kTileK == 0, "moeq_C::", op, ": the hidden size must be a multiple of 64");
+  bind_tiled_scales(op, p, call, bind_codes(op, p, call, kTileCodeBytes, kTileK), tile_scale_bytes(p.format));
+}
+
+}  // namespace moeq::sm90

@@ -1,0 +1,130 @@
+// One GEMM at a time of a layer on many tokens, with adapters, whose rows somebody else combines (rows_problem.h):
+// sort, gather and GEMM1, then GEMM2.
+#include "../device/gemm_async.cuh"
+#include "../gemm/gemm_rows_variant.h"
+#include "../launch/known_devices.h"
+#include "../problem/rows_problem.h"
+#include "prefill_plan.h"
+
+namespace moeq::sm90 {
+namespace {
+
+RowsVariant variant_for(const Problem& p, bool wide) {
+  if (p.format == Format::kNvfp4) return wide ? rows_variant<Nvfp4Format, true>() : rows_variant<Nvfp4Format, false>();
+  return wide ? rows_variant<Mxfp4Format, true>() : rows_variant<Mxfp4Format, false>();
+}
+
+// What the call for GEMM1 leaves to that for GEMM2.
+struct Kept {
+  Schedule schedule;
+  int* next_item;   // of GEMM2; the schedule has GEMM1's
+  __nv_bfloat16* h;
+  size_t bytes;
+};
+
+Kept kept_of(const Problem& p, void* base) {
+  Arena arena(base);
+  const int slots = p.tokens * p.top_k;
+  Kept kept{take_sorted_schedule(arena, slots, p.experts)};
+  kept.next_item = arena.take<int>(1);
+  kept.h = arena.take<__nv_bfloat16>(int64_t{max_rows(slots, p.experts)} * k_tiles(p.inter) * kTileK);
+  kept.bytes = arena.used();
+  return kept;
+}
+
+// Bytes of the operand; it does not outlive GEMM1.
+size_t operand_bytes(const Problem& p) {
+  return int64_t{max_rows(p.tokens * p.top_k, p.experts)} * k_tiles(p.hidden) * kTileK * sizeof(__nv_bfloat16);
+}
+
+RowsArgs args_of(const RowsProblem& p, const Kept& kept, const RowsVariant& variant) {
+  RowsArgs args{};
+  static_cast<GemmArgs&>(args) = gemms_of(p, kept.schedule, variant.block_tiles);
+  args.y_wide = false;
+  args.h = kept.h;
+  args.operand = static_cast<const __nv_bfloat16*>(p.workspace);
+  args.first = !p.second;
+  args.second = p.second;
+  args.y = p.rows;
+  args.hidden_rows = static_cast<__nv_bfloat16*>(p.rows);
+  args.low = static_cast<const __nv_bfloat16*>(p.low);
+  args.factor = static_cast<const __nv_bfloat16*>(p.factor);
+  args.ranks = p.ranks;
+  if (p.second) args.schedule.next_item = kept.next_item;
+  return args;
+}
+
+__global__ void begin_kernel(const __grid_constant__ RowsArgs args) {
+  wait_for_previous_kernel();
+  allow_next_kernel();
+  *args.schedule.next_item = 0;
+}
+
+cudaError_t launch_gemm(const RowsArgs& args, const RowsVariant& variant, bool wide) {
+  static KnownDevices known[2][2];
+  const Problem& p = args.problem;
+  KnownDevices& of_kernel = known[p.format == Format::kNvfp4][wide];
+  const cudaError_t error =
+      allow_shared_memory(reinterpret_cast<const void*>(variant.kernel), variant.shared_bytes, of_kernel);
+  if (error != cudaSuccess) return error;
+  return launch_dependent(variant.kernel, args, p.partition.multiprocessors, variant.threads, variant.shared_bytes);
+}
+
+cudaError_t run_piece(const RowsProblem& p, bool wide) {
+  const RowsVariant variant = variant_for(p, wide);
+  const Kept kept = kept_of(p, p.kept);
+  const RowsArgs args = args_of(p, kept, variant);
+  if (p.second) {
+    const cudaError_t error = launch_dependent(begin_kernel, args, 1, 1, 0);
+    return error == cudaSuccess ? launch_gemm(args, variant, wide) : error;
+  }
+  OperandArgs operand{p, kept.schedule};
+  operand.operand = static_cast<__nv_bfloat16*>(p.workspace);
+  operand.rows = args.rows;
+  operand.hidden_padded = args.hidden_padded;
+  operand.max_width = variant.max_width;
+  cudaError_t error = launch_schedule(operand);
+  if (error == cudaSuccess) error = launch_operand(operand);
+  return error == cudaSuccess ? launch_gemm(args, variant, wide) : error;
+}
+
+// Arrays by slot begin where the piece does; every piece keeps something of its own.
+RowsProblem with_rows(const RowsProblem& whole, RowsProblem piece, int64_t bytes_kept) {
+  const int64_t slots = piece.topk_ids - whole.topk_ids;
+  const auto moved = [&](const void* rows, int64_t columns) -> void* {
+    return rows == nullptr ? nullptr : static_cast<__nv_bfloat16*>(const_cast<void*>(rows)) + slots * columns;
+  };
+  piece.low = moved(whole.low, int64_t{2} * kRankChunk * rank_chunks(whole.ranks));
+  piece.rows = moved(whole.rows, whole.second ? whole.hidden : whole.inter);
+  piece.kept = static_cast<uint8_t*>(whole.kept) + slots / whole.top_k / tokens_of_piece(whole) * bytes_kept;
+  return piece;
+}
+
+// The first piece, than which none is larger.
+template <class AnyProblem>
+AnyProblem largest_piece(AnyProblem p) {
+  p.tokens = tokens_of_piece(p);
+  return p;
+}
+
+}  // namespace
+
+bool rows_run_takes(const Problem& p) {
+  return (p.format == Format::kNvfp4 || p.format == Format::kMxfp4) && finish_of(p) == Finish::kSwiglu;
+}
+
+size_t rows_kept(const Problem& p) {
+  return kept_of(largest_piece(p), nullptr).bytes * ceil_div(p.tokens, tokens_of_piece(p));
+}
+
+size_t rows_workspace(const RowsProblem& p, Shape) { return p.second ? 0 : operand_bytes(largest_piece(p)); }
+
+cudaError_t rows_run(const RowsProblem& p, Shape shape) {
+  if (p.experts > kMaxExperts || !rows_run_takes(p)) return cudaErrorInvalidValue;
+  const size_t bytes = kept_of(largest_piece(p), nullptr).bytes;
+  return run_in_pieces(p, tokens_of_piece(p), [&](const RowsProblem& piece) {
+    return run_piece(with_rows(p, piece, bytes), shape == Shape::kWide);
+  });
+}
+
+}  // namespace moeq::sm90

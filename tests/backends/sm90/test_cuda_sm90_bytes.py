@@ -1,0 +1,141 @@
+"""Weights of 8 bits beside 16-bit activations on `cuda_sm90`, against the oracle, on a GPU of compute capability 9.0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from sm90_cases import SHAPES_OF_BYTES, in_tiles, make_call, relative_error, run_on, why_not_here
+from tolerances import layer_bound
+from torch import Tensor
+
+from torch_moe_ops.core.call import ExpertsCall
+from torch_moe_ops.tuning.tuned_kernels import DECODE_MAX_SLOTS
+
+REASON = why_not_here()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(REASON), reason=REASON or "it is there")]
+
+SCHEMES = ("fp8", "fp8_block", "mxfp8")
+schemes = pytest.mark.parametrize("scheme", SCHEMES)
+KERNELS = ("decode", "slim", "narrow", "wide")
+kernels = pytest.mark.parametrize("kernel", KERNELS)
+# Relative L2 of float32 results: codes are exact in bfloat16, so that what is left is float32 sums, and the rounding of
+# the intermediate to bfloat16 beside ties, which of few values is `layer_bound`.
+BOUND = 2e-4
+
+
+def case(scheme: str, **fields: Any) -> ExpertsCall:
+    usual: dict[str, Any] = {"hidden": 128, "inter": 64, "out_dtype": torch.float32}
+    return make_call(scheme, "none", **usual | fields)
+
+
+def limit(call: ExpertsCall) -> float:
+    values = call.topk_ids.numel() * call.w2.shape[2]
+    return max(BOUND, layer_bound("cuda_sm90", "none", call.out_dtype, values, call.activation))
+
+
+def check(kernel: str, call: ExpertsCall) -> Tensor:
+    out = run_on(kernel, in_tiles(call))
+    error = relative_error(out, call)
+    print(f"{call.scheme} {kernel} {tuple(call.w2.shape)} {call.activation} {error:.2e} of {limit(call):.2e}")
+    assert error < limit(call)
+    return out
+
+
+# Decode has a limit of its own.
+SHAPES_OF_KERNELS = [
+    pytest.param(shape, kernel, id=f"{shape}-{kernel}")
+    for shape in SHAPES_OF_BYTES
+    for kernel in KERNELS
+    if kernel != "decode" or shape[1] * shape[4] <= DECODE_MAX_SLOTS
+]
+
+
+@schemes
+@pytest.mark.parametrize(("shape", "kernel"), SHAPES_OF_KERNELS)
+def test_shapes(scheme: str, shape: tuple[int, ...], kernel: str) -> None:
+    fields = dict(zip(("experts", "top_k", "hidden", "inter", "tokens"), shape, strict=True))
+    for out_dtype in (torch.float32, torch.bfloat16):
+        check(kernel, case(scheme, **fields, out_dtype=out_dtype))
+
+
+@pytest.mark.parametrize("tokens", range(1, 9))
+@schemes
+def test_few_tokens(scheme: str, tokens: int) -> None:
+    check("decode", case(scheme, experts=32, top_k=4, hidden=1024, inter=384, tokens=tokens))
+    check("decode", case(scheme, experts=8, top_k=2, hidden=272 if scheme != "mxfp8" else 288, tokens=tokens))
+
+
+@kernels
+@schemes
+@pytest.mark.parametrize(
+    "activation", ("silu", "gelu", "swigluoai", "situ", "relu2_no_mul", "silu_no_mul", "identity_no_mul")
+)
+def test_activations(scheme: str, activation: str, kernel: str) -> None:
+    for tokens in (5, 40):
+        check(kernel, case(scheme, activation=activation, bias=True, inter=160, hidden=288, tokens=tokens))
+
+
+@kernels
+@pytest.mark.parametrize("activation", ("silu", "relu2_no_mul"))
+@pytest.mark.parametrize("scales", ("channel", "half", "tensor"))
+def test_scales(scales: str, activation: str, kernel: str) -> None:
+    for tokens in (5, 30):
+        check(kernel, case("fp8", weights={"scales": scales}, activation=activation, inter=176, tokens=tokens))
+
+
+@kernels
+@schemes
+def test_scales_that_differ_widely(scheme: str, kernel: str) -> None:
+    for tokens in (4, 50):
+        call = case(scheme, hidden=640, inter=512, tokens=tokens)
+        for scale in (call.w13_scale, call.w2_scale):
+            assert scale is not None
+            powers = torch.randint(-6, 7, scale.shape, generator=torch.Generator().manual_seed(1)).to(scale.device)
+            if scheme == "mxfp8":
+                scale.copy_((scale.int() + powers).clamp(min=0).to(scale))
+            else:
+                scale.mul_(2.0**powers)
+        check(kernel, call)
+
+
+@kernels
+@schemes
+def test_blocks_of_zeros(scheme: str, kernel: str) -> None:
+    """A scale of zero (of mxfp8: the smallest one) makes nothing but zeros of its block."""
+    call = case(scheme, hidden=640, inter=512, tokens=6)
+    for scale in (call.w13_scale, call.w2_scale):
+        assert scale is not None
+        scale.view(-1)[::3] = 0
+    check(kernel, call)
+
+
+@kernels
+@schemes
+def test_foreign_ids_and_router_weight(scheme: str, kernel: str) -> None:
+    for tokens in (6, 30):
+        call = case(scheme, tokens=tokens, foreign=True)
+        out = run_on(kernel, in_tiles(call))
+        assert not out[-1].any()  # every expert of the last token is foreign
+        assert relative_error(out, call._replace(topk_weights=call.topk_weights.nan_to_num(1.0))) < limit(call)
+        check(kernel, case(scheme, tokens=tokens, top_k=1, router_weight_on_input=True))
+
+
+@kernels
+@schemes
+def test_runs_are_bitwise_equal(scheme: str, kernel: str) -> None:
+    for tokens in (5, 500):
+        tiled = in_tiles(case(scheme, hidden=1024, inter=320, experts=16, top_k=4, tokens=tokens))
+        first = run_on(kernel, tiled)
+        for _ in range(5):
+            assert torch.equal(run_on(kernel, tiled), first)
+
+
+@kernels
+@schemes
+def test_a_nan_row_disturbs_no_other(scheme: str, kernel: str) -> None:
+    tiled = in_tiles(case(scheme, tokens=6))
+    clean = run_on(kernel, tiled)
+    tiled.hidden_states[3] = float("nan")
+    assert torch.equal(run_on(kernel, tiled)[[0, 1, 2, 4, 5]], clean[[0, 1, 2, 4, 5]])

@@ -1,0 +1,69 @@
+"""Which kernels of the `cuda_sm90_fp8` backend a call gets; nothing runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from sm90_cases import fp8_in_tiles
+from triton_cases import make_call
+
+import torch_moe_ops as moe
+from torch_moe_ops.backends import cuda_sm90_fp8, triton
+from torch_moe_ops.backends.cuda_sm90_fp8 import FEW_SLOTS, FEW_SLOTS_SMALL, SMALL_BYTES, by_triton, triton_tokens
+from torch_moe_ops.core.call import ExpertsCall
+
+PROBLEM = moe.Problem(
+    "fp8_block", "fp8", device="cuda", capability=(9, 0), num_experts=128, top_k=8, hidden_size=2048,
+    intermediate_size=768,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "package_reason", lambda: None)
+
+
+def call_of(tokens: int, **fields: Any) -> ExpertsCall:
+    usual: dict[str, Any] = {"experts": 8, "hidden": 128, "inter": 128, "top_k": 2}
+    return fp8_in_tiles(make_call("fp8_block", "fp8", tokens=tokens, **usual | fields))
+
+
+def test_the_bound_is_in_slots_of_an_expert() -> None:
+    assert triton_tokens(128, 8, SMALL_BYTES) == int(16 * FEW_SLOTS_SMALL)
+    assert triton_tokens(256, 8, SMALL_BYTES + 1) == int(32 * FEW_SLOTS)
+    most = triton_tokens(8, 2, 128 * 128)
+    assert by_triton(call_of(most)) and not by_triton(call_of(most + 1))
+
+
+def test_a_rank_counts_the_experts_of_all() -> None:
+    most = triton_tokens(8, 2, 128 * 128)
+    assert by_triton(call_of(most + 1)._replace(num_experts=16))
+
+
+def test_not_where_hidden_states_do_not_fill_tiles() -> None:
+    assert not by_triton(call_of(1, hidden=192))
+
+
+def test_not_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "package_reason", lambda: "it is not there")
+    assert not by_triton(call_of(1))
+    assert "decode kernel up to" in moe.explain(PROBLEM).notes["cuda_sm90_fp8"]
+
+
+def test_run_follows_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(triton, "run", lambda call, out: ran.append("triton"))
+    monkeypatch.setattr(cuda_sm90_fp8, "run_cuda", lambda call, out: ran.append("cuda"))
+    for tokens in (1, 500):
+        cuda_sm90_fp8.run(call_of(tokens), torch.empty(0))
+    assert ran == ["triton", "cuda"]
+
+
+def test_explain_says_it() -> None:
+    most = triton_tokens(128, 8, 2048 * 768)
+    assert f"Triton's kernels up to {most} tokens" in moe.explain(PROBLEM).notes["cuda_sm90_fp8"]
+    unknown = dataclasses.replace(PROBLEM, top_k=None)
+    assert "Triton's kernels for few tokens" in moe.explain(unknown).notes["cuda_sm90_fp8"]
