@@ -312,11 +312,10 @@ _DBRX = re.compile(r"\.experts\.mlp\.(w1|v1|w2)$")
 _FUSED = re.compile(r"\.(gate_up_proj|down_proj|input_linear|output_linear)(\.weight)?$")
 
 
-def tiny_model(architecture: str) -> Any:
-    """A random model in float32 whose logits react to every expert."""
-    config = AutoConfig.for_model(
-        architecture, **{**_SIZES, **(ARCHITECTURES | MORE_ARCHITECTURES | REFUSED)[architecture]}
-    )
+def tiny_model(architecture: str, **changes: Any) -> Any:
+    """A random model in float32 whose logits react to every expert. changes: of its config."""
+    settings = {**_SIZES, **(ARCHITECTURES | MORE_ARCHITECTURES | REFUSED)[architecture], **changes}
+    config = AutoConfig.for_model(architecture, **settings)
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, tensor in model.state_dict().items():
@@ -334,16 +333,18 @@ class Written:
     linears: list[str] = field(default_factory=list)  # quantized outside the experts
 
 
-def write_model(folder: Path, architecture: str, format_name: str, *, experts: bool = True) -> Written:
-    """Quantize every projection of the layers, or without `experts` all but theirs."""
+def write_model(
+    folder: Path, architecture: str, format_name: str, *, experts: bool = True, attention: bool = True, **changes: Any
+) -> Written:
+    """Quantize every projection of the layers, or all but those of experts or attention. changes: of the config."""
     encode, settings = FORMATS[format_name]
     written = Written(folder / "quantized", folder / "dequantized")
-    tiny_model(architecture).save_pretrained(written.dequantized)
+    tiny_model(architecture, **changes).save_pretrained(written.dequantized)
     tensors = load_file(written.dequantized / "model.safetensors")
     stored, meant = {}, {}
     for name, tensor in tensors.items():
         meant[name] = tensor.clone()
-        matrices = _matrices(name, meant[name], experts)
+        matrices = _matrices(name, meant[name], experts) if attention or ".self_attn." not in name else []
         if format_name in _PACKS_ROWS and any(matrix.shape[0] % 8 for _, matrix in matrices):
             matrices = []  # such tools leave it as it is
         for module, matrix in matrices:

@@ -92,6 +92,13 @@ def test_a_router_that_multiplies_itself(model_graphs: Any) -> None:
     assert (found["router_us"], found["experts_us"], found["block_us"]) == (2.0, 4.0, 8.0)
 
 
+def test_a_router_in_the_kernel_of_its_experts(model_graphs: Any) -> None:
+    """It counts as theirs, and no product before it is the router's."""
+    layer = [*ATTENTION, "void moeq::sm90::few::(anonymous namespace)::decode_few_routed_kernel<1>()"]
+    found = model_graphs.shares(_kernels(model_graphs, layer * 2), layers=2)
+    assert (found["router_us"], found["experts_us"], found["block_us"]) == (0.0, 2.0, 2.0)
+
+
 def test_kernels_of_experts_that_overlap_count_once_in_a_block(model_graphs: Any) -> None:
     names = ["gemm", "route_kernel", "moeq::a", "moeq::b"]
     kernels = [model_graphs.Kernel(name, float(i), 10.0) for i, name in enumerate(names)]
