@@ -76,6 +76,8 @@ def _ignore_attention(config: dict[str, Any]) -> None:
     quantization = config["quantization_config"]
     if quantization["quant_method"] == "modelopt":
         quantization["ignore"] = [*quantization.get("ignore", []), "*self_attn*"]
+    if quantization["quant_method"] == "compressed-tensors":
+        quantization["ignore"] = [*quantization.get("ignore", []), "re:.*self_attn.*"]
     if quantization["quant_method"] == "fp8":
         projections = [f"self_attn.{p}_proj" for p in "qkvo"]
         named = [f"model.layers.{i}.{p}" for i in range(config["num_hidden_layers"]) for p in projections]
@@ -126,6 +128,26 @@ def with_shared_experts(folder: Path, architecture: str = "qwen2_moe") -> Path:
     (folder / "config.json").write_text(json.dumps(written, default=str))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def with_quantized_shared_experts(folder: Path, architecture: str, format_name: str) -> tuple[Path, Path]:
+    """A small model whose routed and shared experts are in one format, and the same model dequantized.
+
+    GLM-4.5's block of shared experts is twice as wide as a routed expert.
+    """
+    from quantized_models import write_model
+
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "vocab_size": 96, "num_hidden_layers": 1}
+    sizes |= {"head_dim": HEAD, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128}
+    own = {
+        "qwen2_moe": {"num_experts": 6, "shared_expert_intermediate_size": 128, "norm_topk_prob": True},
+        "glm4_moe": {"first_k_dense_replace": 0, "n_shared_experts": 2, "routed_scaling_factor": 1.5},
+    }[architecture]
+    written = write_model(folder, architecture, format_name, attention=False, **sizes, **own)
+    config = json.loads((written.quantized / "config.json").read_text()) | {"dtype": "bfloat16"}
+    _ignore_attention(config)
+    (written.quantized / "config.json").write_text(json.dumps(config))
+    return written.quantized, written.dequantized
 
 
 def _modelopt_nvfp4(raw: moe.RawWeights) -> dict[str, Tensor]:

@@ -45,6 +45,13 @@ def reference_model(folder: Path) -> torch.nn.Module:
     return model
 
 
+def plain_model(folder: Path) -> torch.nn.Module:
+    """A checkpoint that is not quantized, float32."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
 def _load_experts(experts: torch.nn.Module, folder: Path, number: int) -> None:
     raw = moe.load_experts(folder, layer=number)
     w13, w2 = moe.dequantize_experts(raw)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from paths import PROGRAMS
-from vllm_reference import disagreements, reference_model
+from vllm_reference import disagreements, plain_model, reference_model
 
 SPEC = importlib.util.find_spec("vllm")
 INSTALLED = SPEC is not None and SPEC.origin is not None
@@ -81,18 +81,23 @@ def run_vllm(folder: Path, modes: list[bool], **variables: str) -> tuple[list[di
     return results, "".join(texts)
 
 
-def check_tokens(folder: Path, said: str, modes: list[bool]) -> None:
+def check_tokens(folder: Path, said: str, modes: list[bool], dequantized: Path | None = None, **variables: str) -> str:
     """Hold vLLM's greedy tokens to transformers in float32 on dequantized experts, but for ties.
 
     Args:
         said: what the plug-in must say of the experts.
         modes: of runs, eager (True) or compiled.
+        dequantized: the same model in float32; None: only its experts are quantized.
+        variables: of the environment.
+
+    Returns: all that vLLM wrote.
     """
-    results, written = run_vllm(folder, modes)
-    model = reference_model(folder)
+    results, written = run_vllm(folder, modes, **variables)
+    model = reference_model(folder) if dequantized is None else plain_model(dequantized)
     for result in results:
         assert "error" not in result, result["error"]
         agreed, wrong = disagreements(model, result["prompts"], result["tokens"])
         assert not wrong, f"eager={result['eager']}: {wrong}"
         assert agreed >= 0.9 * sum(map(len, result["tokens"]))
     assert written.count(f"torch_moe_ops: {said}") == len(modes)
+    return written

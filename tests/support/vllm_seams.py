@@ -143,6 +143,32 @@ ATTRIBUTES: dict[str, set[str]] = {
     f"{QUANTIZATION}/mxfp4.py:GptOssMxfp4Config": {"get_name"},
 }
 
+# What the shared experts of a layer are, which its runner calls.
+ATTRIBUTES |= {
+    f"{MOE}/runner/moe_runner.py:MoERunner": {
+        "_forward_entry",
+        "_select_forward",
+        "_shared_experts",
+        "routed_experts",
+        "routed_input_transform",
+        "routed_output_transform",
+        "routed_scaling_factor",
+        "shared_experts",
+    },
+    f"{MOE}/runner/shared_experts.py:SharedExperts": {"_layer"},
+    f"{LAYERS}/linear.py:LinearBase": {"quant_method", "tp_size"},
+    f"{LAYERS}/linear.py:RowParallelLinear": {"input_size_per_partition", "reduce_results"},
+    "config/compilation.py:CompilationConfig": {"static_forward_context"},
+    **{
+        f"model_executor/models/{file}.py:{block}": {"gate_up_proj", "act_fn", "down_proj", *more}
+        for file, block, *more in (
+            ("deepseek_v2", "DeepseekV2MLP"),
+            ("glm4_moe", "Glm4MoeMLP"),
+            ("qwen2_moe", "Qwen2MoeMLP", "expert_gate"),
+        )
+    },
+}
+
 # Class -> methods that a subclass must have; another one would keep ours from being made.
 ABSTRACT: dict[str, set[str]] = {
     f"{KERNEL}:FusedMoEExperts": {
@@ -163,7 +189,14 @@ TEXTS: dict[str, list[str]] = {
     "config/vllm.py": ["json.dumps(additional_config"],
     # The runner leaves the exchange of tokens to a method that has a kernel.
     f"{MOE}/fused_moe_method_base.py": ["return self.moe_kernel is not None"],
-    f"{MOE}/runner/moe_runner.py": ["self._quant_method.supports_internal_mk"],
+    f"{MOE}/runner/moe_runner.py": [
+        "self._quant_method.supports_internal_mk",
+        "_moe_forward if self._shared_experts is None else _moe_forward_shared",
+        "fused_output *= self.routed_scaling_factor",
+        "static_forward_context[prefix] = layer",
+    ],
+    # A method's class says how its linear loads.
+    f"{LAYERS}/linear.py": ["quant_method.__class__.__name__ in WEIGHT_LOADER_V2_SUPPORTED"],
     f"{MOE}/config.py": ["FUSED_MOE_UNQUANTIZED_CONFIG"],
     "plugins/__init__.py": ['"vllm.general_plugins"'],
 }

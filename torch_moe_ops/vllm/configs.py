@@ -22,10 +22,11 @@ from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config, Mxf
 from vllm.platforms import current_platform
 
 from torch_moe_ops.core.version import __version__
-from torch_moe_ops.vllm import recognize
+from torch_moe_ops.vllm import recognize, settings
 from torch_moe_ops.vllm.log import logger, say_once
-from torch_moe_ops.vllm.method import MoeqMethod, method_of
+from torch_moe_ops.vllm.method import MoeqMethod, method_of, takes_shared
 from torch_moe_ops.vllm.plan import plan_layer
+from torch_moe_ops.vllm.shared_experts import keep_until_prepared
 
 # Name in vLLM's registry -> its config there, and what tells the format of a layer's experts.
 CONFIGS: dict[str, tuple[type, recognize.Recognizer]] = {
@@ -50,7 +51,11 @@ def config_class(base: type, recognizer: recognize.Recognizer) -> type:
 
     def get_quant_method(self: Any, layer: torch.nn.Module, prefix: str) -> Any:
         method = our_method(self, recognizer, layer, prefix) if isinstance(layer, RoutedExperts) else None
-        return method if method is not None else base.get_quant_method(self, layer, prefix)  # type: ignore[attr-defined]
+        if method is None:
+            method = base.get_quant_method(self, layer, prefix)  # type: ignore[attr-defined]
+            if method is not None and ".shared_expert" in prefix:
+                keep_until_prepared(method, _runners(), takes_shared)
+        return method
 
     body = {"get_quant_method": get_quant_method, "__doc__": base.__doc__, "__module__": __name__}
     return type(f"Moeq{base.__name__}", (base,), body)
@@ -72,8 +77,15 @@ def our_method(config: Any, recognizer: recognize.Recognizer, layer: Any, prefix
         how += f", tokens exchanged by {layer.moe_config.moe_parallel_config.all2all_backend}"
     line = "torch_moe_ops: %s experts on backend %s, %s (first in %s)"
     say_once(logger.info, line, format.name, plan.backend, how, prefix)
-    _tell_compiled_graphs_apart(f"{__version__} {format.name} {plan.backend} {plan.act_format}")
-    return method_of(config, layer, plan, prefix)
+    _tell_compiled_graphs_apart(
+        f"{__version__} {format.name} {plan.backend} {plan.act_format} {settings.shared_experts()}"
+    )
+    return method_of(config, layer, plan, prefix, _runners())
+
+
+def _runners() -> dict[str, Any]:
+    """vLLM's layers of the model that is being made, by their names; others of its layers are there, too."""
+    return get_current_vllm_config().compilation_config.static_forward_context
 
 
 def _tell_compiled_graphs_apart(text: str) -> None:

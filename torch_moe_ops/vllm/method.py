@@ -5,6 +5,8 @@ This module needs vLLM; `torch_moe_ops.vllm` imports it when the plug-in is regi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,30 +17,38 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from torch_moe_ops.prepared.fused import fused_moe_routed
 from torch_moe_ops.prepared.prepare import prepare
+from torch_moe_ops.vllm import settings
+from torch_moe_ops.vllm.log import logger, say_once
 from torch_moe_ops.vllm.modular import kernel_of, no_weights
 from torch_moe_ops.vllm.parameters import LayerSizes
 from torch_moe_ops.vllm.placement import places_of
-from torch_moe_ops.vllm.plan import Plan
+from torch_moe_ops.vllm.plan import Plan, check_with_shared
+from torch_moe_ops.vllm.shared_experts import SharedColumns, SharedExperts, shared_of
+from torch_moe_ops.weights.shared_experts import with_shared_experts
 
 
 class MoeqMethod(FusedMoEMethodBase):
     """Runs the experts of one layer by `torch.ops.moeq`.
 
-    vLLM routes, runs shared experts and adds up the ranks' results around `apply`, which is why this has none of it.
-    Where ranks exchange tokens, vLLM's modular kernel does so around our experts (modular.py).
+    vLLM routes and adds up the ranks' results around `apply`, which is why this has none of it; it also runs shared
+    experts that cannot join the routed ones (shared_experts.py). Where ranks exchange tokens, vLLM's modular kernel
+    does so around our experts (modular.py).
 
     Args:
         quant_config: vLLM's config of the checkpoint, for those who look it up here.
         layer: vLLM's RoutedExperts.
         plan: how it runs.
         name: of the layer, for messages.
+        runners: vLLM's layers by their names, which grow while the model is made.
     """
 
-    def __init__(self, quant_config: Any, layer: Any, plan: Plan, name: str) -> None:
+    def __init__(self, quant_config: Any, layer: Any, plan: Plan, name: str, runners: Mapping[str, Any]) -> None:
         super().__init__(layer.moe_config)
         self.quant_config = quant_config
         self.plan = plan
         self.layer_name = name
+        self._runners = runners
+        self._columns: SharedColumns | None = None
         if plan.format.interleaved:
             self.weight_dtype = "gpt_oss_mxfp4"  # gpt-oss's own loader asks for it
 
@@ -55,7 +65,7 @@ class MoeqMethod(FusedMoEMethodBase):
         **extra_weight_attrs: Any,
     ) -> None:
         """Register the format's tensors under the names that vLLM's loader knows."""
-        sizes = LayerSizes(
+        self._sizes = sizes = LayerSizes(
             experts=num_experts,
             hidden=hidden_size,
             intermediate=intermediate_size_per_partition,
@@ -78,14 +88,43 @@ class MoeqMethod(FusedMoEMethodBase):
         """Prepare what was loaded, and free it."""
         tensors = {name: getattr(layer, name).data for name in self._names}
         raw = self.plan.format.raw(tensors, self.plan.act_format, self.layer_name)
-        layer.moeq_weights = prepare(raw, **self.plan.options)
+        shared = self.shared_experts
+        if shared is None:
+            layer.moeq_weights = prepare(raw, **self.plan.options)
+        else:
+            raw = with_shared_experts(raw, shared.raw(self.plan.format, self.plan.act_format))
+            layer.moeq_weights = prepare(raw, **self.plan.options_of_all())
+            self._columns = shared.columns(raw.w13.device, self.moe.num_experts, raw.num_shared_experts)
+            shared.leave()
         for name in self._names:
             delattr(layer, name)
         if self.plan.exchanges:
             weights = layer.moeq_weights
             rows13 = weights.intermediate_size * (2 if self.moe.is_act_and_mul else 1)
             self.moe_kernel = kernel_of(layer, weights, self.plan.maps_ids)
-            self._sizes = no_weights(weights.num_local_experts, rows13, weights.hidden_size, raw.w13.device)
+            self._no_weights = no_weights(weights.num_local_experts, rows13, weights.hidden_size, raw.w13.device)
+
+    @cached_property
+    def shared_experts(self) -> SharedExperts | None:
+        """The shared experts that join the routed ones; None where there are none, or vLLM runs them, after saying why.
+
+        Asked first when all weights are loaded.
+        """
+        runner = self._runners.get(self.layer_name)
+        if runner is None or settings.shared_experts() == "beside":
+            return None
+        try:
+            found = shared_of(runner, self.plan)
+            if found is not None:
+                check_with_shared(self.plan, self.moe.experts_per_token, self._sizes, found.sizes, found.device)
+        except ValueError as error:
+            line = "torch_moe_ops: shared experts left to vLLM: %s (first in %s)"
+            say_once(logger.info, line, str(error), self.layer_name)
+            return None
+        if found is not None:
+            line = "torch_moe_ops: shared experts in the call of the routed ones (first in %s)"
+            say_once(logger.info, line, self.layer_name)
+        return found
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
         """Of what ranks exchange, which is not quantized; else None: vLLM's kernels do not run these experts."""
@@ -107,8 +146,8 @@ class MoeqMethod(FusedMoEMethodBase):
         if self.moe_kernel is not None:
             return self.moe_kernel.apply(
                 hidden_states=x,
-                w1=self._sizes[0],
-                w2=self._sizes[1],
+                w1=self._no_weights[0],
+                w2=self._no_weights[1],
                 topk_weights=topk_weights,
                 topk_ids=topk_ids,
                 activation=layer.activation,
@@ -119,6 +158,8 @@ class MoeqMethod(FusedMoEMethodBase):
                 shared_experts_input=shared_experts_input,
             )
         ids = places_of(topk_ids, layer._expert_map) if self.plan.maps_ids else topk_ids
+        if self._columns is not None:
+            ids, topk_weights = self._columns.behind(x, ids, topk_weights)
         return fused_moe_routed(x, ids, topk_weights, layer.moeq_weights)
 
 
@@ -126,7 +167,13 @@ class ModelOptMoeqMethod(MoeqMethod):
     """The same under a name with "ModelOpt" in it, by which vLLM's loader tells how ModelOpt's scales lie."""
 
 
-def method_of(quant_config: Any, layer: Any, plan: Plan, name: str) -> MoeqMethod:
-    """The method of a planned layer."""
+def method_of(quant_config: Any, layer: Any, plan: Plan, name: str, runners: Mapping[str, Any]) -> MoeqMethod:
+    """The method of a planned layer; arguments as MoeqMethod has them."""
     kind = ModelOptMoeqMethod if plan.format.loader == "modelopt" else MoeqMethod
-    return kind(quant_config, layer, plan, name)
+    return kind(quant_config, layer, plan, name, runners)
+
+
+def takes_shared(runner: Any) -> bool:
+    """Whether the experts of a loaded layer of vLLM are ours, and take over its shared ones."""
+    method = runner.routed_experts.quant_method
+    return isinstance(method, MoeqMethod) and method.shared_experts is not None

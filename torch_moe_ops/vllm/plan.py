@@ -10,12 +10,15 @@ import torch
 from torch_moe_ops.backends import BACKENDS
 from torch_moe_ops.backends.explain import Explanation
 from torch_moe_ops.backends.native import auto_act_format
+from torch_moe_ops.core.routing_methods import MAX_TOP_K
 from torch_moe_ops.prepared.explaining import explain
 from torch_moe_ops.vllm import settings
 from torch_moe_ops.vllm.activation import activation_of
 from torch_moe_ops.vllm.formats import ExpertFormat
 from torch_moe_ops.vllm.parameters import LayerSizes
 from torch_moe_ops.vllm.placement import first_of_range
+from torch_moe_ops.weights.raw_weights import RawWeights
+from torch_moe_ops.weights.shared_experts import with_shared_experts
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,10 @@ class Plan:
     maps_ids: bool
     exchanges: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+
+    def options_of_all(self) -> dict[str, Any]:
+        """Keywords of `prepare` for a rank that has all experts, whatever their number."""
+        return {n: value for n, value in self.options.items() if n not in ("num_experts", "local_expert_offset")}
 
 
 def plan_layer(layer: Any, format: ExpertFormat, device: torch.device) -> Plan:
@@ -77,12 +84,34 @@ def plan_layer(layer: Any, format: ExpertFormat, device: torch.device) -> Plan:
     return Plan(format, backend, act, offset is None, exchanges, {**options, "act_format": act})
 
 
+def check_with_shared(plan: Plan, top_k: int, sizes: LayerSizes, shared: LayerSizes, device: torch.device) -> None:
+    """Raises ValueError where the planned backend does not run a layer together with its shared experts.
+
+    Args:
+        top_k: of the router.
+        sizes, shared: of the routed experts, and of the shared ones as one expert.
+    """
+    raw = with_shared_experts(*(_without_data(plan.format, s, plan.act_format) for s in (sizes, shared)))
+    if top_k + raw.num_shared_experts > MAX_TOP_K:
+        columns = f"{top_k} and {raw.num_shared_experts}"
+        raise ValueError(
+            f"top_k and shared experts of the routed ones' width must be at most {MAX_TOP_K}, got {columns}"
+        )
+    found = explain(raw, device=device, **plan.options_of_all())
+    if found.chosen != plan.backend:
+        raise ValueError(f"backend {plan.backend} must run the layer with its shared experts, got {found.chosen}")
+
+
 def _explain(
     format: ExpertFormat, sizes: LayerSizes, act: str, device: torch.device, options: dict[str, Any]
 ) -> Explanation:
-    """Of weights that have shapes only."""
+    return explain(_without_data(format, sizes, act), act_format=act, device=device, **options)
+
+
+def _without_data(format: ExpertFormat, sizes: LayerSizes, act: str) -> RawWeights:
+    """Weights that have shapes only."""
     tensors = {name: p.empty("meta") for name, p in format.parameters(sizes).items()}
-    return explain(format.raw(tensors, act, format.name), act_format=act, device=device, **options)
+    return format.raw(tensors, act, format.name)
 
 
 def _chosen(explanation: Explanation) -> str:

@@ -22,6 +22,7 @@ def register() -> None:
         settings.act_format(),
         settings.accuracy(),
         settings.all2all_backends(),
+        settings.shared_experts(),
     )  # a wrong word is an error here, not in the middle of loading
     reason = _release_reason(_version(), wanted is True)
     if reason:

@@ -10,6 +10,7 @@ SWITCH = "MOEQ_VLLM"
 ACT_FORMAT = "MOEQ_VLLM_ACT_FORMAT"
 ACCURACY = "MOEQ_VLLM_ACCURACY"
 ALL2ALL = "MOEQ_VLLM_ALL2ALL"
+SHARED_EXPERTS = "MOEQ_VLLM_SHARED_EXPERTS"
 _ON, _OFF = ("1", "on", "true", "yes"), ("0", "off", "false", "no")
 # vLLM's names of ways to exchange tokens, by which of them our tests ran.
 _TESTED = ("allgather_reducescatter",)
@@ -39,6 +40,11 @@ def act_format() -> str:
 def accuracy() -> str:
     """MOEQ_VLLM_ACCURACY: "standard" (the default) or "strict", as in `prepare`."""
     return _word(ACCURACY, ACCURACIES)
+
+
+def shared_experts() -> str:
+    """MOEQ_VLLM_SHARED_EXPERTS: "inside" the call of the routed ones, where they can join it (default), or "beside"."""
+    return _word(SHARED_EXPERTS, ("inside", "beside"))
 
 
 def all2all_backends() -> tuple[str, ...]:
