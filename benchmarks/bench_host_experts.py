@@ -7,7 +7,8 @@ Layers of Qwen3-30B's sizes (2048, 768, 128 experts, top 8) on random weights, `
 one graph, each with weights of its own, so that no cache holds them. Every replay gets another routing, drawn evenly.
 Experts on the GPU: the first `n` of 128. A line a split, a number of tokens and a format: microseconds a layer, medians
 of rounds that go through all splits in turn; "close": the relative distance from the layers that are whole on the GPU.
-"profile" (in `--profile`): of one replay, microseconds a layer that the CPU ran, the GPU's kernels ran, and both did.
+"profile" (in `--profile`): of one replay, microseconds a layer that the CPU ran, the GPU's kernels ran, and both did;
+"beside_us": the kernels' time in which rows were on their way to the host, the CPU ran, or its result came back.
 """
 
 from __future__ import annotations
@@ -103,11 +104,19 @@ def profile(chain: Chain) -> dict[str, Any]:
     # The host function of a layer lies between the last copy to the host and the copy back.
     host = [(max(t for t in there if t <= start), start) for start in back if there and there[0] <= start]
     spans = [(e.time_range.start, e.time_range.end) for e in kernels]
-    both = sum(max(0, min(b, d) - max(a, c)) for a, b in host for c, d in spans)
+
+    def shared(parts: list[tuple[int, int]]) -> int:
+        return sum(max(0, min(b, d) - max(a, c)) for a, b in parts for c, d in spans)
+
+    sent = sorted(e.time_range.start for e in copies if "DtoH" in e.name)
+    came = sorted(e.time_range.end for e in copies if "HtoD" in e.name)
+    before = [0, *came]  # a layer's part of the host: from its first copy there to the end of the one back
+    aside = [(min(t for t in sent if t >= last), end) for last, end in zip(before, came, strict=False)]
     return {
         "kernels_us": round(sum(b - a for a, b in spans) / n, 1),
         "host_us": round(sum(b - a for a, b in host) / n, 1),
-        "both_us": round(both / n, 1),
+        "both_us": round(shared(host) / n, 1),
+        "beside_us": round(shared(aside) / n, 1),
         "copies": len(copies) / n,
         "kernels": len(kernels) / n,
     }

@@ -12,8 +12,9 @@ within the decode step itself (see model_graphs.shares). `--own-router` leaves t
 One shape takes about three minutes on an H200, two of them compiling: `--compile ""` leaves that out, and
 `--batches "" --prefill 0` leaves out all the rest. Each line is written to `--out` when it is known. What Inductor has
 compiled is taken from its cache by a later run (TORCHINDUCTOR_CACHE_DIR says where it is; "compile_s" is small then),
-so that a run that was ended while it compiled gets further the next time. `--layers 4` has so few of the layers, all
-else as it is: steps of two such models differ by the layers that one has more.
+so that a run that was ended while it compiled gets further the next time. Runs with the same file for `--turn` take
+turns at timing what they have compiled, so that several may compile beside each other. `--layers 4` has so few of the
+layers, all else as it is: steps of two such models differ by the layers that one has more.
 
 transformers 5.17 or later must be importable, with what it imports: huggingface_hub, safetensors, tokenizers, regex,
 numpy, packaging, pyyaml, tqdm, filelock, typer. On a machine without a network, `scripts/carry_transformers.sh` puts
@@ -23,10 +24,12 @@ them into the folder .whl elsewhere; carry that and run with PYTHONPATH=.whl.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -140,11 +143,23 @@ def measure(model: Any, args: argparse.Namespace, note: Callable[..., None]) -> 
         torch._dynamo.reset()
         compiled = torch.compile(step.__call__, fullgraph=True, dynamic=False)
         step.rewind()
-        compiling = seconds(compiled)
-        replay = capture(compiled, step.rewind)
-        times = timed(replay, args.rounds, step.rewind)
-        note(what="decode compiled", batch=batch, compile_s=round(compiling, 1), compiled=_phases(), **times)
-        note(what="profile compiled", batch=batch, **profile_or_reason(replay, layers, step.rewind))
+        compiling = round(seconds(compiled), 1)
+        with turn(args.turn):
+            replay = capture(compiled, step.rewind)
+            times = timed(replay, args.rounds, step.rewind)
+            note(what="decode compiled", batch=batch, compile_s=compiling, compiled=_phases(), **times)
+            note(what="profile compiled", batch=batch, **profile_or_reason(replay, layers, step.rewind))
+
+
+@contextlib.contextmanager
+def turn(path: Path | None) -> Iterator[None]:
+    """Alone among the processes that name this file; None: at once."""
+    if path is None:
+        yield
+        return
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+        yield
 
 
 def _phases() -> dict[str, float]:
@@ -176,6 +191,7 @@ def main() -> None:
     parser.add_argument("--cache", type=int, default=CACHE)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--budget", type=float, default=110, help="seconds after which nothing more is compiled")
+    parser.add_argument("--turn", type=Path, help="a file that runs share which time one after the other")
     parser.add_argument("--own-router", action="store_true", help="leave transformers' routers as they are")
     parser.add_argument("--layers", type=int, help="how many, where not as many as the architecture has")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to see that it runs; also on a CPU")
@@ -188,7 +204,9 @@ def main() -> None:
     begin = time.perf_counter()
     sizes = {"tiny": args.tiny, "layers": args.layers}
     model = build(args.shape, device, scheme=args.scheme, route=not args.own_router, **sizes)
-    weights = {found.module.moeq_weights.prepared.backend for found in find_experts(model)}
+    holders = [found.module.moeq_weights for found in find_experts(model)]
+    joined = not args.own_router and holders[0].takes_router()
+    weights = {holder.prepared.backend for holder in holders}
     result: dict[str, Any] = {
         "shape": args.shape,
         "layers": model.config.num_hidden_layers,
@@ -196,7 +214,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "library": moe.__version__},
         "backends": sorted(weights),
-        "routers": "transformers" if args.own_router else "moeq::route_hidden",
+        "routers": "transformers" if args.own_router else "moeq::moe_hidden" if joined else "moeq::route_hidden",
         "build_s": round(time.perf_counter() - begin, 1),
         "model_gib": round(model.get_memory_footprint() / 2**30, 3),
         "parameters": model.num_parameters(),

@@ -51,6 +51,10 @@ PEERS = {
     "mxfp4": ("marlin", "humming"),
     "bf16": ("vllm_triton",),
     "nvfp4-a8": (),
+    "fp8-a16": (),
+    "fp8row-a16": (),
+    "fp8half-a16": (),
+    "mxfp8-a16": (),
 }
 FORMATS = tuple(PEERS)
 COMPILED_FOR = {"deepgemm": ("qwen3_30b", "dsv3"), "humming": ("qwen3_30b",)}
@@ -61,6 +65,7 @@ FEW_LAYERS = {
     "mxfp4": 2,
     "bf16": 2,
     "nvfp4-a8": 2,
+    **dict.fromkeys(("fp8-a16", "fp8row-a16", "fp8half-a16", "mxfp8-a16"), 2),
     "fp8half": 3,
     "int4g32": 3,
     "int4zp": 3,

@@ -30,6 +30,9 @@ FORMATS = {
     "fp8row": ("fp8", "fp8"),
     "fp8half": ("fp8", "fp8"),
     "fp8-a16": ("fp8_block", "none"),
+    "fp8row-a16": ("fp8", "none"),
+    "fp8half-a16": ("fp8", "none"),
+    "mxfp8-a16": ("mxfp8", "none"),
     "bf16": ("none", "none"),
 }
 # Backends that are for a few formats only, and the weight policy of those that have one of their own.

@@ -39,7 +39,7 @@ FORMATS = {
     "nvfp4": "NVFP4", "mxfp4": "MXFP4", "int4": "INT4, groups of 128", "int4g32": "INT4, groups of 32",
     "int4zp": "INT4, zero points", "int4f16": "INT4, float16 scales", "int4zpf16": "INT4, zero points, float16 scales",
     "mxint4": "MXINT4", "fp8": "FP8, 128x128 blocks", "fp8row": "FP8, scales of rows",
-    "fp8half": "FP8, scales of half matrices", "bf16": "bfloat16",
+    "fp8half": "FP8, scales of half matrices", "mxfp8": "MXFP8", "bf16": "bfloat16",
 }  # fmt: skip
 README_FORMATS = ("nvfp4", "mxfp4", "int4", "mxint4", "fp8")
 # Formats in which the accuracy class "standard" has a choice -> a problem but for its sizes.

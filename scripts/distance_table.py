@@ -28,6 +28,8 @@ FORMATS = {
     "int4f16": "INT4 in groups of 128, float16 scales",
     "int4zpf16": "INT4 in groups of 128 with zero points, float16 scales",
     "nvfp4": "NVFP4", "mxfp4": "MXFP4", "bf16": "bfloat16", "nvfp4-a8": "NVFP4, fp8 activations",
+    "fp8-a16": "FP8 in 128x128 blocks", "fp8row-a16": "FP8 with scales of rows",
+    "fp8half-a16": "FP8 with scales of half matrices", "mxfp8-a16": "MXFP8",
 }  # fmt: skip
 PEERS = {"marlin": "Marlin", "humming": "humming", "vllm_triton": "vLLM's Triton kernel", "deepgemm": "DeepGEMM"}
 # Formats of the benchmark of which `auto` has a choice -> scheme, activation format and what shares a scale. Times of

@@ -1,0 +1,71 @@
+#!/usr/bin/env python3
+"""Time the MoE layers of a transformers model, one behind the other in a CUDA graph: with their routers, and without.
+
+    python benchmarks/bench_router_layer.py --out benchmarks/results/h200_router_layer.jsonl
+
+"layer" is router and experts as the model calls them, "apart" the same with routers that do not run their experts,
+"experts" the experts alone on ids that are given. What a router costs is what lies between. Weights come from memory,
+as layers are more than the L2 holds, and each layer routes by its own router. Microseconds a layer. transformers must
+be importable, as for bench_transformers_model.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import result_lines
+import torch
+from bench_transformers_model import through_blocks, through_experts
+from model_graphs import capture, timed
+from transformers_models import SHAPES, build
+
+from torch_moe_ops.transformers.modules import find_experts
+
+
+@contextlib.contextmanager
+def routers_apart(model: Any) -> Iterator[None]:
+    """Routers do not run their experts (torch_moe_ops/transformers/layers_in_one.py)."""
+    joined = [(module, module.moeq_layer) for module in model.modules() if hasattr(module, "moeq_layer")]
+    for module, _ in joined:
+        module.moeq_layer = None
+    yield
+    for module, layer in joined:
+        module.moeq_layer = layer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--ms", default="1,8,64")
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", type=Path, help="append the lines to this file too")
+    args = parser.parse_args()
+    lines: list[dict[str, Any]] = [result_lines.environment()]
+    for shape in args.shapes.split(","):
+        torch.manual_seed(0)
+        model = build(shape, torch.device("cuda"), layers=args.layers)
+        layers = len(find_experts(model))
+        for tokens in map(int, args.ms.split(",")):
+            us: dict[str, Any] = {"layer": through_blocks, "experts": through_experts, "apart": through_blocks}
+            for what, through in us.items():
+                with routers_apart(model) if what == "apart" else contextlib.nullcontext():
+                    us[what] = timed(capture(through(model, tokens)), args.rounds)["ms"] * 1e3 / layers
+            us |= {"router": us["layer"] - us["experts"], "router_apart": us["apart"] - us["experts"]}
+            record = {"event": "router_layer", "shape": shape, "M": tokens}
+            lines.append(record | {f"{what}_us": round(value, 3) for what, value in us.items()})
+            print(lines[-1], flush=True)
+        del model
+    result_lines.write(lines, args.out)
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        main()
