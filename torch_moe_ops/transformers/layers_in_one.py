@@ -18,6 +18,7 @@ from torch_moe_ops.prepared.fused_hidden import RouteOptions, fused_moe_hidden
 from torch_moe_ops.transformers.experts import ExpertWeights
 
 _ATTRIBUTE = "moeq_layer"
+_READING_HOOKS = "transformers.utils.output_capturing"  # the module of hooks that look at results, and change none
 
 
 class ExpertsOf:
@@ -56,18 +57,27 @@ def run_layer(
         rows: what the router multiplies, of hidden states of `given_dtype`.
     """
     behind = getattr(router, _ATTRIBUTE, None)
-    if behind is None:
+    # For "llama4" the op weighs what experts get. These weigh their results: with it one expert's sigmoid is chosen.
+    if behind is None or options[0] == "llama4":
         return None
     weights = getattr(behind.experts, "moeq_weights", None)
-    # Hooks may change what either of them sees.
-    changed = router._forward_pre_hooks or behind.experts._forward_pre_hooks or type(behind.experts) is not behind.kind
+    changed = _has_hooks(router, behind.experts) or type(behind.experts) is not behind.kind
     if changed or type(weights) is not ExpertWeights or not weights.takes_router() or rows.dtype is not given_dtype:
+        return None
+    if weights.prepared.device != rows.device:  # something moves what the experts are called with
         return None
     bias = router._parameters.get("bias")
     results = fused_moe_hidden(rows, router.weight, bias, correction, options, logits_dtype, weights.prepared)
     output, ids, factors, logits = results
     weights.done = (ids, factors, output)
     return ids, factors, logits
+
+
+def _has_hooks(router: nn.Module, experts: nn.Module) -> bool:
+    """Whether there are hooks that may change what either of them sees, results of the router in place too."""
+    if router._forward_pre_hooks or experts._forward_pre_hooks:
+        return True
+    return any(getattr(hook, "__module__", "") != _READING_HOOKS for hook in router._forward_hooks.values())
 
 
 class _SeenError(Exception):
@@ -83,7 +93,7 @@ def gives_experts_what_the_router_saw(block: nn.Module, router: nn.Module, exper
     rows, (num_experts, size) = 2, weight.shape
     ids = torch.zeros(rows, 1, dtype=torch.int32, device=weight.device)
     factors = torch.ones(rows, 1, device=weight.device)
-    versions = [factors._version]
+    versions = [ids._version, factors._version]
 
     def choose(hidden_states: Tensor, *given: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
         seen.append((hidden_states,))
@@ -99,12 +109,12 @@ def gives_experts_what_the_router_saw(block: nn.Module, router: nn.Module, exper
             block(torch.zeros(1, rows, size, dtype=weight.dtype, device=weight.device))
         except _SeenError:
             pass
-        except (TypeError, ValueError, RuntimeError, AttributeError):  # it takes other arguments, or other results
+        except Exception:  # whatever a block does that takes other arguments, or other results
             return False
     if len(seen) != 2:
         return False
     (at_router,), (at_experts, *chosen) = seen
-    unchanged = versions == [factors._version, at_experts._version]
+    unchanged = versions == [ids._version, factors._version, at_experts._version]
     given = len(chosen) == 2 and chosen[0] is ids and chosen[1] is factors
     return given and unchanged and _same_rows(at_router, at_experts)
 
