@@ -138,6 +138,16 @@ def test_results_of_another_call_of_the_router(calls: list[str]) -> None:
         torch.testing.assert_close(got, 0.5 * router.moeq_layer.experts(rows, ids, weights))
 
 
+def test_other_hidden_states_than_the_router_saw() -> None:
+    """As of a forward that was put in the place of the block's own after loading."""
+    router = joined(make("qwen3_moe"))[0]
+    experts, rows = router.moeq_layer.experts, torch.randn(3, router.weight.shape[1])
+    with torch.no_grad():
+        _, weights, ids = router(rows)
+        got = experts(rows * 2, ids, weights)
+        assert torch.equal(got, experts(rows * 2, ids, weights))
+
+
 def test_hooks_of_transformers_that_look_on(calls: list[str]) -> None:
     model = make("qwen3_moe")
     with torch.no_grad():

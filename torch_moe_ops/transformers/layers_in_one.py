@@ -2,8 +2,8 @@
 
 In transformers, a block calls its router, and its experts with what that chose. Where both are ours, the router's
 forward runs `moeq::moe_hidden`, leaves the experts' results with their weights, and gives ids and weights as always;
-the experts' forward takes the results if it is called with those very tensors. Whether a block gives its experts what
-its router saw is found by trying.
+the experts' forward takes the results if it is called with those very tensors, and the router's hidden states. Whether
+a block gives its experts what its router saw is found by trying.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_moe_ops.prepared.fused_hidden import RouteOptions, fused_moe_hidden
-from torch_moe_ops.transformers.experts import ExpertWeights
+from torch_moe_ops.transformers.experts import ExpertWeights, same_rows
 
 _ATTRIBUTE = "moeq_layer"
 _READING_HOOKS = "transformers.utils.output_capturing"  # the module of hooks that look at results, and change none
@@ -69,7 +69,7 @@ def run_layer(
     bias = router._parameters.get("bias")
     results = fused_moe_hidden(rows, router.weight, bias, correction, options, logits_dtype, weights.prepared)
     output, ids, factors, logits = results
-    weights.done = (ids, factors, output)
+    weights.done = (rows, ids, factors, output)
     return ids, factors, logits
 
 
@@ -116,12 +116,7 @@ def gives_experts_what_the_router_saw(block: nn.Module, router: nn.Module, exper
     (at_router,), (at_experts, *chosen) = seen
     unchanged = versions == [ids._version, factors._version, at_experts._version]
     given = len(chosen) == 2 and chosen[0] is ids and chosen[1] is factors
-    return given and unchanged and _same_rows(at_router, at_experts)
-
-
-def _same_rows(a: Tensor, b: Tensor) -> bool:
-    same_memory = a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
-    return same_memory and a.dtype is b.dtype and a.numel() == b.numel() and a.is_contiguous() and b.ndim == 2
+    return given and unchanged and same_rows(at_router, at_experts)
 
 
 class _instead_of:
