@@ -69,10 +69,10 @@ def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BACKENDS, "triton", dataclasses.replace(real, requires=requires))
 
 
-def _said_on(capability: tuple[int, int], **fields: object) -> str:
+def _said_on(capability: tuple[int, int], scheme: str = "nvfp4", **fields: object) -> str:
     """What is said of a layer on such a GPU; "" for nothing."""
     sizes = {"num_experts": 8, "hidden_size": 256, "intermediate_size": 256}
-    problem = moe.Problem("nvfp4", device="cuda", capability=capability, **sizes, **fields)  # type: ignore[arg-type]
+    problem = moe.Problem(scheme, device="cuda", capability=capability, **sizes, **fields)  # type: ignore[arg-type]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         slow.warn_of_reference(problem, stacklevel=1)
@@ -87,6 +87,14 @@ def test_a_gpu_whose_kernels_are_not_installed(without_triton: None, monkeypatch
     assert "triton: the triton package must be importable, got none; to mend it: pip install 'triton>=3.6'" in text
     assert _said_on((9, 0), activation="swigluoai") == "", "the same is missing"
     assert "on cuda (8, 0) takes" in _said_on((8, 0)), "another device"
+
+
+def test_kernels_that_take_a_scheme_by_name_only_are_not_advised(
+    without_triton: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extension, "cuda_extension_reason", lambda: "torch_moe_ops._C_cuda was not compiled (so)")
+    text = _said_on((9, 0), "mxfp8")
+    assert "triton: the triton package must be importable" in text and "cuda_sm90" not in text
 
 
 def test_a_gpu_that_no_kernel_fits() -> None:

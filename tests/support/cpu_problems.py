@@ -37,6 +37,16 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     torch.ops.moeq_C.use_cpu_isa(before)
 
 
+def integers_by(name: str) -> Iterator[str]:
+    """The body of a fixture: integers are multiplied by these instructions; skips where the machine has none."""
+    try:
+        torch.ops.moeq_C.use_cpu_integer_isa(name)
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    yield name
+    torch.ops.moeq_C.use_cpu_integer_isa("")
+
+
 class Weight:
     """Raw tensors of one weight, in checkpoint order, and what they mean: `values` float64 [E, N, K]."""
 
@@ -200,6 +210,24 @@ def assert_threads_do_not_show(problem: Problem, arguments: tuple[Tensor, Tensor
             assert torch.equal(problem.run(*arguments), want)
     finally:
         torch.set_num_threads(before)
+
+
+def assert_instructions_do_not_show(problem: Problem, arguments: tuple[Tensor, Tensor, Tensor]) -> None:
+    """The bits by the instructions that were chosen are those by portable code, which is chosen from here on."""
+    got = problem.run(*arguments)
+    torch.ops.moeq_C.use_cpu_integer_isa("portable")
+    assert torch.equal(got, problem.run(*arguments))
+
+
+def assert_batch_and_threads_do_not_show(problem: Problem) -> None:
+    """A token's bits are the same with fewer tokens behind it, in another order, and with other numbers of threads."""
+    x, ids, weights = problem.tokens(41, 2, torch.bfloat16)
+    whole = problem.run(x, ids, weights)
+    for count in (1, 2, 3, 8, 17):
+        assert torch.equal(problem.run(x[:count], ids[:count], weights[:count]), whole[:count])
+    order = torch.randperm(41, generator=problem.generator)
+    assert torch.equal(problem.run(x[order], ids[order], weights[order]), whole[order])
+    assert_threads_do_not_show(problem, (x, ids, weights), whole)
 
 
 def distance(got: Tensor, want: Tensor) -> float:

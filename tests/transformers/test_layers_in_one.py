@@ -16,6 +16,7 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers", minversion="5.17", reason="needs transformers >= 5.17")
 
 from quantized_models import tiny_model  # noqa: E402
+from tolerances import relative_l2  # noqa: E402
 
 import torch_moe_ops.transformers as moeq_transformers  # noqa: E402
 from torch_moe_ops.transformers import experts, layers_in_one, routers  # noqa: E402
@@ -109,13 +110,79 @@ def test_hooks_that_change_what_one_of_them_sees(of: str, calls: list[str]) -> N
     assert torch.equal(got, apart(model)) and not torch.equal(got, logits(make("qwen3_moe")))
 
 
-def test_a_hook_that_changes_what_was_chosen(calls: list[str]) -> None:
-    """The experts are called with other tensors than the router's, and run again."""
+def _other_tensors(module: Any, args: Any, out: Any) -> Any:
+    return out[0], out[1] * 0.5, out[2]
+
+
+def _the_same_tensors(module: Any, args: Any, out: Any) -> None:
+    out[1].mul_(0.5)
+
+
+@pytest.mark.parametrize("hook", [_other_tensors, _the_same_tensors])
+def test_a_hook_that_changes_what_was_chosen(hook: Any, calls: list[str]) -> None:
     model = make("qwen3_moe")
-    joined(model)[0].register_forward_hook(lambda module, args, out: (out[0], out[1] * 0.5, out[2]))
+    joined(model)[0].register_forward_hook(hook)
     got = logits(model)
-    assert calls[:2] == ["fused_moe_hidden", "fused_moe_routed"]
+    assert calls == ["fused_moe_routed", *["fused_moe_hidden"] * (len(find_experts(model)) - 1)]
     assert torch.equal(got, apart(model)) and not torch.equal(got, logits(make("qwen3_moe")))
+
+
+def test_results_of_another_call_of_the_router(calls: list[str]) -> None:
+    """Experts that are called with other tensors than the router's run again."""
+    router = joined(make("qwen3_moe"))[0]
+    rows = torch.randn(3, router.weight.shape[1])
+    with torch.no_grad():
+        _, weights, ids = router(rows)
+        got = router.moeq_layer.experts(rows, ids, weights * 0.5)
+        assert calls == ["fused_moe_hidden", "fused_moe_routed"]
+        torch.testing.assert_close(got, 0.5 * router.moeq_layer.experts(rows, ids, weights))
+
+
+def test_other_hidden_states_than_the_router_saw() -> None:
+    """As of a forward that was put in the place of the block's own after loading."""
+    router = joined(make("qwen3_moe"))[0]
+    experts, rows = router.moeq_layer.experts, torch.randn(3, router.weight.shape[1])
+    with torch.no_grad():
+        _, weights, ids = router(rows)
+        got = experts(rows * 2, ids, weights)
+        assert torch.equal(got, experts(rows * 2, ids, weights))
+
+
+def test_hooks_of_transformers_that_look_on(calls: list[str]) -> None:
+    model = make("qwen3_moe")
+    with torch.no_grad():
+        seen = model(input_ids=IDS, use_cache=False, output_router_logits=True).router_logits
+    assert len(seen) == len(joined(model)) and joined(model)[0]._forward_hooks
+    assert calls == ["fused_moe_hidden"] * len(joined(model))
+    compiled = torch.compile(lambda ids: logits(model, ids), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(IDS), apart(model))
+
+
+def test_a_sigmoid_of_one_expert_multiplies_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a router is "llama4", whose op multiplies what the experts get."""
+    model = make("qwen3_moe")
+
+    def one(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        found = nn.functional.linear(hidden_states, self.weight)
+        weights, ids = torch.topk(torch.sigmoid(found.float()), 1)
+        return found, weights, ids
+
+    kind = type(joined(model)[0])
+    monkeypatch.setattr(kind, "forward", one)
+    want = logits(model)
+    routers.replace_routers(model, find_experts(model))
+    assert all(router.moeq_routing.options[:2] == ("llama4", 1) for router in joined(model))
+    assert relative_l2(logits(model), want) < 1e-5
+
+
+def test_experts_on_another_device(calls: list[str]) -> None:
+    """Whoever put them there moves what they are called with."""
+    router = joined(make("qwen3_moe"))[0]
+    holder = router.moeq_layer.experts.moeq_weights
+    holder.prepared = holder.prepared.to("meta")
+    with torch.no_grad():
+        found, weights, _ = router(torch.randn(3, router.weight.shape[1]))
+    assert not calls and found.device.type == weights.device.type == "cpu"
 
 
 def test_experts_attached_anew() -> None:
@@ -168,6 +235,12 @@ def _weights_in_place(block: Any, x: Tensor) -> Tensor:
     return block.experts(x.view(-1, 16), ids, weights)
 
 
+def _ids_in_place(block: Any, x: Tensor) -> Tensor:
+    _, weights, ids = block.router(x.view(-1, 16))
+    ids += 1
+    return block.experts(x.view(-1, 16), ids, weights)
+
+
 def _other_weights(block: Any, x: Tensor) -> Tensor:
     _, weights, ids = block.router(x.view(-1, 16))
     return block.experts(x.view(-1, 16), ids, weights / weights.sum())
@@ -187,6 +260,11 @@ def _fails(block: Any, x: Tensor) -> Tensor:
     raise ValueError("it takes something else")
 
 
+def _wants_more_columns(block: Any, x: Tensor) -> Tensor:
+    _, weights, ids = block.router(x.view(-1, 16))
+    return block.experts(x.view(-1, 16), ids, weights[:, 1])
+
+
 @pytest.mark.parametrize(
     ("how", "fits"),
     [
@@ -195,10 +273,12 @@ def _fails(block: Any, x: Tensor) -> Tensor:
         (_norm_between, False),
         (_in_place, False),
         (_weights_in_place, False),
+        (_ids_in_place, False),
         (_other_weights, False),
         (_some_rows, False),
         (_all_dimensions, False),
         (_fails, False),
+        (_wants_more_columns, False),
     ],
 )
 def test_which_blocks_allow_it(how: Any, fits: bool) -> None:

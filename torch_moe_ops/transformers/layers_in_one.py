@@ -2,8 +2,8 @@
 
 In transformers, a block calls its router, and its experts with what that chose. Where both are ours, the router's
 forward runs `moeq::moe_hidden`, leaves the experts' results with their weights, and gives ids and weights as always;
-the experts' forward takes the results if it is called with those very tensors. Whether a block gives its experts what
-its router saw is found by trying.
+the experts' forward takes the results if it is called with those very tensors, and the router's hidden states. Whether
+a block gives its experts what its router saw is found by trying.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from torch_moe_ops.prepared.fused_hidden import RouteOptions, fused_moe_hidden
-from torch_moe_ops.transformers.experts import ExpertWeights
+from torch_moe_ops.transformers.experts import ExpertWeights, same_rows
 
 _ATTRIBUTE = "moeq_layer"
+_READING_HOOKS = "transformers.utils.output_capturing"  # the module of hooks that look at results, and change none
 
 
 class ExpertsOf:
@@ -56,18 +57,27 @@ def run_layer(
         rows: what the router multiplies, of hidden states of `given_dtype`.
     """
     behind = getattr(router, _ATTRIBUTE, None)
-    if behind is None:
+    # For "llama4" the op weighs what experts get. These weigh their results: with it one expert's sigmoid is chosen.
+    if behind is None or options[0] == "llama4":
         return None
     weights = getattr(behind.experts, "moeq_weights", None)
-    # Hooks may change what either of them sees.
-    changed = router._forward_pre_hooks or behind.experts._forward_pre_hooks or type(behind.experts) is not behind.kind
+    changed = _has_hooks(router, behind.experts) or type(behind.experts) is not behind.kind
     if changed or type(weights) is not ExpertWeights or not weights.takes_router() or rows.dtype is not given_dtype:
+        return None
+    if weights.prepared.device != rows.device:  # something moves what the experts are called with
         return None
     bias = router._parameters.get("bias")
     results = fused_moe_hidden(rows, router.weight, bias, correction, options, logits_dtype, weights.prepared)
     output, ids, factors, logits = results
-    weights.done = (ids, factors, output)
+    weights.done = (rows, ids, factors, output)
     return ids, factors, logits
+
+
+def _has_hooks(router: nn.Module, experts: nn.Module) -> bool:
+    """Whether there are hooks that may change what either of them sees, results of the router in place too."""
+    if router._forward_pre_hooks or experts._forward_pre_hooks:
+        return True
+    return any(getattr(hook, "__module__", "") != _READING_HOOKS for hook in router._forward_hooks.values())
 
 
 class _SeenError(Exception):
@@ -83,7 +93,7 @@ def gives_experts_what_the_router_saw(block: nn.Module, router: nn.Module, exper
     rows, (num_experts, size) = 2, weight.shape
     ids = torch.zeros(rows, 1, dtype=torch.int32, device=weight.device)
     factors = torch.ones(rows, 1, device=weight.device)
-    versions = [factors._version]
+    versions = [ids._version, factors._version]
 
     def choose(hidden_states: Tensor, *given: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
         seen.append((hidden_states,))
@@ -99,19 +109,14 @@ def gives_experts_what_the_router_saw(block: nn.Module, router: nn.Module, exper
             block(torch.zeros(1, rows, size, dtype=weight.dtype, device=weight.device))
         except _SeenError:
             pass
-        except (TypeError, ValueError, RuntimeError, AttributeError):  # it takes other arguments, or other results
+        except Exception:  # whatever a block does that takes other arguments, or other results
             return False
     if len(seen) != 2:
         return False
     (at_router,), (at_experts, *chosen) = seen
-    unchanged = versions == [factors._version, at_experts._version]
+    unchanged = versions == [ids._version, factors._version, at_experts._version]
     given = len(chosen) == 2 and chosen[0] is ids and chosen[1] is factors
-    return given and unchanged and _same_rows(at_router, at_experts)
-
-
-def _same_rows(a: Tensor, b: Tensor) -> bool:
-    same_memory = a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
-    return same_memory and a.dtype is b.dtype and a.numel() == b.numel() and a.is_contiguous() and b.ndim == 2
+    return given and unchanged and same_rows(at_router, at_experts)
 
 
 class _instead_of:

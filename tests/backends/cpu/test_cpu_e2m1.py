@@ -12,7 +12,7 @@ pytest.importorskip("torch_moe_ops._C", reason="the C++ extension was not compil
 import cpu_emulation as emulation
 import cpu_problems
 from cpu_cases import BF16, F32, any_case
-from cpu_problems import Problem, assert_threads_do_not_show
+from cpu_problems import Problem, assert_batch_and_threads_do_not_show, assert_instructions_do_not_show, integers_by
 
 import torch_moe_ops as moe
 from torch_moe_ops.backends.cpu_panels import layout
@@ -26,12 +26,7 @@ TILED = ("amx", "amx_emulated")
 @pytest.fixture(params=["avx512vnni", "avx512", "avxvnni", "avx2", "portable"])
 def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each way to multiply integers that this machine has."""
-    try:
-        torch.ops.moeq_C.use_cpu_integer_isa(request.param)
-    except RuntimeError as error:
-        pytest.skip(str(error))
-    yield str(request.param)
-    torch.ops.moeq_C.use_cpu_integer_isa("")
+    yield from integers_by(request.param)
 
 
 def operands(x: Tensor, scheme: str, gscale: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -81,22 +76,12 @@ def test_a_calibrated_scale(isa: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_every_instruction_set_has_the_same_bits(instructions: str, case: str) -> None:
     problem = any_case(case, 192, 320)
-    arguments = problem.tokens(23, 2, BF16)
-    got = problem.run(*arguments)
-    torch.ops.moeq_C.use_cpu_integer_isa("portable")
-    assert torch.equal(got, problem.run(*arguments))
+    assert_instructions_do_not_show(problem, problem.tokens(23, 2, BF16))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_bitwise_independent_of_batch_and_threads(instructions: str, case: str) -> None:
-    problem = any_case(case, 192, 128)
-    x, ids, weights = problem.tokens(41, 2, BF16)
-    whole = problem.run(x, ids, weights)
-    for count in (1, 2, 3, 8, 17):
-        assert torch.equal(problem.run(x[:count], ids[:count], weights[:count]), whole[:count])
-    order = torch.randperm(41, generator=problem.generator)
-    assert torch.equal(problem.run(x[order], ids[order], weights[order]), whole[order])
-    assert_threads_do_not_show(problem, (x, ids, weights), whole)
+    assert_batch_and_threads_do_not_show(any_case(case, 192, 128))
 
 
 @pytest.mark.parametrize("sign", [-1.0, 1.0])

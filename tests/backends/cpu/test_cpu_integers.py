@@ -14,7 +14,13 @@ pytest.importorskip("torch_moe_ops._C", reason="the C++ extension was not compil
 import cpu_emulation as emulation
 import cpu_problems
 from cpu_cases import BF16, CASES, F32, build
-from cpu_problems import Problem, assert_threads_do_not_show, distance
+from cpu_problems import (
+    Problem,
+    assert_batch_and_threads_do_not_show,
+    assert_instructions_do_not_show,
+    distance,
+    integers_by,
+)
 from host_library import host_library
 
 import torch_moe_ops as moe
@@ -32,12 +38,7 @@ INTEGERS = tuple(
 @pytest.fixture(params=["amx", "amx_emulated", "avx512vnni", "avx512", "avxvnni", "avx2", "portable"])
 def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each way to multiply integers that this machine has."""
-    try:
-        torch.ops.moeq_C.use_cpu_integer_isa(request.param)
-    except RuntimeError as error:
-        pytest.skip(str(error))
-    yield str(request.param)
-    torch.ops.moeq_C.use_cpu_integer_isa("")
+    yield from integers_by(request.param)
 
 
 def group_sums(codes: Tensor, weights: Tensor, group: int) -> Tensor:
@@ -75,10 +76,7 @@ def test_bits_are_those_of_the_stated_order(isa: str, case: str) -> None:
 @pytest.mark.parametrize("case", INTEGERS)
 def test_every_instruction_set_has_the_same_bits(instructions: str, case: str) -> None:
     problem = build(case, 208, 320) if "group" not in CASES[case] else build(case, 192, 320)
-    arguments = problem.tokens(23, 2, BF16)
-    got = problem.run(*arguments)
-    torch.ops.moeq_C.use_cpu_integer_isa("portable")
-    assert torch.equal(got, problem.run(*arguments))
+    assert_instructions_do_not_show(problem, problem.tokens(23, 2, BF16))
 
 
 @pytest.mark.parametrize("tokens", [8, 15, 33, 150])
@@ -88,21 +86,12 @@ def test_any_number_of_rows_of_an_expert(instructions: str, case: str, tokens: i
     problem = build(case, 576 if "group" in CASES[case] else 592, 192 if "group" in CASES[case] else 144)
     x, _, _ = problem.tokens(tokens, 1, BF16)
     arguments = (x, torch.full((tokens, 1), 2, dtype=torch.int32), torch.ones(tokens, 1))
-    got = problem.run(*arguments)
-    torch.ops.moeq_C.use_cpu_integer_isa("portable")
-    assert torch.equal(got, problem.run(*arguments))
+    assert_instructions_do_not_show(problem, arguments)
 
 
 @pytest.mark.parametrize("case", INTEGERS)
 def test_bitwise_independent_of_batch_and_threads(instructions: str, case: str) -> None:
-    problem = build(case, 192, 128)
-    x, ids, weights = problem.tokens(41, 2, BF16)
-    whole = problem.run(x, ids, weights)
-    for count in (1, 2, 3, 8, 17):
-        assert torch.equal(problem.run(x[:count], ids[:count], weights[:count]), whole[:count])
-    order = torch.randperm(41, generator=problem.generator)
-    assert torch.equal(problem.run(x[order], ids[order], weights[order]), whole[order])
-    assert_threads_do_not_show(problem, (x, ids, weights), whole)
+    assert_batch_and_threads_do_not_show(build(case, 192, 128))
 
 
 @pytest.mark.parametrize("case", ["int4-int8-row-f32", "int4-int8-zero-row", "int8-int8", "int8-zero-row"])
