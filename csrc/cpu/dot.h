@@ -58,46 +58,68 @@ struct OperandBf16 {
 // Units whose products are summed up before they meet the scale: short chains.
 constexpr int64_t kMaxChain = 8;
 
-// W: Codes (decoder), Scale, kGroupUnits (units per block scale, 0: the call says).
-template <class W, class Operand, int Rows>
-inline void dot_rows(const DotCall& call) {
-  using Element = typename Operand::Element;
-  const Element* x[Rows];
-  F32 acc[Rows];
-#pragma GCC unroll 8
-  for (int row = 0; row < Rows; ++row) {
-    x[row] = static_cast<const Element*>(call.rows[row]);
-    acc[row] = zero();
-  }
+// Walks K: begin() before the units of a chain, unit(u, group) for each, end(group) where their sum meets its scale.
+template <class W, class Begin, class Unit, class End>
+MOEQ_INLINE void over_chains(const DotCall& call, const Begin& begin, const Unit& unit, const End& end) {
   const int64_t group_units = W::kGroupUnits > 0 ? W::kGroupUnits : call.group_units;
   int64_t group = 0;
   int64_t group_end = group_units;
-  for (int64_t begin = 0; begin < call.units;) {
-    F32 part[Rows];
-#pragma GCC unroll 8
-    for (int row = 0; row < Rows; ++row) part[row] = zero();
-    int64_t end = group_end;
-    if (W::kGroupUnits == 0 || W::kGroupUnits > kMaxChain) end = end < begin + kMaxChain ? end : begin + kMaxChain;
-    if (W::kGroupUnits != 1) end = end < call.units ? end : call.units;
-    for (int64_t unit = begin; unit < end; ++unit) {
-      const uint8_t* ahead = call.codes + unit * W::Codes::kUnitBytes + W::kPrefetchBytes;
-#pragma GCC unroll 16
-      for (int line = 0; line < W::Codes::kUnitBytes; line += 64) prefetch(ahead + line);
-      Operand::accumulate(part, typename W::Codes(call, unit, group), x, unit * kUnit);
-    }
-    W::Scale::apply(acc, part, call, group);
-    begin = end;
-    if (begin >= group_end) {
+  for (int64_t first = 0; first < call.units;) {
+    begin();
+    int64_t last = group_end;
+    if (W::kGroupUnits == 0 || W::kGroupUnits > kMaxChain) last = last < first + kMaxChain ? last : first + kMaxChain;
+    if (W::kGroupUnits != 1) last = last < call.units ? last : call.units;
+    for (int64_t u = first; u < last; ++u) unit(u, group);
+    end(group);
+    first = last;
+    if (first >= group_end) {
       ++group;
       group_end += group_units;
     }
   }
+}
+
+template <class W>
+MOEQ_INLINE void prefetch_unit(const DotCall& call, int64_t unit) {
+  const uint8_t* ahead = call.codes + unit * W::Codes::kUnitBytes + W::kPrefetchBytes;
+#pragma GCC unroll 16
+  for (int line = 0; line < W::Codes::kUnitBytes; line += 64) prefetch(ahead + line);
+}
+
+template <class W, int Rows>
+MOEQ_INLINE void store_rows(F32 (&acc)[Rows], const DotCall& call) {
   W::Scale::finish(acc, call);
   constexpr float kFactor = W::Codes::kFactor;
 #pragma GCC unroll 8
   for (int row = 0; row < Rows; ++row) {
     store(call.out + row * kPanelRows, kFactor == 1.0f ? acc[row] : mul(acc[row], broadcast(&kFactor)));
   }
+}
+
+// W: Codes (decoder), Scale, kGroupUnits (units per block scale, 0: the call says).
+template <class W, class Operand, int Rows>
+inline void dot_rows(const DotCall& call) {
+  using Element = typename Operand::Element;
+  const Element* x[Rows];
+  F32 acc[Rows];
+  F32 part[Rows];
+#pragma GCC unroll 8
+  for (int row = 0; row < Rows; ++row) {
+    x[row] = static_cast<const Element*>(call.rows[row]);
+    acc[row] = zero();
+  }
+  over_chains<W>(
+      call,
+      [&]() __attribute__((always_inline)) {
+#pragma GCC unroll 8
+        for (int row = 0; row < Rows; ++row) part[row] = zero();
+      },
+      [&](int64_t unit, int64_t group) __attribute__((always_inline)) {
+        prefetch_unit<W>(call, unit);
+        Operand::accumulate(part, typename W::Codes(call, unit, group), x, unit * kUnit);
+      },
+      [&](int64_t group) __attribute__((always_inline)) { W::Scale::apply(acc, part, call, group); });
+  store_rows<W>(acc, call);
 }
 
 template <class W, class Operand>

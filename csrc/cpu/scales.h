@@ -27,6 +27,7 @@ MOEQ_INLINE F32 load_scales(const uint8_t* p) {
 }
 
 struct NoScale {
+  static constexpr int kGroupBytes = 0;  // of the scales of a panel's group
   template <int Rows>
   static MOEQ_INLINE void apply(F32 (&acc)[Rows], const F32 (&part)[Rows], const DotCall&, int64_t) {
 #pragma GCC unroll 8
@@ -38,6 +39,7 @@ struct NoScale {
 
 // One e4m3 scale per row of the panel and group, in [group][16]; their common factor comes at the end.
 struct E4m3Scale {
+  static constexpr int kGroupBytes = kPanelRows;
   template <int Rows>
   static MOEQ_INLINE void apply(F32 (&acc)[Rows], const F32 (&part)[Rows], const DotCall& call, int64_t group) {
     multiply_add(acc, part, e4m3_scales(call.scale + group * kPanelRows));
@@ -51,6 +53,7 @@ struct E4m3Scale {
 
 // One e8m0 scale per row of the panel and group.
 struct E8m0Scale : NoScale {
+  static constexpr int kGroupBytes = kPanelRows;
   template <int Rows>
   static MOEQ_INLINE void apply(F32 (&acc)[Rows], const F32 (&part)[Rows], const DotCall& call, int64_t group) {
     multiply_add(acc, part, e8m0_scales(call.scale + group * kPanelRows));
@@ -60,10 +63,10 @@ struct E8m0Scale : NoScale {
 // One float scale per row of the panel and group (a whole row of weights is one group, too).
 template <DType kType>
 struct FloatScale : NoScale {
+  static constexpr int kGroupBytes = kPanelRows * (kType == DType::kFloat32 ? 4 : 2);
   template <int Rows>
   static MOEQ_INLINE void apply(F32 (&acc)[Rows], const F32 (&part)[Rows], const DotCall& call, int64_t group) {
-    constexpr int kBytes = kPanelRows * (kType == DType::kFloat32 ? 4 : 2);
-    multiply_add(acc, part, load_scales<kType>(call.scale + group * kBytes));
+    multiply_add(acc, part, load_scales<kType>(call.scale + group * kGroupBytes));
   }
 };
 

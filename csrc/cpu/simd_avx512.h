@@ -86,6 +86,7 @@ MOEQ_INLINE F32 int8_bytes(Words w) {
 }
 
 MOEQ_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+MOEQ_INLINE void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
 #ifdef MOEQ_BF16
 constexpr bool kHasBf16 = true;
@@ -116,12 +117,15 @@ MOEQ_INLINE Words join_planes(BytePlanes planes) {
   return {S == 0 ? _mm512_unpacklo_epi8(planes.low, planes.high) : _mm512_unpackhi_epi8(planes.low, planes.high)};
 }
 
-// acc + pair * pair; products are exact, each sum is rounded.
-MOEQ_INLINE F32 dot_pairs(F32 acc, Words w, const uint16_t* x) {
+// A bf16 pair in all sixteen dwords.
+MOEQ_INLINE Words broadcast_pair(const void* x) {
   int32_t pair;
   std::memcpy(&pair, x, sizeof(pair));
-  return {_mm512_dpbf16_ps(acc.v, (__m512bh)w.v, (__m512bh)_mm512_set1_epi32(pair))};
+  return {_mm512_set1_epi32(pair)};
 }
+// acc + pair * pair; products are exact, each sum is rounded.
+MOEQ_INLINE F32 dot_words(F32 acc, Words w, Words x) { return {_mm512_dpbf16_ps(acc.v, (__m512bh)w.v, (__m512bh)x.v)}; }
+MOEQ_INLINE F32 dot_pairs(F32 acc, Words w, const uint16_t* x) { return dot_words(acc, w, broadcast_pair(x)); }
 #else
 constexpr bool kHasBf16 = false;
 #endif

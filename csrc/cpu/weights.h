@@ -8,6 +8,8 @@
 #include "scales.h"
 #ifdef MOEQ_TILES
 #include "tile_gemm.h"
+#elif defined(MOEQ_BF16)
+#include "row_blocks.h"
 #endif
 
 namespace moeq::cpu::MOEQ_ISA {
@@ -61,7 +63,7 @@ Dot choose(const DotKey& key) {
 #if defined(MOEQ_TILES)
   if (fits) return tile_dot<W>();
 #elif defined(MOEQ_BF16)
-  if (fits) return {dot<W, OperandBf16>, OperandType::kBFloat16};
+  if (fits) return block_dot<W>();
 #endif
   (void)fits;
   return in_float32<W>();

@@ -1,6 +1,11 @@
-// Scratch memory of one call. A thread keeps a modest block between calls, because fresh pages cost
-// more than the work of a small call; large blocks go back at once.
+// Scratch memory of one call. A thread keeps its block between calls, because fresh pages cost more than the work of a
+// small call and a third of a large one's; only blocks beyond what layers of common sizes need go back at once. Large
+// blocks ask for huge pages.
 #pragma once
+
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 
 #include <cstddef>
 #include <cstdint>
@@ -12,7 +17,8 @@ namespace moeq::cpu {
 class Workspace {
  public:
   static constexpr size_t kAlignment = 64;
-  static constexpr size_t kKeptBytes = size_t{64} << 20;  // 256 tokens of a layer with 8 experts of 2048 x 768
+  static constexpr size_t kKeptBytes = size_t{256} << 20;  // 1024 tokens of a layer with 8 experts of 2048 x 768
+  static constexpr size_t kHugePage = size_t{2} << 20;
 
   Workspace() = default;
   Workspace(const Workspace&) = delete;
@@ -50,9 +56,14 @@ class Workspace {
 
   void grow(size_t bytes) {
     release();
-    block_ = static_cast<uint8_t*>(std::aligned_alloc(kAlignment, bytes));
+    const bool huge = bytes >= 2 * kHugePage;
+    if (huge) bytes = (bytes + kHugePage - 1) / kHugePage * kHugePage;
+    block_ = static_cast<uint8_t*>(std::aligned_alloc(huge ? kHugePage : kAlignment, bytes));
     if (block_ == nullptr) throw std::bad_alloc();
     size_ = bytes;
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+    if (huge) (void)madvise(block_, bytes, MADV_HUGEPAGE);  // where the system has none, plain pages do
+#endif
   }
 
   uint8_t* block_ = nullptr;
