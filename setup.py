@@ -10,6 +10,7 @@ x86 instruction sets out. Without torch or a C++ compiler the package installs a
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import os
 import platform
@@ -180,11 +181,19 @@ def build_command(cpp: Any) -> Any:
 
         def build_extension(self, ext: Any) -> None:
             if ext.name.endswith("._C"):
-                ext.extra_objects = [o for isa in isas() for o in self.compile_isa(ext, isa)]
+                ext.extra_objects = self.compile_isas(ext)
             if ext.name.endswith("._C_cuda"):
                 flags = {**ext.extra_compile_args, "nvcc": cuda_flags(cuda_targets.flags([cuda_targets.HOPPER], False))}
                 ext.extra_objects = self.compile_with(ext, "sm90", sources("cuda/sm90", "*/*.cu"), flags)
             super().build_extension(ext)
+
+        def compile_isas(self, ext: Any) -> list[str]:
+            # A file has flags of its own, so ninja is started for each: side by side, or all cores but one would rest.
+            # Without ninja torch changes the compiler's fields while it compiles: one after another.
+            workers = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1) if self.use_ninja else 1
+            with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+                made = pool.map(functools.partial(self.compile_isa, ext), isas())
+                return [name for names in made for name in names]
 
         def compile_isa(self, ext: Any, isa: str) -> list[str]:
             flags = {"cxx": [*ext.extra_compile_args["cxx"], *isa_flags(isa)]}

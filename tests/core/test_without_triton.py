@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch_moe_ops
+
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
 PROGRAM = """
@@ -30,7 +32,10 @@ print(w.backend)
 
 
 def test_nothing_but_the_triton_backend_needs_triton() -> None:
-    env = {**os.environ, "PYTHONPATH": str(SUPPORT)}
-    run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300, env=env)
+    # The package that these tests run: it may be installed beside this tree, which then has no compiled kernels.
+    path = os.pathsep.join([str(SUPPORT), str(Path(torch_moe_ops.__path__[0]).parent)])
+    env = {**os.environ, "PYTHONPATH": path}
+    command = [sys.executable, "-c", PROGRAM]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, cwd=SUPPORT)
     assert run.returncode == 0, run.stderr
     assert run.stdout.split() == ["cpu"]

@@ -33,6 +33,9 @@ EMULATED = 2e-3
 PLAIN = Sizes(experts=60, top_k=4, hidden=2688, inter=1856, activation="relu2_no_mul", bias=True)
 MANY = Sizes(experts=512, top_k=22, hidden=1408, inter=176, activation="gelu_tanh", bias=True, dtype=torch.float16)
 
+# Up to so many tokens hidden states that the kernels round themselves go to kernels that take no codes.
+OTHER_FEW_TOKENS = {"cuda_sm90_packed": 16}
+
 # Where hidden states can come packed: nvfp4 under one gscale, all others with the scales of their tokens.
 PACKED = [f for f in FORMATS if f.act_format != "none" and f.input_scale == ("tensor" if f.act_format == "nvfp4" else "none")]  # fmt: skip
 
@@ -121,12 +124,18 @@ def test_strided_arguments(fmt: Format) -> None:
     assert torch.equal(moe.fused_moe_routed(*strided, w), moe.fused_moe_routed(x, ids, weights, w))
 
 
+@pytest.mark.parametrize("tokens", [9, 40])
 @pytest.mark.parametrize("fmt", PACKED, ids=str, scope="module")
-def test_packed_hidden_states(fmt: Format) -> None:
+def test_packed_hidden_states(fmt: Format, tokens: int) -> None:
     """Codes that the caller made give, bit for bit, what the kernels make of the same hidden states."""
     raw = make_raw(fmt, WIDE)
     w = prepare(raw, fmt)
-    x, ids, weights = make_batch(WIDE, w.hidden_size, 9)
+    x, ids, weights = make_batch(WIDE, w.hidden_size, tokens)
     codes, scale = quantize(x, Case(scheme=fmt.scheme, act_format=fmt.act_format), w.a1_gscale)
     packed = moe.fused_moe_routed(codes, ids, weights, w, hidden_states_scale=scale, out_dtype=torch.float32)
-    assert torch.equal(packed, moe.fused_moe_routed(x, ids, weights, w, out_dtype=torch.float32))
+    plain = moe.fused_moe_routed(x, ids, weights, w, out_dtype=torch.float32)
+    if fmt.backend in OTHER_FEW_TOKENS and tokens <= OTHER_FEW_TOKENS[fmt.backend]:
+        values = tokens * WIDE.top_k * raw.intermediate_size
+        assert relative_l2(packed, plain) < 2 * layer_bound(fmt.backend, fmt.act_format, torch.float32, values)
+    else:
+        assert torch.equal(packed, plain)
