@@ -56,6 +56,7 @@ void experts_sm90(const ExpertsSm90Call& call) {
   run_layer(p, layer, kKernels[call.kernel], [&](RoundedProblem& problem) {
     check_kernel(call.kernel, problem);
     bind_tiled_weights(kOp, problem, call);
+    check_rounding(problem, layer);
     problem.x_factor = floats_of(kOp, "hidden_states_scale", call.hidden_states_scale, problem.tokens, call.out);
   });
 }
