@@ -167,6 +167,11 @@ __device__ __forceinline__ void wait_for_sums<32>(float* d) {
   asm volatile("wgmma.wait_group.sync.aligned 0;" : MOEQ_OUT16(0)::"memory");
 }
 
+template <>
+__device__ __forceinline__ void wait_for_sums<96>(float* d) {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" : MOEQ_OUT16(0), MOEQ_OUT16(16), MOEQ_OUT16(32)::"memory");
+}
+
 // One step of two tiles again, with a in shared memory, too, like b: tiles of 64 rows, 8192 bytes each, one after another.
 template <int max_width>
 __device__ __forceinline__ void multiply_shared(float* d, uint32_t a, uint32_t b, int index);
