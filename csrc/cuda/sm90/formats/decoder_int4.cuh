@@ -141,7 +141,7 @@ struct Int4FloatFormat {
     Scales s;
     s.scale = high_halves(words.low_row, words.high_row);
     s.zero = int4_zero_points(low_halves(words.low_zero, words.high_zero), kInt4Units);
-    s.rest = round_bf16x2(rest_of(words.low_row), rest_of(words.high_row));
+    s.rest = pack_bf16(rest_of(words.low_row), rest_of(words.high_row));
     return s;
   }
 

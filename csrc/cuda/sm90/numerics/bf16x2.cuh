@@ -60,7 +60,7 @@ MOEQ_HOST_DEVICE uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
 }
 
 // The nearest bfloat16 of two floats.
-MOEQ_HOST_DEVICE uint32_t round_bf16x2(float low, float high) {
+MOEQ_HOST_DEVICE uint32_t pack_bf16(float low, float high) {
 #if defined(__CUDA_ARCH__)
   uint32_t r;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
