@@ -47,6 +47,10 @@ PEERS = {
     "int4zp": (),
     "int4f16": (),
     "int4zpf16": (),
+    "int4g32zp": (),
+    "int4g32zpf16": (),
+    "int4f32": (),
+    "int4zpf32": (),
     "nvfp4": ("marlin", "humming"),
     "mxfp4": ("marlin", "humming"),
     "bf16": ("vllm_triton",),
@@ -71,6 +75,7 @@ FEW_LAYERS = {
     "int4zp": 3,
     "int4f16": 3,
     "int4zpf16": 3,
+    **dict.fromkeys(("int4g32zp", "int4g32zpf16", "int4f32", "int4zpf32"), 3),
 }
 _NOT_OURS = ("reference", "flashinfer_trtllm", "flashinfer_cutlass")
 

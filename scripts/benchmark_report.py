@@ -38,6 +38,9 @@ MODELS = {
 FORMATS = {
     "nvfp4": "NVFP4", "mxfp4": "MXFP4", "int4": "INT4, groups of 128", "int4g32": "INT4, groups of 32",
     "int4zp": "INT4, zero points", "int4f16": "INT4, float16 scales", "int4zpf16": "INT4, zero points, float16 scales",
+    "int4g32zp": "INT4, groups of 32, zero points",
+    "int4g32zpf16": "INT4, groups of 32, zero points, float16 scales",
+    "int4f32": "INT4, float32 scales", "int4zpf32": "INT4, zero points, float32 scales",
     "mxint4": "MXINT4", "fp8": "FP8, 128x128 blocks", "fp8row": "FP8, scales of rows",
     "fp8half": "FP8, scales of half matrices", "mxfp8": "MXFP8", "bf16": "bfloat16",
 }  # fmt: skip

@@ -27,6 +27,10 @@ FORMATS = {
     "int4g32": "INT4 in groups of 32", "mxint4": "MXINT4", "int4zp": "INT4 in groups of 128 with zero points",
     "int4f16": "INT4 in groups of 128, float16 scales",
     "int4zpf16": "INT4 in groups of 128 with zero points, float16 scales",
+    "int4g32zp": "INT4 in groups of 32 with zero points",
+    "int4g32zpf16": "INT4 in groups of 32 with zero points, float16 scales",
+    "int4f32": "INT4 in groups of 128, float32 scales",
+    "int4zpf32": "INT4 in groups of 128 with zero points, float32 scales",
     "nvfp4": "NVFP4", "mxfp4": "MXFP4", "bf16": "bfloat16", "nvfp4-a8": "NVFP4, fp8 activations",
     "fp8-a16": "FP8 in 128x128 blocks", "fp8row-a16": "FP8 with scales of rows",
     "fp8half-a16": "FP8 with scales of half matrices", "mxfp8-a16": "MXFP8",
@@ -42,6 +46,10 @@ TIMED = {
     "int4zp": ("int4", "none", "bfloat16 per 128 with zero points"),
     "int4f16": ("int4", "none", "float16 per 128"),
     "int4zpf16": ("int4", "none", "float16 per 128 with zero points"),
+    "int4g32zp": ("int4", "none", "bfloat16 per 32 with zero points"),
+    "int4g32zpf16": ("int4", "none", "float16 per 32 with zero points"),
+    "int4f32": ("int4", "none", "float32 per 128"),
+    "int4zpf32": ("int4", "none", "float32 per 128 with zero points"),
     "mxint4": ("mxint4", "none", None),
 }
 

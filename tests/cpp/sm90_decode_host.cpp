@@ -8,7 +8,7 @@ namespace {
 
 using namespace moeq::sm90;
 
-// One term of what a thread holds; `out` is [terms][tiles][64][64].
+// What a thread holds; `out` is [tiles][64][64].
 template <class Format>
 void decode_thread(const uint8_t* codes, const typename Format::Scales& scales, int thread, uint16_t* out) {
   uint32_t words[4];
@@ -34,12 +34,23 @@ float decode_tiles(const uint8_t* codes, const uint8_t* scales, int64_t tiles, u
       typename Format::ScaleWord word;
       std::memcpy(&word, scales + tile * Format::kTileScaleBytes + Format::scale_offset(thread), sizeof(word));
       decode_thread<Format>(of_tile, Format::scales(word), thread, to);
-      if constexpr (Format::kTerms == 2) {
-        decode_thread<Format>(of_tile, Format::rest_scales(word), thread, to + tiles * kTileRows * kTileK);
-      }
     }
   }
   return Format::kAccumulatorScale;
+}
+
+// What sums of products with a tile are multiplied by, out[tiles][64].
+template <class Format>
+void factors_of_sums(const uint8_t* scales, int64_t tiles, float* out) {
+  for (int64_t row = 0; row < 32 * tiles; ++row) {
+    const int thread = row % 32 * 4;
+    typename Format::ScaleWord words;
+    std::memcpy(&words, scales + row / 32 * Format::kTileScaleBytes + Format::scale_offset(thread), sizeof(words));
+    const typename Format::Factors factors = Format::factors(words);
+    float* of_tile = out + row / 32 * kTileRows + thread / 32 * 16 + thread % 32 / 4;
+    of_tile[0] = factors.low;
+    of_tile[8] = factors.high;
+  }
 }
 
 // The values that thread `lane` of a warp gets of a tile's half from eight rows, [K], by one ldmatrix.
@@ -105,7 +116,7 @@ extern "C" void decode_e4m3_tiles(const uint8_t* codes, int64_t tiles, uint16_t*
   }
 }
 
-// bfloat16 patterns out[terms][tiles][64][64]; returns what they must be multiplied by.
+// bfloat16 patterns out[tiles][64][64]; returns what they must be multiplied by.
 extern "C" {
 float decode_nvfp4(const uint8_t* codes, const uint8_t* scales, int64_t tiles, uint16_t* out) {
   return decode_tiles<Nvfp4Format>(codes, scales, tiles, out);
@@ -125,20 +136,22 @@ float decode_int4_zero(const uint8_t* codes, const uint8_t* scales, int64_t tile
 float decode_int4_zero_bf16(const uint8_t* codes, const uint8_t* scales, int64_t tiles, uint16_t* out) {
   return decode_tiles<Int4ZeroFormat<false>>(codes, scales, tiles, out);
 }
+float decode_int4_zero_per_32(const uint8_t* codes, const uint8_t* scales, int64_t tiles, uint16_t* out) {
+  return decode_tiles<Int4ZeroFormat<true, 32>>(codes, scales, tiles, out);
+}
+float decode_int4_float(const uint8_t* codes, const uint8_t* scales, int64_t tiles, uint16_t* out) {
+  return decode_tiles<Int4FloatFormat>(codes, scales, tiles, out);
+}
+float decode_int4_float_sums(const uint8_t* codes, const uint8_t* scales, int64_t tiles, uint16_t* out) {
+  return decode_tiles<Int4FloatSumsFormat>(codes, scales, tiles, out);
+}
 float decode_int4_sums(const uint8_t* codes, const uint8_t* scales, int64_t tiles, uint16_t* out) {
   return decode_tiles<Int4SumsFormat>(codes, scales, tiles, out);
 }
-// What sums of the latter's products with a tile are multiplied by, out[tiles][64].
 void int4_sums_factors(const uint8_t* scales, int64_t tiles, float* out) {
-  for (int64_t row = 0; row < 32 * tiles; ++row) {
-    const int thread = row % 32 * 4;
-    Int4SumsFormat::ScaleWord words;
-    std::memcpy(&words, scales + row / 32 * Int4SumsFormat::kTileScaleBytes + Int4SumsFormat::scale_offset(thread),
-                sizeof(words));
-    const Int4SumsFormat::Factors factors = Int4SumsFormat::factors(words);
-    float* of_tile = out + row / 32 * kTileRows + thread / 32 * 16 + thread % 32 / 4;
-    of_tile[0] = factors.low;
-    of_tile[8] = factors.high;
-  }
+  factors_of_sums<Int4SumsFormat>(scales, tiles, out);
+}
+void int4_float_sums_factors(const uint8_t* scales, int64_t tiles, float* out) {
+  factors_of_sums<Int4FloatSumsFormat>(scales, tiles, out);
 }
 }

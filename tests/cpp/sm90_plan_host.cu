@@ -240,13 +240,29 @@ bool deals_each_tile_once(const few::Plan& plan) {
 
 }  // namespace
 
-// Both: 0 where the kernel does not take the layer, -1 where something is wrong.
+// plan_few, deal_few: 0 where the kernel does not take the layer, -1 where something is wrong.
 
 // Into how many parts units are cut that blocks share; 1: there are none.
 extern "C" int plan_few(const Layer* layer) {
   return answer(*layer, [](const few::Plan& plan) {
     return !holds(plan) ? -1 : shares(plan) ? 1 << plan.args.whole[0].shared_bits : 1;
   });
+}
+
+// Whether one block, and no other, writes what was chosen for each token.
+extern "C" bool keep_each_choice_once(int tokens, int blocks) {
+  this_grid.x = blocks;
+  for (int token = 0; token < tokens; ++token) {
+    int times = 0;
+    for (int block = 0; block < blocks; ++block) {
+      this_block.x = block;
+      times += few::keeps_choice(token) ? 1 : 0;
+    }
+    if (times != 1) {
+      return false;
+    }
+  }
+  return true;
 }
 
 // Whether blocks share units (2) or not (1), and every tile is multiplied exactly once.

@@ -33,7 +33,20 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize(
-    "fmt", ["fp8", "fp8row", "fp8half", "int4", "int4g32", "mxint4", "int4zp", "int4f16", "int4zpf16"]
+    "fmt",
+    [
+        "fp8",
+        "fp8row",
+        "fp8half",
+        "int4",
+        "int4g32",
+        "mxint4",
+        "int4zp",
+        "int4f16",
+        "int4zpf16",
+        "int4g32zp",
+        "int4zpf32",
+    ],
 )
 def test_a_layer_is_measured_and_a_peer_that_is_not_there_is_named(program: Any, fmt: str, tmp_path: Path) -> None:
     """Our exact kernels are nearer to the oracle than what the peers round; both are far from 0 and from 1."""

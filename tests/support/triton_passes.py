@@ -20,11 +20,22 @@ LAYER = Case(experts=3, hidden=64, inter=96, tokens=9, top_k=2)
 CONSTANTS = {"swigluoai": (1.702, 1.0, 1.5), "swiglustep": (1.0, 0.0, 0.75), "situ": (1.3, 0.8, float("inf"))}
 
 
-def with_int4_scales(raw: moe.RawWeights, dtype: torch.dtype, zero: bool) -> moe.RawWeights:
-    """Codes of an int4 layer with other scales, a random one for each 64 values of K, and zero points."""
+INT4_SCALES = (  # dtype, zero points, values of K: a form of the layout of `cuda_sm90_int4` each
+    (torch.bfloat16, True, 64),
+    (torch.float16, False, 64),
+    (torch.float16, True, 64),
+    (torch.bfloat16, True, 32),
+    (torch.float16, False, 32),
+    (torch.float32, False, 64),
+    (torch.float32, True, 64),
+)
+
+
+def with_int4_scales(raw: moe.RawWeights, dtype: torch.dtype, zero: bool, group: int) -> moe.RawWeights:
+    """Codes of an int4 layer with other scales, a random one for each `group` values of K, and zero points."""
     g, changed = torch.Generator().manual_seed(1), dict[str, Any]()
     for name, k in (("w13", raw.hidden_size), ("w2", raw.intermediate_size)):
-        shape = (*getattr(raw, name).shape[:2], k // 64)
+        shape = (*getattr(raw, name).shape[:2], k // group)
         changed[f"{name}_scale"] = (0.05 * torch.rand(shape, generator=g) + 0.01).to(dtype)
         if zero:
             changed[f"{name}_zero_point"] = torch.randint(0, 16, shape, generator=g).to(torch.uint8)

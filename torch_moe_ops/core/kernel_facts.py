@@ -99,6 +99,8 @@ SM90_FORMATS: dict[str, TileScales] = {
     "int4_per64": TileScales(1, 2),
     "int4_zero": TileScales(1, 4),
     "int4_zero_bf16": TileScales(1, 8, 2),
+    "int4_zero_per32": TileScales(2, 4),
+    "int4_float": TileScales(1, 8),
     "fp8": TileScales(0, 4),
     "mxfp8": TileScales(2, 1),
 }

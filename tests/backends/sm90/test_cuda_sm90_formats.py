@@ -18,7 +18,7 @@ from torch_moe_ops.core.layout import Sizes
 from torch_moe_ops.core.schemes import SCHEMES
 from torch_moe_ops.weights.shared_scales import int4_scales_of
 
-BF16, F16 = torch.bfloat16, torch.float16
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 # scheme, values of K that share an int4 scale (0: a row), dtype of int4 scales, zero points
 FORMATS = (
     ("nvfp4", 16, BF16, False),
@@ -29,8 +29,9 @@ FORMATS = (
     *(
         ("int4", group, dtype, zero)
         for group in (64, 128, 0)
-        for dtype, zero in ((F16, False), (F16, True), (BF16, True))
+        for dtype, zero in ((F16, False), (F16, True), (BF16, True), (F32, False), (F32, True))
     ),
+    *(("int4", 32, dtype, zero) for dtype, zero in ((F16, False), (F16, True), (BF16, True))),
 )
 # hidden, intermediate size: neither fills its tiles, both do, K of 45 tiles, and two that no group but a row divides.
 SIZES = ((128, 160), (256, 384), (2880, 96), (192, 80), (64, 48))
@@ -114,9 +115,9 @@ def decoder_of(scheme: str, scale: Tensor) -> str:
     if scheme in ("nvfp4", "mxfp4"):
         return f"decode_{scheme}"
     if scale.dtype == torch.int32:
-        return "decode_int4_zero"
+        return "decode_int4_zero_per_32" if scale.shape[-1] == 128 else "decode_int4_zero"
     if scale.dtype == torch.int64:
-        return "decode_int4_zero_bf16"
+        return "decode_int4_float" if scale.shape[-1] == 64 else "decode_int4_zero_bf16"
     return f"decode_int4_per_{32 if scale.shape[-1] == 128 else 64}"
 
 
@@ -138,6 +139,13 @@ def natural_rows(stored: Tensor, gated: bool) -> Tensor:
     if not gated:
         return stored[:, None]
     return stored.unflatten(1, (-1, 2, 8)).transpose(1, 2).flatten(2, 3)
+
+
+def near(decoded: Tensor, weight: Tensor) -> bool:
+    """Whether each is the nearest bfloat16, but where a weight is within 2^-15 of itself from the middle of two."""
+    far = [(bound * weight.double()).to(torch.bfloat16).double() for bound in (1 - 2.0**-15, 1, 1 + 2.0**-15)]
+    assert (decoded == far[1]).double().mean() > 0.98
+    return bool(((decoded == far[0]) | (decoded == far[1]) | (decoded == far[2])).all())
 
 
 @pytest.mark.parametrize("gated", (True, False))
@@ -169,15 +177,27 @@ def test_decoders_round_each_weight_once(
         if scheme == "mxfp4":  # down to 2^-93; below, operands are subnormal
             normal = weight.abs() >= 2.0**-94
             assert torch.equal(decoded[normal], rounded[normal]) and (decoded - rounded).abs().max() <= 2.0**-102
+        elif dtype == F32:  # a scale has sixteen bits
+            assert near(decoded, weight)
         else:
             assert torch.equal(decoded, rounded)
         if not zero:  # what no token meets is zero all the same
             assert not halves[:, :, rows:].any() and not halves[:, :, :, weight.shape[2] :].any()
 
 
+def exact_weight(raw: moe.RawWeights, name: str) -> Tensor:
+    """float64 [E, N, K]: what float32 rounds where scales are float32."""
+    words, scale, zero = (getattr(raw, f"{name}{end}") for end in ("", "_scale", "_zero_point"))
+    codes = ((words.unsqueeze(-1) >> torch.arange(0, 32, 4)) & 15).flatten(2).double()
+    each = codes.shape[2] // scale.shape[2]
+    points = 8.0 if zero is None else zero.double().repeat_interleave(each, 2)
+    found: Tensor = (codes - points) * scale.double().repeat_interleave(each, 2)
+    return found
+
+
 @pytest.mark.parametrize("gated", (True, False))
 @pytest.mark.parametrize(
-    ("scheme", "group", "dtype", "zero", "hidden", "inter"), [c for c in CASES if c[3] or c[2] == F16]
+    ("scheme", "group", "dtype", "zero", "hidden", "inter"), [c for c in CASES if c[1] != 32 and (c[3] or c[2] != BF16)]
 )
 def test_sums_of_a_tile_need_its_rows_scales_alone(
     decoders: ctypes.CDLL, scheme: str, group: int, dtype: torch.dtype, zero: bool, hidden: int, inter: int, gated: bool
@@ -187,23 +207,30 @@ def test_sums_of_a_tile_need_its_rows_scales_alone(
     prepared = cuda_sm90.prepare(raw)
     for name, weight in zip(("w13", "w2"), moe.dequantize_experts(raw), strict=True):
         codes, scale = prepared[name], prepared[f"{name}_scale"]
-        differences = decode(decoders, scheme, codes, scale, "decode_int4_sums")
+        kind = "int4_float_sums" if dtype == F32 else "int4_sums"
+        differences = decode(decoders, scheme, codes, scale, f"decode_{kind}")
         experts, row_tiles, k_tiles = codes.shape[:3]
         factors = torch.empty(experts, row_tiles, k_tiles, 64)
         count = ctypes.c_int64(experts * row_tiles * k_tiles)
-        decoders.int4_sums_factors(ctypes.c_void_p(scale.data_ptr()), count, ctypes.c_void_p(factors.data_ptr()))
+        decoders[f"{kind}_factors"](ctypes.c_void_p(scale.data_ptr()), count, ctypes.c_void_p(factors.data_ptr()))
         of_rows = factors.double().transpose(2, 3).flatten(1, 2)  # [E, stored rows, K tiles]
         stored = differences * of_rows.repeat_interleave(64, 2)
         halves = natural_rows(stored, gated and name == "w13")
         rows = weight.shape[1] // halves.shape[1]
-        assert torch.equal(halves[:, :, :rows, : weight.shape[2]].flatten(1, 2), weight.double())
+        assert torch.equal(halves[:, :, :rows, : weight.shape[2]].flatten(1, 2), exact_weight(raw, name))
         # Both are numbers that tensor cores and float32 keep, not subnormal ones.
         assert differences[differences != 0].abs().min() >= 2.0**-126 / 2.0**40
 
 
 @pytest.mark.parametrize(
     ("dtype", "zero", "stored"),
-    ((BF16, False, torch.bfloat16), (BF16, True, torch.int64), (F16, False, torch.int32), (F16, True, torch.int32)),
+    (
+        (BF16, False, torch.bfloat16),
+        (BF16, True, torch.int64),
+        (F16, False, torch.int32),
+        (F16, True, torch.int32),
+        (F32, False, torch.int64),
+    ),
 )
 def test_zero_points_beside_bfloat16_scales_have_a_form_of_their_own(
     dtype: torch.dtype, zero: bool, stored: torch.dtype
@@ -216,15 +243,34 @@ def test_zero_points_beside_bfloat16_scales_have_a_form_of_their_own(
         assert {cuda_sm90.prepare(mixed)[f"{name}_scale"].dtype for name in ("w13", "w2")} == {torch.int32}
 
 
+@pytest.mark.parametrize("others", ("float16 per 64", "bfloat16 per 128 with zero points"))
+def test_float32_scales_beside_others(others: str) -> None:
+    """Both weights have one form, and come back as they were."""
+    dtype, group = (F16, 64) if others.startswith("float16") else (BF16, 128)
+    raw, other = (
+        make_layer("int4", g, d, z, 128, 128) for g, d, z in ((128, F32, False), (group, dtype, "zero" in others))
+    )
+    mixed = dataclasses.replace(raw, w2_scale=other.w2_scale, w2_zero_point=other.w2_zero_point)
+    assert int4_scales_of(mixed) == f"float32 per row, {others.replace('128', 'row')}"
+    prepared = cuda_sm90.prepare(mixed)
+    assert {prepared[f"{name}_scale"].dtype for name in ("w13", "w2")} == {torch.int64}
+    restored = cuda_sm90.restore(SCHEMES["int4"], prepared, Sizes(2, 128, 128, True, torch.uint8))
+    assert restored.keys() == mixed.tensors().keys()
+    assert all(
+        torch.equal(restored[name], t) and restored[name].dtype == t.dtype for name, t in mixed.tensors().items()
+    )
+
+
+@pytest.mark.parametrize("group", (32, 64))
 @pytest.mark.parametrize("dtype", (BF16, F16))
-def test_every_code_with_every_zero_point(decoders: ctypes.CDLL, dtype: torch.dtype) -> None:
-    raw = make_layer("int4", 64, dtype, True, 1024, 64)
+def test_every_code_with_every_zero_point(decoders: ctypes.CDLL, dtype: torch.dtype, group: int) -> None:
+    raw = make_layer("int4", group, dtype, True, 1024, 64)
     codes = torch.arange(16).repeat(4).view(8, 8) << torch.arange(0, 32, 4)
     words = codes.sum(1).to(torch.int64)
     words = torch.where(words >= 2**31, words - 2**32, words).int()
     raw.w13.copy_(words.repeat(raw.w13.shape[2] // 8).expand_as(raw.w13))
     assert raw.w13_zero_point is not None and raw.w13_scale is not None
-    raw.w13_zero_point.copy_(torch.arange(16, dtype=torch.uint8).expand_as(raw.w13_zero_point))
+    raw.w13_zero_point.copy_((torch.arange(1024 // group) % 16).expand_as(raw.w13_zero_point))
     expected = moe.dequantize_experts(raw)[0].to(torch.bfloat16).double()
     prepared = cuda_sm90.prepare(raw)
     stored = decode(decoders, "int4", prepared["w13"], prepared["w13_scale"])
@@ -232,14 +278,14 @@ def test_every_code_with_every_zero_point(decoders: ctypes.CDLL, dtype: torch.dt
 
 
 @pytest.mark.parametrize("scale", (0.0, -0.0, 2.0**-133, -(2.0**-126), 65280.0, -65280.0, 2.0**-24))
-@pytest.mark.parametrize("dtype", (BF16, F16))
-def test_extreme_scales_of_int4_come_back(scale: float, dtype: torch.dtype) -> None:
-    raw = make_layer("int4", 64, dtype, False, 64, 64)
+@pytest.mark.parametrize(("dtype", "group"), ((BF16, 64), (F16, 64), (F32, 64), (F16, 32)))
+def test_extreme_scales_of_int4_come_back(scale: float, dtype: torch.dtype, group: int) -> None:
+    raw = make_layer("int4", group, dtype, False, 64, 64)
     assert raw.w13_scale is not None
     raw.w13_scale[1] = scale
     sizes = Sizes(2, 64, 64, True, torch.uint8)
     back = cuda_sm90.restore(SCHEMES["int4"], cuda_sm90.prepare(raw), sizes)["w13_scale"]
-    assert torch.equal(back.view(torch.int16), raw.w13_scale.view(torch.int16))
+    assert torch.equal(back.view(torch.uint8), raw.w13_scale.view(torch.uint8))
 
 
 @pytest.mark.parametrize(
@@ -262,11 +308,7 @@ def test_scales_that_do_not_fit_are_refused(scheme: str, value: float, text: str
 
 @pytest.mark.parametrize(
     ("group", "dtype", "zero", "kind"),
-    (
-        (32, F16, False, "float16 per 32"),
-        (32, BF16, True, "bfloat16 per 32 with zero points"),
-        (128, torch.float32, False, "float32 per 128"),
-    ),
+    ((32, F32, False, "float32 per 32"), (32, F32, True, "float32 per 32 with zero points")),
 )
 def test_int4_scales_without_a_form_are_a_reason(group: int, dtype: torch.dtype, zero: bool, kind: str) -> None:
     raw = make_layer("int4", group, dtype, zero, 256, 256)
@@ -276,8 +318,13 @@ def test_int4_scales_without_a_form_are_a_reason(group: int, dtype: torch.dtype,
     assert len(reasons) == 1 and reasons[0].endswith(f"got {kind}")
     with pytest.raises(ValueError, match=f"scales of int4 weights must .* got {kind}"):
         cuda_sm90.prepare(raw)
-    fitting = dataclasses.replace(problem, weight_scales="bfloat16 per 128, float16 per row with zero points")
-    assert not any("scales of int4" in reason for reason in BACKENDS["cuda_sm90"].reasons(fitting))
+    for kinds in (
+        "bfloat16 per 128, float16 per row with zero points",
+        "float32 per 64 with zero points",
+        "bfloat16 per 32, float16 per 32 with zero points",
+    ):
+        fitting = dataclasses.replace(problem, weight_scales=kinds)
+        assert not any("scales of int4" in reason for reason in BACKENDS["cuda_sm90"].reasons(fitting))
 
 
 @pytest.mark.parametrize(
@@ -287,6 +334,8 @@ def test_int4_scales_without_a_form_are_a_reason(group: int, dtype: torch.dtype,
         ("bfloat16 per 32", "weights are rounded to bfloat16; "),
         ("bfloat16 per 64 with zero points", "weights are rounded to bfloat16, but not by decode; "),
         ("bfloat16 per 128, float16 per row", "weights are rounded to bfloat16, but not by decode and slim; "),
+        ("float32 per 128", "weights are rounded to bfloat16, but not by decode and slim; "),
+        ("float16 per 32 with zero points", "weights are rounded to bfloat16; "),
     ),
 )
 def test_explain_says_which_kernels_round(kinds: str, text: str) -> None:

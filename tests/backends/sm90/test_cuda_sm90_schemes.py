@@ -2,7 +2,8 @@
 
 MXFP4 is exact in bfloat16. INT4 is not: the kernels round each weight to it once, so they are held to the oracle with
 weights that have been rounded, as to that with NVFP4, and to the exact one within ROUNDED_INT4. But some multiply sums by
-scales, and round no weight: decode where there are zero points or float16 scales, slim tiles where there are the latter.
+scales, and round no weight, in groups of more than 32: decode where there are zero points, float16 or float32 scales, slim
+tiles where there are the latter two.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(REASON), reason=REASON or
 LIMIT = 2e-3
 LIMIT_BF16 = 4e-3
 
-F16 = torch.float16
+F16, F32 = torch.float16, torch.float32
 # Scheme and options of the int4 scales; group -1: a row.
 FORMATS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("mxfp4", {}),
@@ -40,6 +41,12 @@ FORMATS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("int4", {"group": 128, "scale_dtype": F16}),
     ("int4", {"group": 128, "scale_dtype": F16, "zero": True}),
     ("int4", {"group": -1, "scale_dtype": F16, "zero": True}),
+    ("int4", {"group": 32, "zero": True}),
+    ("int4", {"group": 32, "scale_dtype": F16}),
+    ("int4", {"group": 32, "scale_dtype": F16, "zero": True}),
+    ("int4", {"group": 64, "scale_dtype": F32}),
+    ("int4", {"group": 128, "scale_dtype": F32, "zero": True}),
+    ("int4", {"group": -1, "scale_dtype": F32, "zero": True}),
 )
 formats = pytest.mark.parametrize(("scheme", "weights"), FORMATS, ids=str)
 
@@ -84,8 +91,12 @@ def rounds(kernel: str, tiled: ExpertsCall) -> bool:
     """Whether a kernel rounds the int4 weights of a call as `in_tiles` has it to bfloat16."""
     scales = tiled.w13_scale
     assert scales is not None
-    kinds = {torch.int32: "float16 per 64", torch.int64: "bfloat16 per 64 with zero points"}
-    return SM90_KERNELS[number_of(kernel, tiled)] not in exact_kernels(kinds.get(scales.dtype, ""))
+    kinds = {  # by dtype and size of a tile's
+        (torch.int32, 64): "float16 per 64",
+        (torch.int64, 32): "bfloat16 per 64 with zero points",
+        (torch.int64, 64): "float32 per 64",
+    }
+    return SM90_KERNELS[number_of(kernel, tiled)] not in exact_kernels(kinds.get((scales.dtype, scales.shape[-1]), ""))
 
 
 def check(call: ExpertsCall, limit: float, kernels: tuple[str, ...] = KERNELS) -> None:

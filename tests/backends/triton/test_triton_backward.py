@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from problems import Case, make_raw
 from tolerances import relative_l2
 from triton_cases import DEVICE
-from triton_passes import LAYER, make_call, with_int4_scales
+from triton_passes import INT4_SCALES, LAYER, make_call, with_int4_scales
 
 import torch_moe_ops as moe
 from torch_moe_ops.backends import BACKENDS
@@ -134,13 +134,11 @@ def test_decoded_weights(backend: str, scheme: str, activation: str) -> None:
         torch.testing.assert_close(single, expected, rtol=3e-7, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "zero"), ((torch.bfloat16, True), (torch.float16, False), (torch.float16, True)), ids=str
-)
-def test_decoded_int4_with_zero_points_or_float16_scales(dtype: torch.dtype, zero: bool) -> None:
+@pytest.mark.parametrize(("dtype", "zero", "group"), INT4_SCALES, ids=str)
+def test_decoded_int4_with_zero_points_or_other_scales(dtype: torch.dtype, zero: bool, group: int) -> None:
     """In the forms that scales have in the layout of `cuda_sm90_int4` then."""
     case, name = replace(LAYER, scheme="int4", inter=64), "cuda_sm90_int4"
-    raw = with_int4_scales(make_raw(case), dtype, zero)
+    raw = with_int4_scales(make_raw(case), dtype, zero, group)
     backend = BACKENDS[name]
     call, sizes = make_call(case, name, **backend.prepare(raw))
     for weight, expected in zip(("w13", "w2"), moe.dequantize_experts(raw), strict=True):

@@ -16,7 +16,7 @@ from problems import Case, make_raw
 from tolerances import relative_l2
 from torch import Tensor
 from triton_cases import DEVICE
-from triton_passes import LAYER, make_call, with_int4_scales
+from triton_passes import INT4_SCALES, LAYER, make_call, with_int4_scales
 
 from torch_moe_ops.backends import BACKENDS
 from torch_moe_ops.backends.triton_engine.backward_pass import Pass
@@ -111,12 +111,12 @@ def test_few_rows(case: Case, backend: str, monkeypatch: pytest.MonkeyPatch) -> 
     _check_few_rows(call, sizes, raw, backend, monkeypatch)
 
 
-@pytest.mark.parametrize(("dtype", "zero"), ((torch.bfloat16, True), (torch.float16, False)), ids=str)
-def test_few_rows_of_int4_with_zero_points_or_float16_scales(
-    dtype: torch.dtype, zero: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("dtype", "zero", "group"), INT4_SCALES, ids=str)
+def test_few_rows_of_int4_with_zero_points_or_other_scales(
+    dtype: torch.dtype, zero: bool, group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case, backend = replace(LAYER, scheme="int4", inter=64, tokens=1), "cuda_sm90_int4"
-    raw = with_int4_scales(make_raw(case), dtype, zero)
+    raw = with_int4_scales(make_raw(case), dtype, zero, group)
     _check_few_rows(*make_call(case, backend, **BACKENDS[backend].prepare(raw)), raw, backend, monkeypatch)
 
 

@@ -18,6 +18,7 @@ from torch_moe_ops.weights.shared_scales import int4_scales_of
 
 _PER32, _PER64 = SM90_FORMATS["int4_per32"], SM90_FORMATS["int4_per64"]
 _ZERO, _ZERO_BF16 = SM90_FORMATS["int4_zero"], SM90_FORMATS["int4_zero_bf16"]
+_ZERO_PER32, _FLOAT = SM90_FORMATS["int4_zero_per32"], SM90_FORMATS["int4_float"]
 _CODES = {"nvfp4": layout.E2M1, "mxfp4": layout.E2M1, "mxint4": layout.INT4, "int4": layout.INT4}
 
 
@@ -80,10 +81,13 @@ def _pack_scales(raw: RawWeights, name: str, gated: bool) -> Tensor:
 
 
 def _int4_kind(raw: RawWeights) -> TileScales:
-    """The form of the scales of both weights: of float16 ones, of zero points, or of neither."""
-    if raw.scheme == "mxint4" or " per 32" in int4_scales_of(raw):
-        return _PER32
-    if any(s is not None and s.dtype == torch.float16 for s in (raw.w13_scale, raw.w2_scale)):
+    """The form of the scales of both weights: the least that holds the dtypes and zero points of either."""
+    kinds = "bfloat16 per 32" if raw.scheme == "mxint4" else int4_scales_of(raw)
+    if " per 32" in kinds:
+        return _PER32 if kinds == "bfloat16 per 32" else _ZERO_PER32
+    if "float32" in kinds:
+        return _FLOAT
+    if any(kind.startswith("float16") for kind in kinds.split(", ")):
         return _ZERO
     return _PER64 if raw.w13_zero_point is None and raw.w2_zero_point is None else _ZERO_BF16
 
@@ -112,7 +116,9 @@ def restore(scheme: Scheme, tensors: Mapping[str, Tensor], sizes: Sizes) -> dict
 
 def exact_kernels(kinds: str) -> tuple[str, ...]:
     """Kernels that scale sums instead of int4 weights, and round none. kinds: of scales, as Problem has them."""
-    if any(kind.startswith("float16") for kind in kinds.split(", ")):
+    if " per 32" in kinds:
+        return ()
+    if any(kind.startswith(("float16", "float32")) for kind in kinds.split(", ")):
         return ("decode", "slim")
     return ("decode",) if "zero points" in kinds else ()
 
@@ -125,10 +131,12 @@ def scales_reason(problem: Problem) -> str | None:
 
 
 def _int4_reason(kinds: str) -> str | None:
-    each = set(kinds.split(", "))
-    if each == {"bfloat16 per 32"} or not any("float32" in kind or " per 32" in kind for kind in each):
+    each = kinds.split(", ")
+    if not any(" per 32" in kind for kind in each):
         return None
-    need = "be bfloat16 per 32 of K without zero points, or bfloat16 or float16 per 64, 128 or row"
+    if all(" per 32" in kind and "float32" not in kind for kind in each):
+        return None
+    need = "be bfloat16 or float16 per 32 of K, both weights', or bfloat16, float16 or float32 per 64, 128 or row"
     return f"scales of int4 weights must {need}, got {kinds}"
 
 

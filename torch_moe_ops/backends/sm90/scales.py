@@ -7,10 +7,12 @@ tiles of groups larger than a tile are repeated: [E, row tiles, groups, repeats,
 - mxfp4, uint8, two: the exponent byte as it is.
 - int4 and mxint4 with bfloat16 scales and no zero points, bfloat16, two or one: the scale times 2^112, or 2^108 in the
   row eight below, as the decoder's codes of that row are 16 times as large.
-- int4 with zero points or float16 scales, int32, one: such a product as the sum of two bfloat16, the nearest one in
-  the low half, the rest in the high half. That needs the upper ten bits; below: bit 5, a float16 scale; bit 4, there
-  are zero points; bits 0 to 3, the zero point. Where all scales are bfloat16, so that there is no rest, those of both
-  rows are one int64: kernels are told by that.
+- int4 with zero points or float16 scales, int32, two or one: such a product as the sum of two bfloat16, the nearest one
+  in the low half, the rest in the high half. That needs the upper ten bits; below: bit 5, a float16 scale; bit 4, there
+  are zero points; bits 0 to 3, the zero point. Where all scales are bfloat16, so that there is no rest, and one in a
+  tile, those of both rows are one int64: kernels are told by that.
+- int4 with float32 scales, int64, one: such a product in the low half, in float32; the flags in the high half are those
+  of above, and bit 6, a float32 scale.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ _NVFP4, _MXFP4 = SM90_FORMATS["nvfp4"].in_row, SM90_FORMATS["mxfp4"].in_row
 LARGEST_E4M3 = 126  # code of 448
 LARGEST_EXPONENT = 160  # of e8m0: 2^33
 LARGEST_INT4 = 65280  # the largest bfloat16 below 2^16
-_FLOAT16, _ZERO_POINTS = 32, 16  # bits of an int4 scale
+_FLOAT32, _FLOAT16, _ZERO_POINTS = 64, 32, 16  # bits of an int4 scale
 _REST = -1 << 22  # the upper ten bits
+_DTYPES = {2: torch.bfloat16, 4: torch.int32, 8: torch.int64}  # by bytes of a scale
 
 
 def pack_nvfp4(scales: Tensor, gated: bool, name: str) -> Tensor:
@@ -84,14 +87,13 @@ def pack_int4(scales: Tensor, zero_points: Tensor | None, k: int, gated: bool, n
     """Scales [E, N, groups] of K = k -> [E, row tiles, groups, repeats, kind.in_tile].
 
     kind: one of SM90_FORMATS, the same for w13 and w2. Its elements are wider than bfloat16 where there are zero points
-    (uint8, shaped like scales) or float16 scales.
+    (uint8, shaped like scales), float16 or float32 scales.
     Raises ValueError where a scale is infinite, NaN or above 65280 in magnitude.
     """
     experts, rows, columns = scales.shape
     _, row_tiles, k_tiles = tiled_shape(experts, rows, k, gated)
     groups = k_tiles if columns > k_tiles else columns
-    blocks, wide = kind.in_row, kind.each > torch.bfloat16.itemsize
-    dtype = torch.int32 if wide else torch.bfloat16
+    blocks, dtype = kind.in_row, _DTYPES[kind.each // kind.rows]
     out = scales.new_empty((experts, row_tiles, groups, k_tiles // groups, TILE * blocks), dtype=dtype)
     for e in range(experts):
         wrong = scales[e][~(scales[e].abs() <= LARGEST_INT4)]
@@ -100,30 +102,40 @@ def pack_int4(scales: Tensor, zero_points: Tensor | None, k: int, gated: bool, n
             raise ValueError(f"backend 'cuda_sm90_int4': {text}, got {float(wrong[0])} in expert {e}")
         scaled = to_tiles(scales[e].float().contiguous(), gated, blocks) * _units(scales.device)
         stored = scaled.to(torch.bfloat16)
-        if wide:
-            zero = None if zero_points is None else to_tiles(zero_points[e].contiguous(), gated, 1, SYMMETRIC_ZERO)
-            stored = _wide(scaled, stored, zero, scales.dtype == torch.float16)
+        if dtype != torch.bfloat16:
+            zero = None if zero_points is None else to_tiles(zero_points[e].contiguous(), gated, blocks, SYMMETRIC_ZERO)
+            low = _points(zero, scales.dtype)
+            stored = _wide(scaled, stored, low) if dtype == torch.int32 else _float32(scaled, low)
         out[e].copy_(_in_tiles(stored).unsqueeze(2))
     return out.view(torch.int64) if kind.rows == 2 else out
 
 
 def unpack_int4(packed: Tensor, rows: int, k: int, gated: bool) -> tuple[Tensor, Tensor | None]:
     """Inverse of pack_int4: scales, and zero points where there are any."""
-    packed = packed.view(torch.int32) if packed.dtype == torch.int64 else packed
+    packed = packed.view(torch.int32) if holds_two_rows(packed) else packed
     experts, _, groups, _, count = packed.shape
     blocks = count // TILE
     columns = k // (TILE // 2) if blocks == 2 else groups
-    wide = packed.dtype == torch.int32
-    flags = int(packed.flatten()[0]) >> 16 if wide else 0
-    out = packed.new_empty((experts, rows, columns), dtype=torch.float16 if flags & _FLOAT16 else torch.bfloat16)
+    points_at = {torch.bfloat16: 0, torch.int32: 16, torch.int64: 32}[packed.dtype]
+    flags = int(packed.flatten()[0]) >> points_at if points_at else 0
+    if packed.dtype == torch.int64 and flags & _FLOAT32:
+        dtype = torch.float32
+    else:
+        dtype = torch.float16 if flags & _FLOAT16 else torch.bfloat16
+    out = packed.new_empty((experts, rows, columns), dtype=dtype)
     zero = packed.new_empty(out.shape, dtype=torch.uint8) if flags & _ZERO_POINTS else None
     for e in range(experts):
         of_expert = _in_rows(packed[e, :, :, 0], blocks)
-        scaled = _narrow(of_expert) if wide else of_expert.float()
+        scaled = _scaled_of(of_expert)
         from_tiles((scaled / _units(packed.device)).to(out.dtype), gated, out[e])
         if zero is not None:
-            from_tiles(((of_expert >> 16) & 15).to(torch.uint8), gated, zero[e])
+            from_tiles(((of_expert >> points_at) & 15).to(torch.uint8), gated, zero[e])
     return out, zero
+
+
+def holds_two_rows(packed: Tensor) -> bool:
+    """Whether an element has the scales of two rows, each of 32 bits; else one of 64 bits is a float32 scale's."""
+    return packed.dtype == torch.int64 and packed.shape[-1] < TILE
 
 
 def int4_shapes(experts: int, rows: int, k: int, gated: bool, kind: TileScales) -> tuple[tuple[int, ...], ...]:
@@ -133,15 +145,28 @@ def int4_shapes(experts: int, rows: int, k: int, gated: bool, kind: TileScales) 
     return tuple((*outer, g, k_tiles // g, kind.in_tile) for g in sorted(groups, reverse=True) if k_tiles % g == 0)
 
 
-def _wide(scaled: Tensor, nearest: Tensor, zero: Tensor | None, is_float16: bool) -> Tensor:
+def _points(zero: Tensor | None, dtype: torch.dtype) -> Tensor | int:
+    """Zero points, and what a scale was, int32."""
+    flags = {torch.float32: _FLOAT32, torch.float16: _FLOAT16}.get(dtype, 0)
+    return SYMMETRIC_ZERO | flags if zero is None else zero.int() | (flags | _ZERO_POINTS)
+
+
+def _wide(scaled: Tensor, nearest: Tensor, points: Tensor | int) -> Tensor:
     rest = (scaled - nearest.float()).to(torch.bfloat16).view(torch.int16).int()
-    flags = (_FLOAT16 if is_float16 else 0) | (0 if zero is None else _ZERO_POINTS)
-    points = SYMMETRIC_ZERO if zero is None else zero.int()
-    return (nearest.view(torch.int16).int() & 0xFFFF) | (rest | points | flags) << 16
+    return (nearest.view(torch.int16).int() & 0xFFFF) | (rest | points) << 16
 
 
-def _narrow(stored: Tensor) -> Tensor:
-    """Inverse of _wide, float32; a scale of -0 keeps its sign."""
+def _float32(scaled: Tensor, points: Tensor | int) -> Tensor:
+    high = points.long() if isinstance(points, Tensor) else points
+    return (scaled.view(torch.int32).long() & 0xFFFFFFFF) | high << 32
+
+
+def _scaled_of(stored: Tensor) -> Tensor:
+    """What is stored of scales in any of these forms, float32; a scale of -0 keeps its sign."""
+    if stored.dtype == torch.bfloat16:
+        return stored.float()
+    if stored.dtype == torch.int64:
+        return stored.to(torch.int32).view(torch.float32)
     nearest, rest = ((bits << 16).view(torch.float32) for bits in (stored, (stored & _REST) >> 16))
     return torch.where(rest == 0, nearest, nearest + rest)
 

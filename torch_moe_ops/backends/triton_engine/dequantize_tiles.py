@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_moe_ops.backends.sm90.scales import holds_two_rows
 from torch_moe_ops.backends.triton_engine.decode_scales import spread
 from torch_moe_ops.backends.triton_engine.decode_words import four_natural
 from torch_moe_ops.backends.triton_engine.dequantize import store_scaled
@@ -96,8 +97,11 @@ def _int4_words(word, upper, lower, upper_zero, lower_zero):
 
 @triton.jit
 def _int4_scale(stored, UNIT: tl.constexpr):
-    """(scale, zero point), float32, of one that is bfloat16 or 32 bits wide, and UNIT times itself (sm90/scales.py)."""
-    if tl.int32 == stored.dtype:
+    """(scale, zero point), float32, of one in any form, UNIT times itself (sm90/scales.py)."""
+    if tl.int64 == stored.dtype:
+        scaled = stored.to(tl.int32).to(tl.float32, bitcast=True)
+        return scaled * (1.0 / UNIT), ((stored >> 32) & 15).to(tl.float32)
+    elif tl.int32 == stored.dtype:
         near = (stored << 16).to(tl.float32, bitcast=True)
         rest = (stored & -4194304).to(tl.float32, bitcast=True)
         return (near + rest) * (1.0 / UNIT), ((stored >> 16) & 15).to(tl.float32)
@@ -135,7 +139,7 @@ def tile_values(
         t, zero_t = _int4_scale(lower, 324518553658426726783156020576256.0)  # 2^108
         s = spread(s, 32, lanes)
         t = spread(t, 32, lanes)
-        if tl.int32 == upper.dtype:
+        if tl.bfloat16 != upper.dtype:
             zero_s = spread(zero_s, 32, lanes)
             zero_t = spread(zero_t, 32, lanes)
         a0, a1, a2, a3, b0, b1, b2, b3 = _int4_words(word, s, t, zero_s, zero_t)
@@ -211,7 +215,7 @@ def kind_of(scheme: str) -> tuple[str, float]:
 
 def as_read(scale: Tensor) -> Tensor:
     """Scales of the layout as the kernels read them, each for itself: those of two rows may be one int64."""
-    return scale.view(torch.int32) if scale.dtype == torch.int64 else scale
+    return scale.view(torch.int32) if holds_two_rows(scale) else scale
 
 
 def dequantize_tiles(

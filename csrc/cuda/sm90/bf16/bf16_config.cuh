@@ -30,18 +30,11 @@ constexpr int kBf16TileBytes = kTileRows * kTileK * 2;
 constexpr int kBf16BlockRows = Sizes<Bf16Config>::kBlockTiles * kTileRows;
 
 template <>
-struct __align__(1024) GemmShared<Bf16Config> {
+struct GemmOperands<Bf16Config> {
   using C = Bf16Config;
   uint8_t tokens[C::kTokenStages][C::kTokenSteps][Sizes<C>::kTokenStepBytes];
   uint8_t weights[C::kWeightStages][Sizes<C>::kBlockTiles][kBf16TileBytes];
   uint8_t staging[C::kConsumers][C::kMaxWidth * 128];
-  int slots[C::kConsumers][2][C::kMaxWidth];
-  Work work[kWorkSlots];
-  uint64_t tokens_full[C::kTokenStages], tokens_empty[C::kTokenStages];
-  uint64_t weights_full[C::kWeightStages], weights_empty[C::kWeightStages];
-  uint64_t work_full[kWorkSlots], work_empty[kWorkSlots];
-  uint64_t stored[kWorkSlots];
-  uint64_t work_wanted;
 };
 
 }  // namespace moeq::sm90

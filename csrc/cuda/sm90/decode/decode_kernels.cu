@@ -14,6 +14,10 @@ const void* kernel_of(Format format, int groups) {
     case Format::kInt4Zero:
     case Format::kInt4ZeroBf16:
       return kernel_for<Int4SumsFormat>(groups);
+    case Format::kInt4ZeroPer32:
+      return kernel_for<Int4ZeroFormat<true, 32>>(groups);
+    case Format::kInt4Float:
+      return kernel_for<Int4FloatSumsFormat>(groups);
     default:
       return kernel_for<Nvfp4Format>(groups);
   }

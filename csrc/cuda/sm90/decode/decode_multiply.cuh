@@ -91,11 +91,7 @@ template <class Format, int kGroups>
 __device__ __forceinline__ void multiply_decoded(const uint8_t* stage, int tile, const RowTile<kGroups>& tile_row,
                                                  const uint32_t* zeros, const uint4& codes,
                                                  const typename Format::ScaleWord& scale_word, Sums<kGroups>& sums) {
-  typename Format::Scales scales[Format::kTerms];
-  scales[0] = Format::scales(scale_word);
-  if constexpr (Format::kTerms == 2) {
-    scales[1] = Format::rest_scales(scale_word);
-  }
+  const typename Format::Scales scales = Format::scales(scale_word);
   const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
   const uint8_t* rows[kGroups];
 #pragma unroll
@@ -111,17 +107,14 @@ __device__ __forceinline__ void multiply_decoded(const uint8_t* stage, int tile,
         b[i] = *reinterpret_cast<const uint4*>(rows[i] + 16 * half);
       }
     }
+    uint32_t first[4], second[4];
+    Format::decode(words[2 * half], scales, first);
+    Format::decode(words[2 * half + 1], scales, second);
 #pragma unroll
-    for (int term = 0; term < Format::kTerms; ++term) {
-      uint32_t first[4], second[4];
-      Format::decode(words[2 * half], scales[term], first);
-      Format::decode(words[2 * half + 1], scales[term], second);
-#pragma unroll
-      for (int i = 0; i < kGroups; ++i) {
-        if (i == 0 || i < tile_row.groups) {
-          multiply_add(sums.v[i], first, b[i].x, b[i].y);
-          multiply_add(sums.v[i], second, b[i].z, b[i].w);
-        }
+    for (int i = 0; i < kGroups; ++i) {
+      if (i == 0 || i < tile_row.groups) {
+        multiply_add(sums.v[i], first, b[i].x, b[i].y);
+        multiply_add(sums.v[i], second, b[i].z, b[i].w);
       }
     }
   }

@@ -44,6 +44,10 @@ void set_format_of(const Problem& p, Args& args) {
     case Format::kInt4Zero:
     case Format::kInt4ZeroBf16:
       return set_format<Int4SumsFormat>(args);
+    case Format::kInt4ZeroPer32:
+      return set_format<Int4ZeroFormat<true, 32>>(args);
+    case Format::kInt4Float:
+      return set_format<Int4FloatSumsFormat>(args);
   }
 }
 

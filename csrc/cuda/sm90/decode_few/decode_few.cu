@@ -1,6 +1,7 @@
 // The decode of very few tokens with 4-bit weights (decode_few_kernel.cuh), and its launch with any.
 #include "../launch/cooperative_launch.h"
 #include "decode_few_fp8.h"
+#include "decode_few_int4.h"
 #include "decode_few_mxfp8.h"
 #include "decode_few_kernel.cuh"
 
@@ -14,17 +15,12 @@ const void* kernel_of(Format format, Kind kind) {
   switch (format) {
     case Format::kMxfp4:
       return kernel_of<Mxfp4Format>(kind);
-    case Format::kInt4Per32:
-      return kernel_of<Int4Format<32>>(kind);
-    case Format::kInt4Per64:
-      return kernel_of<Int4Format<64>>(kind);
-    case Format::kInt4Zero:
-    case Format::kInt4ZeroBf16:
-      return kernel_of<Int4SumsFormat>(kind);
-    default:
+    case Format::kNvfp4:
       return kind == Kind::kQuantized         ? kernel<Nvfp4Format, Kind::kQuantized>()
              : kind == Kind::kQuantizedShared ? kernel<Nvfp4Format, Kind::kQuantizedShared>()
                                               : kernel_of<Nvfp4Format>(kind);
+    default:
+      return int4_kernel_of(format, kind);
   }
 }
 

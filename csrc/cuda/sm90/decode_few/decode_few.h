@@ -18,11 +18,15 @@ constexpr int kFewSlots = 32;                    // a lane for each
 constexpr int kColumns = 8;                      // tokens of an entry at most: the N of mma.m16n8k16
 constexpr int kMaxStages = 12;
 constexpr int kMaxBlocks = 1024;                 // of a launch: multiprocessors
-constexpr int kTileBytes = 2048 + 256;           // that a stage has for a tile, whatever its format
+constexpr int kTileBytes = 2048 + 256;           // that a stage has for a tile, whatever its format: at least
 constexpr int kFp8TileBytes = 4096;              // half of a tile of w4a8_layout.h: 64 rows by 64 values of K
 constexpr int kMxfp8TileBytes = kFp8TileBytes + tile_scale_bytes(Format::kMxfp8);
 constexpr int kMaxPartBits = 2;                  // K is cut into 1, 2 or 4 parts
 constexpr int64_t kExchangePairs = 1 << 18;      // of 16 bytes, see decode_exchange.cuh
+
+constexpr int tile_bytes_of(int scale_bytes) {
+  return kTileCodeBytes + scale_bytes > kTileBytes ? kTileCodeBytes + scale_bytes : kTileBytes;
+}
 
 // What the kernel is compiled for, so that questions are answered before it runs: W4A16 or W4A4 with given scales where
 // the activation is silu or swiglu and nothing has a bias; both for one token where blocks share units of GEMM1; and

@@ -25,8 +25,10 @@ __device__ __forceinline__ T load_scales(uint32_t at) {
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(reinterpret_cast<uint16_t&>(value)) : "r"(at));
   } else if constexpr (sizeof(T) == 4) {
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(reinterpret_cast<uint32_t&>(value)) : "r"(at));
+  } else if constexpr (sizeof(T) == 16) {
+    reinterpret_cast<uint4&>(value) = load_16(at);
   } else {
-    static_assert(sizeof(T) == 8, "a word, half or two of them");
+    static_assert(sizeof(T) == 8, "a word, half, two or four of them");
     uint2& both = reinterpret_cast<uint2&>(value);
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(both.x), "=r"(both.y) : "r"(at));
   }

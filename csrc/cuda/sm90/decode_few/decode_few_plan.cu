@@ -18,6 +18,11 @@ constexpr Tiles tiles_of(Codes codes) {
                                   : Tiles{are_of_w4a8(codes) ? 2 : 1, kTileBytes, 16, 8};
 }
 
+// Of a stage; of formats of layout.h, those of the scales count.
+constexpr int tile_bytes(Codes codes, Format format) {
+  return codes == Codes::kFourBits ? tile_bytes_of(tile_scale_bytes(format)) : tiles_of(codes).bytes;
+}
+
 constexpr int part_of(Codes codes, int k_tiles, int bits) {
   const int together = tiles_of(codes).together;
   return together * ceil_div(ceil_div(k_tiles, together), 1 << bits);
@@ -64,7 +69,8 @@ float accumulator_scale(Codes codes, Format format) {
       return Mxfp4Format::kAccumulatorScale;
     case Format::kInt4Zero:
     case Format::kInt4ZeroBf16:
-      return Int4SumsFormat::kAccumulatorScale;
+    case Format::kInt4Float:
+      return Int4Sums::kAccumulatorScale;
     default:
       return kInt4AccumulatorScale;
   }
@@ -206,7 +212,7 @@ bool place_stages(Codes codes, Args& args, int stage_tiles, int shared) {
   args.stage_tiles = stage_tiles;
   const auto stages_beside = [&](int h_buffers) {
     const int before = bytes_before_ring(codes, tokens, args.columns, x_tiles, part, h_buffers);
-    const int stages = (shared - before) / (args.stage_tiles * stage.bytes);
+    const int stages = (shared - before) / (args.stage_tiles * tile_bytes(codes, args.p.format));
     return stages < kMaxStages ? stages : kMaxStages;
   };
   const bool two_fit = args.stage_tiles == stage.short_stage && stages_beside(2) >= kLeastStages;

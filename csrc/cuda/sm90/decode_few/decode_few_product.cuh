@@ -136,7 +136,7 @@ __device__ __noinline__ void route_sent(Fixed& fixed, const uint64_t* from, int 
 // What was chosen, for the caller: of a token by one block.
 __device__ __forceinline__ void keep_choice(const RoutedArgs& all, const Fixed& fixed, int token) {
   const int top_k = all.args.p.router.top_k, lane = lane_of_warp(), at = token * top_k + lane;
-  if (static_cast<int>(blockIdx.x) == token && lane < top_k) {
+  if (keeps_choice(token) && lane < top_k) {
     all.product.ids[at] = fixed.ids[at];
     all.product.weights[at] = fixed.weights[at];
   }

@@ -65,9 +65,17 @@ constexpr int kCodeBytes = kIsFp8<Format> ? kFp8TileBytes : kTileCodeBytes;
 template <>
 constexpr int kCodeBytes<Mxfp8Format> = kFp8TileBytes;
 template <class Format>
-constexpr int kStageTileBytes = kIsFp8<Format> ? kFp8TileBytes : kTileBytes;
-template <>
-constexpr int kStageTileBytes<Mxfp8Format> = kMxfp8TileBytes;
+constexpr int stage_tile_bytes() {
+  if constexpr (kIsFp8<Format>) {
+    return kFp8TileBytes;
+  } else if constexpr (std::is_same_v<Format, Mxfp8Format>) {
+    return kMxfp8TileBytes;
+  } else {
+    return tile_bytes_of(Format::kTileScaleBytes);
+  }
+}
+template <class Format>
+constexpr int kStageTileBytes = stage_tile_bytes<Format>();
 
 constexpr int kMaxima = 3;
 

@@ -25,6 +25,12 @@ constexpr uint32_t kTokenOperandHigh = 1u << 30 | 1024 / 16;
 #define MOEQ_TOKENS(base, high)                                                                            \
   MOEQ_DESCRIPTOR("b0", base, 0, high) MOEQ_DESCRIPTOR("b1", base, 2, high)                                \
   MOEQ_DESCRIPTOR("b2", base, 4, high) MOEQ_DESCRIPTOR("b3", base, 6, high)
+// Of the next step, whose first one begins so many 16 bytes further, and so on.
+#define MOEQ_NEXT_TOKENS(base, high, first, second, third, fourth)                                         \
+  MOEQ_DESCRIPTOR("b4", base, first, high) MOEQ_DESCRIPTOR("b5", base, second, high)                       \
+  MOEQ_DESCRIPTOR("b6", base, third, high) MOEQ_DESCRIPTOR("b7", base, fourth, high)
+#define MOEQ_NEXT_TOKENS_96(base, high) MOEQ_NEXT_TOKENS(base, high, 768, 770, 772, 774)
+#define MOEQ_NEXT_TOKENS_32(base, high) MOEQ_NEXT_TOKENS(base, high, 256, 258, 260, 262)
 #define MOEQ_BRANCH(index, labels) "targets: .branchtargets " labels "; brx.idx.uni " index ", targets; "
 #define MOEQ_END "done: }"
 
@@ -71,8 +77,7 @@ template <>
 __device__ __forceinline__ void multiply_two_steps<96>(float* d, const uint32_t (&a)[2][4][4], uint32_t b, int index) {
   asm volatile(
     MOEQ_BEGIN MOEQ_TOKENS("%80", "%82")
-    MOEQ_DESCRIPTOR("b4", "%80", 768, "%82") MOEQ_DESCRIPTOR("b5", "%80", 770, "%82")
-    MOEQ_DESCRIPTOR("b6", "%80", 772, "%82") MOEQ_DESCRIPTOR("b7", "%80", 774, "%82")
+    MOEQ_NEXT_TOKENS_96("%80", "%82")
     MOEQ_BRANCH("%81", MOEQ_LABELS_96)
     MOEQ_TO_96(MOEQ_TWO_STEPS, "{%48, %49, %50, %51}", "{%52, %53, %54, %55}",
                "{%56, %57, %58, %59}", "{%60, %61, %62, %63}",
@@ -98,8 +103,7 @@ template <>
 __device__ __forceinline__ void start_two_steps<96>(float* d, const uint32_t (&a)[2][4][4], uint32_t b, int index) {
   asm volatile(
     MOEQ_BEGIN MOEQ_FROM_ZERO("%81") MOEQ_TOKENS("%80", "%82")
-    MOEQ_DESCRIPTOR("b4", "%80", 768, "%82") MOEQ_DESCRIPTOR("b5", "%80", 770, "%82")
-    MOEQ_DESCRIPTOR("b6", "%80", 772, "%82") MOEQ_DESCRIPTOR("b7", "%80", 774, "%82")
+    MOEQ_NEXT_TOKENS_96("%80", "%82")
     MOEQ_BRANCH("%81", MOEQ_LABELS_96)
     MOEQ_TO_96(MOEQ_FIRST_TWO_STEPS, "{%48, %49, %50, %51}", "{%52, %53, %54, %55}",
                "{%56, %57, %58, %59}", "{%60, %61, %62, %63}",
@@ -112,8 +116,7 @@ template <>
 __device__ __forceinline__ void start_two_steps<32>(float* d, const uint32_t (&a)[2][4][4], uint32_t b, int index) {
   asm volatile(
     MOEQ_BEGIN MOEQ_FROM_ZERO("%49") MOEQ_TOKENS("%48", "%50")
-    MOEQ_DESCRIPTOR("b4", "%48", 256, "%50") MOEQ_DESCRIPTOR("b5", "%48", 258, "%50")
-    MOEQ_DESCRIPTOR("b6", "%48", 260, "%50") MOEQ_DESCRIPTOR("b7", "%48", 262, "%50")
+    MOEQ_NEXT_TOKENS_32("%48", "%50")
     MOEQ_BRANCH("%49", MOEQ_LABELS_32)
     MOEQ_TO_32(MOEQ_FIRST_TWO_STEPS, "{%16, %17, %18, %19}", "{%20, %21, %22, %23}",
                "{%24, %25, %26, %27}", "{%28, %29, %30, %31}",
@@ -167,6 +170,11 @@ __device__ __forceinline__ void wait_for_sums<32>(float* d) {
   asm volatile("wgmma.wait_group.sync.aligned 0;" : MOEQ_OUT16(0)::"memory");
 }
 
+template <>
+__device__ __forceinline__ void wait_for_sums<96>(float* d) {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" : MOEQ_OUT16(0), MOEQ_OUT16(16), MOEQ_OUT16(32)::"memory");
+}
+
 // One step of two tiles again, with a in shared memory, too, like b: tiles of 64 rows, 8192 bytes each, one after another.
 template <int max_width>
 __device__ __forceinline__ void multiply_shared(float* d, uint32_t a, uint32_t b, int index);
@@ -198,6 +206,9 @@ __device__ __forceinline__ void multiply_shared<192>(float* d, uint32_t a, uint3
 #undef MOEQ_ONE_STEP
 #undef MOEQ_END
 #undef MOEQ_BRANCH
+#undef MOEQ_NEXT_TOKENS_32
+#undef MOEQ_NEXT_TOKENS_96
+#undef MOEQ_NEXT_TOKENS
 #undef MOEQ_TOKENS
 #undef MOEQ_DESCRIPTOR
 #undef MOEQ_BEGIN

@@ -37,7 +37,6 @@ struct Int4Format {
   static_assert(kScaleK == 32 || kScaleK == 64, "a tile holds 64 values of K");
   static constexpr int kTileScaleBytes = tile_scale_bytes(kScaleK == 32 ? Format::kInt4Per32 : Format::kInt4Per64);
   static constexpr float kAccumulatorScale = kInt4AccumulatorScale;
-  static constexpr int kTerms = 1;
   using ScaleWord = uint32_t;
 
   struct Scales {
@@ -63,62 +62,99 @@ struct alignas(8) PairOfWords {
   uint32_t low_row, high_row;
 };
 
+// A float32 scale, times what those of its row are multiplied by, and a zero point, of both rows.
+struct alignas(16) PairOfFloats {
+  uint32_t low_row, low_zero, high_row, high_zero;
+};
+
 // The zero points of both rows, times `unit`: those of the codes' places in the low half, of 16 of them in the high
 // one.
 MOEQ_HOST_DEVICE uint32_t int4_zero_points(uint32_t high_halves_of_words, uint32_t unit) {
   return mul_bf16x2(high_halves_of_words & kInt4Low, unit);
 }
 
+// Scales and zero points of both rows, ready for differences of codes. A scale may be the sum of two bfloat16.
+struct Int4Zeros {
+  uint32_t scale, zero;  // zero where the codes are
+};
+struct Int4ZerosWithRest : Int4Zeros {
+  uint32_t rest;
+};
+constexpr uint32_t kInt4Units = 0x41803F80u;  // of the codes' places: 1 and 16
+
+MOEQ_HOST_DEVICE void decode_int4_differences(uint32_t w, const Int4Zeros& s, uint32_t (&a)[4]) {
+  decode_int4(w, a, [&](uint32_t codes, bool high) {
+    return mul_bf16x2(sub_bf16x2(codes, half_twice(s.zero, high)), half_twice(s.scale, high));
+  });
+}
+
+MOEQ_HOST_DEVICE void decode_int4_differences(uint32_t w, const Int4ZerosWithRest& s, uint32_t (&a)[4]) {
+  decode_int4(w, a, [&](uint32_t codes, bool high) {
+    const uint32_t difference = sub_bf16x2(codes, half_twice(s.zero, high)), scale = half_twice(s.scale, high);
+    return fma_bf16x2(difference, scale, mul_bf16x2(difference, half_twice(s.rest, high)));
+  });
+}
+
 // A zero point for every scale. Scales are bfloat16, or (kHasRest) float16: the sum of two bfloat16, of which the
 // second has two bits, so that its product with a difference of codes is exact and the sum of both products is rounded
-// once.
-template <bool kHasRest>
+// once. kScaleK values of K share one in the layout: 64, or 32, and then all of them may be float16.
+template <bool kHasRest, int kScaleK = 64>
 struct Int4ZeroFormat {
-  static constexpr int kTileScaleBytes = tile_scale_bytes(kHasRest ? Format::kInt4Zero : Format::kInt4ZeroBf16);
+  static_assert(kScaleK == 64 || (kScaleK == 32 && kHasRest), "the formats that there are");
+  static constexpr int kTileScaleBytes = tile_scale_bytes(kScaleK == 32 ? Format::kInt4ZeroPer32
+                                                          : kHasRest    ? Format::kInt4Zero
+                                                                        : Format::kInt4ZeroBf16);
   static constexpr float kAccumulatorScale = kInt4AccumulatorScale;
-  static constexpr int kTerms = 1;
   using ScaleWord = PairOfWords;
+  using Scales = std::conditional_t<kHasRest, Int4ZerosWithRest, Int4Zeros>;
 
-  struct WithRest {
-    uint32_t scale, zero;  // zero where the codes are
-    uint32_t rest;
-  };
-  struct WithoutRest {
-    uint32_t scale, zero;
-  };
-  using Scales = std::conditional_t<kHasRest, WithRest, WithoutRest>;
-
-  MOEQ_HOST_DEVICE static int scale_offset(int thread) { return thread / 4 * 8; }
+  MOEQ_HOST_DEVICE static int scale_offset(int thread) { return kScaleK == 32 ? thread / 2 * 8 : thread / 4 * 8; }
 
   MOEQ_HOST_DEVICE static Scales scales(ScaleWord words) {
-    constexpr uint32_t kUnits = 0x41803F80u, kRest = 0xFFC0FFC0u;  // 1 and 16
+    constexpr uint32_t kRest = 0xFFC0FFC0u;
     const uint32_t others = high_halves(words.low_row, words.high_row);
     Scales s;
     s.scale = low_halves(words.low_row, words.high_row);
-    s.zero = int4_zero_points(others, kUnits);
+    s.zero = int4_zero_points(others, kInt4Units);
     if constexpr (kHasRest) s.rest = others & kRest;
     return s;
   }
 
   MOEQ_HOST_DEVICE static void decode(uint32_t w, const Scales& s, uint32_t (&a)[4]) {
-    decode_int4(w, a, [&](uint32_t codes, bool high) {
-      const uint32_t difference = sub_bf16x2(codes, half_twice(s.zero, high)), scale = half_twice(s.scale, high);
-      if constexpr (kHasRest) {
-        return fma_bf16x2(difference, scale, mul_bf16x2(difference, half_twice(s.rest, high)));
-      } else {
-        return mul_bf16x2(difference, scale);
-      }
-    });
+    decode_int4_differences(w, s, a);
   }
 };
 
-// The same weights, of both kinds, where a thread's sums are few: what is multiplied are differences of codes, and sums
-// over a tile are multiplied by their rows' scales in float32. Nothing is rounded, and less is to be done.
-struct Int4SumsFormat {
-  static constexpr int kTileScaleBytes = tile_scale_bytes(Format::kInt4Zero);
+// float32 scales, and zero points. What a scale is more than its upper half is rounded to bfloat16: it has 16 bits
+// then, so that a weight is the nearest bfloat16 but where it lies within 2^-15 of the middle of two.
+struct Int4FloatFormat {
+  static constexpr int kTileScaleBytes = tile_scale_bytes(Format::kInt4Float);
+  static constexpr float kAccumulatorScale = kInt4AccumulatorScale;
+  using ScaleWord = PairOfFloats;
+  using Scales = Int4ZerosWithRest;
+
+  MOEQ_HOST_DEVICE static int scale_offset(int thread) { return thread / 4 * 16; }
+
+  MOEQ_HOST_DEVICE static float rest_of(uint32_t word) { return float_of(word) - float_of(word & 0xFFFF0000u); }
+
+  MOEQ_HOST_DEVICE static Scales scales(const ScaleWord& words) {
+    Scales s;
+    s.scale = high_halves(words.low_row, words.high_row);
+    s.zero = int4_zero_points(low_halves(words.low_zero, words.high_zero), kInt4Units);
+    s.rest = pack_bf16(rest_of(words.low_row), rest_of(words.high_row));
+    return s;
+  }
+
+  MOEQ_HOST_DEVICE static void decode(uint32_t w, const Scales& s, uint32_t (&a)[4]) {
+    decode_int4_differences(w, s, a);
+  }
+};
+
+// The same weights, but those in groups of 32, where a thread's sums are few: what is multiplied are differences of
+// codes, and sums over a tile are multiplied by their rows' scales in float32. Nothing is rounded, and less is to be
+// done.
+struct Int4Sums {
   static constexpr float kAccumulatorScale = 0x1p-40f;  // of sums times `factors`
-  static constexpr int kTerms = 1;
-  using ScaleWord = PairOfWords;
 
   struct Scales {
     uint32_t zero;  // -2^61 times the zero points where the codes are
@@ -127,11 +163,9 @@ struct Int4SumsFormat {
     float low, high;
   };
 
-  MOEQ_HOST_DEVICE static int scale_offset(int thread) { return thread / 4 * 8; }
-
-  MOEQ_HOST_DEVICE static Scales scales(ScaleWord words) {
+  MOEQ_HOST_DEVICE static Scales of_zero_points(uint32_t points) {
     constexpr uint32_t kMinusUnits = 0xE000DE00u;  // -2^61 and -2^65
-    return {int4_zero_points(high_halves(words.low_row, words.high_row), kMinusUnits)};
+    return {int4_zero_points(points, kMinusUnits)};
   }
 
   // 2^61 times a difference: a number that is not subnormal.
@@ -139,10 +173,34 @@ struct Int4SumsFormat {
     constexpr uint32_t kUnit = 0x5E005E00u;
     decode_int4(w, a, [&](uint32_t codes, bool high) { return fma_bf16x2(codes, kUnit, half_twice(s.zero, high)); });
   }
+};
 
+// Of bfloat16 and float16 scales.
+struct Int4SumsFormat : Int4Sums {
+  static constexpr int kTileScaleBytes = tile_scale_bytes(Format::kInt4Zero);
+  using ScaleWord = PairOfWords;
+
+  MOEQ_HOST_DEVICE static int scale_offset(int thread) { return thread / 4 * 8; }
+  MOEQ_HOST_DEVICE static Scales scales(ScaleWord words) {
+    return of_zero_points(high_halves(words.low_row, words.high_row));
+  }
   MOEQ_HOST_DEVICE static float factor(uint32_t word) { return float_of(word << 16) + float_of(word & 0xFFC00000u); }
   MOEQ_HOST_DEVICE static Factors factors(ScaleWord words) { return {factor(words.low_row), factor(words.high_row)}; }
 };
 static_assert(tile_scale_bytes(Format::kInt4Zero) == tile_scale_bytes(Format::kInt4ZeroBf16), "it reads both");
+
+// Of float32 ones, which need no more than that.
+struct Int4FloatSumsFormat : Int4Sums {
+  static constexpr int kTileScaleBytes = Int4FloatFormat::kTileScaleBytes;
+  using ScaleWord = PairOfFloats;
+
+  MOEQ_HOST_DEVICE static int scale_offset(int thread) { return Int4FloatFormat::scale_offset(thread); }
+  MOEQ_HOST_DEVICE static Scales scales(const ScaleWord& words) {
+    return of_zero_points(low_halves(words.low_zero, words.high_zero));
+  }
+  MOEQ_HOST_DEVICE static Factors factors(const ScaleWord& words) {
+    return {float_of(words.low_row), float_of(words.high_row)};
+  }
+};
 
 }  // namespace moeq::sm90

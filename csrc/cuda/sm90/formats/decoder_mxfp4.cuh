@@ -8,7 +8,6 @@ namespace moeq::sm90 {
 struct Mxfp4Format {
   static constexpr int kTileScaleBytes = tile_scale_bytes(Format::kMxfp4);
   static constexpr float kAccumulatorScale = 0x1p32f;   // codes come out as 2^-126 of their value, scales as 2^94
-  static constexpr int kTerms = 1;
   using ScaleWord = uint16_t;
   using Scales = Nvfp4Format::Scales;
 

@@ -23,7 +23,6 @@ MOEQ_HOST_DEVICE void decode_step(uint32_t w, uint32_t scale_low_row, uint32_t s
 struct Nvfp4Format {
   static constexpr int kTileScaleBytes = tile_scale_bytes(Format::kNvfp4);
   static constexpr float kAccumulatorScale = 0x1p38f;   // codes come out as 2^-126 of their value, scales as 2^88
-  static constexpr int kTerms = 1;
   using ScaleWord = uint16_t;
 
   struct Scales {

@@ -6,8 +6,6 @@
 //   scale_offset(t)     where thread t of the tile's 128 finds it, in bytes
 //   Scales scales(word) the same, ready for
 //   decode(word, s, a)  one of the thread's four words of codes -> the four registers of its fragment in that K-step
-//   kTerms              2 where a weight is the sum of two such operands: that one, and what `decode` makes of
-//   rest_scales(word)   in the place of `scales`
 //
 // The decode kernels multiply sums over a tile by rows' scales where kScalesSums<format>: what `decode` makes has none.
 //   factors(word)       those of a thread's two rows, float32
@@ -21,7 +19,7 @@
 namespace moeq::sm90 {
 
 template <class Format>
-constexpr bool kScalesSums = std::is_same_v<Format, Int4SumsFormat>;
+constexpr bool kScalesSums = std::is_base_of_v<Int4Sums, Format>;
 
 #if defined(__CUDACC__)
 // Volatile: such a load must not move across the barriers that say when the bytes are there.
@@ -36,6 +34,13 @@ __device__ __forceinline__ void load_shared(uint32_t& word, uint32_t address) {
 __device__ __forceinline__ void load_shared(PairOfWords& words, uint32_t address) {
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
                : "=r"(words.low_row), "=r"(words.high_row)
+               : "r"(address)
+               : "memory");
+}
+
+__device__ __forceinline__ void load_shared(PairOfFloats& words, uint32_t address) {
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.low_row), "=r"(words.low_zero), "=r"(words.high_row), "=r"(words.high_zero)
                : "r"(address)
                : "memory");
 }

@@ -35,19 +35,12 @@ struct ByteConfig {
 };
 
 template <int width>
-struct __align__(1024) GemmShared<ByteConfig<width>> {
+struct GemmOperands<ByteConfig<width>> {
   using C = ByteConfig<width>;
   uint8_t tokens[C::kTokenStages][C::kTokenSteps][Sizes<C>::kTokenStepBytes];
   uint8_t codes[C::kWeightStages][Sizes<C>::kBlockTiles][w4a8::kFp8Bytes];
   uint8_t staging[C::kConsumers][C::kMaxWidth * 128];
   uint8_t scales[C::kWeightStages][Sizes<C>::kBlockTiles][kMxfp8ScaleBytes];   // where they lie in tiles
-  int slots[C::kConsumers][2][C::kMaxWidth];
-  Work work[kWorkSlots];
-  uint64_t tokens_full[C::kTokenStages], tokens_empty[C::kTokenStages];
-  uint64_t weights_full[C::kWeightStages], weights_empty[C::kWeightStages];
-  uint64_t work_full[kWorkSlots], work_empty[kWorkSlots];
-  uint64_t stored[kWorkSlots];
-  uint64_t work_wanted;
 };
 
 }  // namespace moeq::sm90

@@ -127,7 +127,7 @@ __device__ __forceinline__ void multiply_tile(Accumulators<ByteConfig<width>>& s
         arrive_once_a_warp(shared_address(&shared.weights_empty[at.weights.slot]), lane);
       }
       start_two_steps<width>(part, fragments, tokens, index);
-      wgmma_wait<0>();
+      wait_for_sums<width>(part);
       keep(fragments[0]);
       keep(fragments[1]);
       add_scaled<width>(sums[m], part, factor);

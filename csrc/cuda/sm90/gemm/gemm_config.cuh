@@ -53,15 +53,17 @@ struct SlimConfig {
   static constexpr bool kTakesTurns = true;
   static constexpr int kTokenSteps = 2;
   static constexpr int kTokenStages = 3;
-  static constexpr int kWeightStages = 4;
+  static constexpr int kWeightStages = F::kTileScaleBytes > 256 ? 3 : 4;  // two blocks share a multiprocessor's memory
   static constexpr int kBlocks = 2;
   static constexpr int kProducerRegisters = 24;
   static constexpr int kConsumerRegisters = 104;
 };
 
-// Where tiles are narrow, scaling sums is less than what weights with float16 scales take in registers.
+// Where tiles are narrow, scaling sums is less than what weights with float16 or float32 scales take in registers.
 template <class Format>
-using SlimFormat = std::conditional_t<std::is_same_v<Format, Int4ZeroFormat<true>>, Int4SumsFormat, Format>;
+using SlimFormat =
+    std::conditional_t<std::is_same_v<Format, Int4ZeroFormat<true>>, Int4SumsFormat,
+                       std::conditional_t<std::is_same_v<Format, Int4FloatFormat>, Int4FloatSumsFormat, Format>>;
 
 // What follows from them.
 template <class Config>
@@ -76,6 +78,7 @@ struct Sizes {
   static constexpr bool kQuantizes = std::is_same_v<typename Config::Format, Nvfp4Format>;
   // And to mxfp8 beside MXFP4 ones.
   static constexpr bool kQuantizesMx = std::is_same_v<typename Config::Format, Mxfp4Format>;
+  static constexpr bool kHasBlocks = kQuantizes || kQuantizesMx;
 };
 
 }  // namespace moeq::sm90

@@ -72,6 +72,8 @@ __global__ void __launch_bounds__(Sizes<C>::kThreads, C::kBlocks) gemm_kernel(co
 
 template <class C, Finish finish>
 GemmVariant variant_of() {
+  constexpr int kMemory = 228 * 1024, kReserved = 1024;   // of a multiprocessor, and by each block
+  static_assert(C::kBlocks * (sizeof(GemmShared<C>) + 1024 + kReserved) <= kMemory, "blocks share it");
   return {gemm_kernel<C, finish>, sizeof(GemmShared<C>) + 1024,
           Sizes<C>::kThreads,     C::kBlocks,
           Sizes<C>::kBlockTiles,  C::kMaxWidth};

@@ -25,19 +25,12 @@ struct RawTile {
     load_shared(scales, scale_at);
   }
 
-  // `term` 1: the second operand of a format whose weights are sums of two.
-  template <int term = 0>
   __device__ __forceinline__ void decode(uint32_t (&fragments)[4][4]) const {
-    const typename Format::Scales ready = scales_of<term>();
+    const typename Format::Scales ready = Format::scales(scales);
     Format::decode(codes.x, ready, fragments[0]);
     Format::decode(codes.y, ready, fragments[1]);
     Format::decode(codes.z, ready, fragments[2]);
     Format::decode(codes.w, ready, fragments[3]);
-  }
-  template <int term>
-  __device__ __forceinline__ typename Format::Scales scales_of() const {
-    if constexpr (term == 1) return Format::rest_scales(scales);
-    if constexpr (term == 0) return Format::scales(scales);
   }
 };
 
@@ -78,7 +71,6 @@ __device__ __forceinline__ void keep(const uint32_t (&a)[4][4]) {
 // One warpgroup's multiplication of a tile.
 template <class C>
 struct Multiplication {
-  static constexpr int kTerms = C::Format::kTerms;
   using Raw = RawTile<typename C::Format>;
   using Fragments = uint32_t[2][4][4];
   // Where scales take many registers, the second of two tiles is fetched once the first is decoded.
@@ -114,12 +106,12 @@ struct Multiplication {
   }
 
   // While the tensor cores multiply by one operand, the next one is decoded into the other fragments.
-  template <int term, bool release>
+  template <bool release>
   __device__ __forceinline__ void multiply_overlapped(TileSums<C>& acc, uint32_t (&fragments)[4][4], uint32_t tokens,
                                                       const Raw& tile) {
     wgmma_wait<1>();   // these fragments are free again
     if (release) release_previous();
-    tile.template decode<term>(fragments);
+    tile.decode(fragments);
     multiply_step<C::kMaxWidth>(acc, fragments, tokens, index);
   }
 
@@ -129,8 +121,7 @@ struct Multiplication {
                                                   LoadNext load_next) {
     const Raw current = next;
     load_next();
-    multiply_overlapped<0, m == 1>(acc, fragments[kTerms == 2 ? 0 : m], tokens, current);
-    if constexpr (kTerms == 2) multiply_overlapped<1, false>(acc, fragments[1], tokens, current);
+    multiply_overlapped<m == 1>(acc, fragments[m], tokens, current);
   }
 
   // A stage of weights of two tiles a step; stages of tokens of one step.
@@ -147,13 +138,12 @@ struct Multiplication {
     }
   }
 
-  template <int term>
   __device__ __forceinline__ void multiply_pair(Accumulators<C>& acc, Fragments& fragments, int step, Raw& second) {
     const uint32_t tokens = tokens_of(step);
     settle(fragments);
-    next.template decode<term>(fragments[0]);
+    next.decode(fragments[0]);
     if (kFetchLate) at.load(second, step, 1);
-    second.template decode<term>(fragments[1]);
+    second.decode(fragments[1]);
     multiply_two_tiles<C::kMaxWidth>(acc[0], fragments, tokens, index);
   }
 
@@ -164,8 +154,7 @@ struct Multiplication {
     for (int step = 0; step < steps; step++) {
       Raw second;
       if (!kFetchLate) at.load(second, step, 1);
-      multiply_pair<0>(acc, fragments, step, second);
-      if constexpr (kTerms == 2) multiply_pair<1>(acc, fragments, step, second);
+      multiply_pair(acc, fragments, step, second);
       if (step + 1 < steps) at.load(next, step + 1, 0);
     }
     leave_tokens();
@@ -175,7 +164,7 @@ struct Multiplication {
   template <class LoadNext>
   __device__ __forceinline__ void scaled_tile(TileSums<C>& acc, uint32_t (&fragments)[4][4], uint32_t tokens,
                                               LoadNext load_next) {
-    next.template decode<0>(fragments);
+    next.decode(fragments);
     start_step<C::kMaxWidth>(unscaled, fragments, tokens, index);
     const auto factors = C::Format::factors(next.scales);
     load_next();
@@ -211,13 +200,12 @@ struct Multiplication {
     release_previous();
   }
 
-  template <int term>
   __device__ __forceinline__ void multiply_steps(Accumulators<C>& acc, Fragments& fragments, int steps, Raw& second) {
     settle(fragments);
-    next.template decode<term>(fragments[0]);
+    next.decode(fragments[0]);
     if (steps > 1) {
       if (kFetchLate) at.load(second, 1, 0);
-      second.template decode<term>(fragments[1]);
+      second.decode(fragments[1]);
       multiply_two_steps<C::kMaxWidth>(acc[0], fragments, tokens_of(0), index);
     } else {
       multiply_step<C::kMaxWidth>(acc[0], fragments[0], tokens_of(0), index);
@@ -229,8 +217,7 @@ struct Multiplication {
     Raw second;
     if (!kFetchLate && steps > 1) at.load(second, 1, 0);
     wait_for_tokens();
-    multiply_steps<0>(acc, fragments, steps, second);
-    if constexpr (kTerms == 2) multiply_steps<1>(acc, fragments, steps, second);
+    multiply_steps(acc, fragments, steps, second);
     leave_tokens();
   }
 

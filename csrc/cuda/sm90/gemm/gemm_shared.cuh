@@ -9,13 +9,20 @@ namespace moeq::sm90 {
 constexpr int kWorkSlots = 4;
 constexpr int kRowsAPass = 128 / 8;   // eight threads copy the 128 bytes of a row
 
+// What is multiplied, and what of a tile is on its way to memory.
 template <class C>
-struct __align__(1024) GemmShared {
+struct GemmOperands {
   uint8_t tokens[C::kTokenStages][C::kTokenSteps][Sizes<C>::kTokenStepBytes];
   uint8_t staging[C::kConsumers][C::kMaxWidth * 128];   // 64 results of each token
   uint8_t codes[C::kWeightStages][Sizes<C>::kBlockTiles][Sizes<C>::kStageCodes];
   uint8_t scales[C::kWeightStages][Sizes<C>::kBlockTiles][Sizes<C>::kStageScales];
-  float2 blocks[C::kConsumers][C::kWarpgroupTiles][C::kMaxWidth][2];  // of 16 intermediates: maxima, then BlockFactors
+  // Of 16 intermediates: maxima, then BlockFactors; next to nothing where the format rounds none.
+  float2 blocks[Sizes<C>::kHasBlocks ? C::kConsumers : 1][Sizes<C>::kHasBlocks ? C::kWarpgroupTiles : 1]
+               [Sizes<C>::kHasBlocks ? C::kMaxWidth : 1][2];
+};
+
+template <class C>
+struct __align__(1024) GemmShared : GemmOperands<C> {
   int slots[C::kConsumers][2][C::kMaxWidth];  // of this work and of the next
   Work work[kWorkSlots];
   uint64_t tokens_full[C::kTokenStages], tokens_empty[C::kTokenStages];

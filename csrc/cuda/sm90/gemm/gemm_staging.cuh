@@ -6,11 +6,6 @@
 
 namespace moeq::sm90 {
 
-__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-
 struct Staging {
   uint32_t address;
   int warpgroup, thread, warp, lane;

@@ -59,6 +59,17 @@ MOEQ_HOST_DEVICE uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
 #endif
 }
 
+// The nearest bfloat16 of two floats.
+MOEQ_HOST_DEVICE uint32_t pack_bf16(float low, float high) {
+#if defined(__CUDA_ARCH__)
+  uint32_t r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+#else
+  return host::bf16_of(high) << 16 | host::bf16_of(low);
+#endif
+}
+
 // Byte i of the result is byte (selector >> 4 * i & 7) of a (0 to 3) and b (4 to 7).
 MOEQ_HOST_DEVICE uint32_t pick_bytes(uint32_t a, uint32_t b, uint32_t selector) {
 #if defined(__CUDA_ARCH__)

@@ -9,19 +9,17 @@ namespace {
 constexpr const char* kOp = "experts_sm90";
 constexpr const char* kRowsOp = "experts_sm90_rows";
 
-template <Shape shape>
-size_t prefill_workspace_of(const RoundedProblem& p) {
-  return prefill_workspace(p, shape);
-}
-
-template <Shape shape>
-cudaError_t prefill_run_of(const RoundedProblem& p) {
-  return prefill_run(p, shape);
+// Functions that take a shape of tiles, with that given.
+template <class AnyProblem, size_t (*workspace)(const AnyProblem&, Shape), cudaError_t (*run)(const AnyProblem&, Shape),
+          Shape shape>
+constexpr Kernels<AnyProblem> of_shape(const char* name) {
+  return {name, [](const AnyProblem& p) { return workspace(p, shape); },
+          [](const AnyProblem& p) { return run(p, shape); }, nullptr};
 }
 
 template <Shape shape>
 constexpr Kernels<RoundedProblem> prefill_of() {
-  return {kKernelNames[1 + static_cast<int>(shape)], prefill_workspace_of<shape>, prefill_run_of<shape>, nullptr};
+  return of_shape<RoundedProblem, prefill_workspace, prefill_run, shape>(kKernelNames[1 + static_cast<int>(shape)]);
 }
 
 // By their numbers, in the order of kKernelNames.
@@ -56,23 +54,14 @@ void experts_sm90(const ExpertsSm90Call& call) {
   run_layer(p, layer, kKernels[call.kernel], [&](RoundedProblem& problem) {
     check_kernel(call.kernel, problem);
     bind_tiled_weights(kOp, problem, call);
+    check_rounding(problem, layer);
     problem.x_factor = floats_of(kOp, "hidden_states_scale", call.hidden_states_scale, problem.tokens, call.out);
   });
 }
 
 template <Shape shape>
-size_t rows_workspace_of(const RowsProblem& p) {
-  return rows_workspace(p, shape);
-}
-
-template <Shape shape>
-cudaError_t rows_run_of(const RowsProblem& p) {
-  return rows_run(p, shape);
-}
-
-template <Shape shape>
 constexpr Kernels<RowsProblem> rows_of() {
-  return {"rows", rows_workspace_of<shape>, rows_run_of<shape>, nullptr};
+  return of_shape<RowsProblem, rows_workspace, rows_run, shape>("rows");
 }
 
 // By slot, bfloat16, where it is given.

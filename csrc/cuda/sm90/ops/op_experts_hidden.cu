@@ -106,6 +106,7 @@ void experts_hidden_sm90(const ExpertsHiddenSm90Call& call) {
   layer.quantize_intermediate = call.quantize_intermediate;
   run_layer(p, layer, kKernels, [&](HiddenProblem& problem) {
     bind_tiled_weights(kOp, problem, call);
+    check_rounding(problem, layer);
     bind_product(problem, call);
   });
 }

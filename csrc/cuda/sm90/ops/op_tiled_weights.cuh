@@ -87,4 +87,18 @@ inline void bind_tiled_weights(const char* op, Problem& p, const LayerCall& call
   bind_tiled_scales(op, p, call, bind_codes(op, p, call, kTileCodeBytes, kTileK), tile_scale_bytes(p.format));
 }
 
+// Of the weights that are bound: what the kernels of their format round activations to. Others would leave it out.
+inline void check_rounding(const RoundedProblem& p, const Layer& layer) {
+  const bool given = layer.call.hidden_states_scale.has_value();
+  const bool rounds = layer.quantize_hidden || layer.quantize_intermediate || given;
+  const bool known = p.format == Format::kNvfp4   ? p.act_format != ActFormat::kMxfp8
+                     : p.format == Format::kMxfp4 ? p.act_format != ActFormat::kNvfp4
+                                                  : false;
+  STD_TORCH_CHECK(!rounds || known, "moeq_C::", layer.op,
+                  ": quantize_hidden and quantize_intermediate must be False, and hidden_states_scale absent, unless "
+                  "act_format is nvfp4 or fp8 beside nvfp4 weights, or fp8 or mxfp8 beside mxfp4 weights");
+  STD_TORCH_CHECK(!given || layer.quantize_intermediate, "moeq_C::", layer.op,
+                  ": quantize_intermediate must be True where hidden_states_scale is given, got False");
+}
+
 }  // namespace moeq::sm90

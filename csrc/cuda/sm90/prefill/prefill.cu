@@ -53,6 +53,10 @@ GemmVariants variants_of(const Problem& p) {
       return variants_of<Int4Format<64>>(finish_of(p));
     case Format::kInt4ZeroBf16:
       return variants_of<Int4ZeroFormat<false>>(finish_of(p));
+    case Format::kInt4ZeroPer32:
+      return variants_of<Int4ZeroFormat<true, 32>>(finish_of(p));
+    case Format::kInt4Float:
+      return variants_of<Int4FloatFormat>(finish_of(p));
     default:
       return variants_of<Int4ZeroFormat<true>>(finish_of(p));
   }

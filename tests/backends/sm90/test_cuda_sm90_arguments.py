@@ -1,0 +1,61 @@
+"""What the ops of the Hopper kernels refuse by themselves: arguments that Python never gives, on a GPU of compute
+capability 9.0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from sm90_cases import in_tiles, make_call, why_not_here
+from torch import Tensor
+
+from torch_moe_ops.backends import cuda_sm90
+from torch_moe_ops.backends.sm90.common import NO_ROUTER
+from torch_moe_ops.core.call import ExpertsCall, for_kernels
+from torch_moe_ops.core.kernel_facts import own_of
+
+REASON = why_not_here()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(REASON), reason=REASON or "it is there")]
+
+WHAT_ROUNDS = "quantize_hidden and quantize_intermediate must be False, and hidden_states_scale absent, unless"
+
+
+def run(call: ExpertsCall, act_format: str, hidden: bool, intermediate: bool, scale: Tensor | None = None) -> Tensor:
+    own: dict[str, Any] = {"act_format": act_format, "quantize_hidden": hidden, "quantize_intermediate": intermediate}
+    out = torch.empty_like(call.hidden_states)
+    given = for_kernels(call._replace(hidden_states_scale=scale))
+    arguments = own_of["experts_sm90"](own | {"kernel": cuda_sm90.DECODE})
+    torch.ops.moeq_C.experts_sm90(out, *given, *NO_ROUTER, *arguments)
+    return out
+
+
+def call_of(scheme: str) -> ExpertsCall:
+    return in_tiles(make_call(scheme, hidden=128, inter=128, tokens=3))
+
+
+@pytest.mark.parametrize("scheme", ("fp8", "fp8_block", "mxfp8", "int4", "mxint4"))
+@pytest.mark.parametrize("rounded", ((True, True), (True, False), (False, True)))
+def test_nothing_is_rounded_beside_these_weights(scheme: str, rounded: tuple[bool, bool]) -> None:
+    call = call_of(scheme)
+    assert run(call, "nvfp4", False, False).isfinite().all()
+    for act_format in ("nvfp4", "fp8", "mxfp8"):
+        with pytest.raises(RuntimeError, match=f"experts_sm90: {WHAT_ROUNDS}"):
+            run(call, act_format, *rounded)
+
+
+@pytest.mark.parametrize(("scheme", "act_format"), (("nvfp4", "mxfp8"), ("mxfp4", "nvfp4")))
+def test_formats_that_have_no_kernel(scheme: str, act_format: str) -> None:
+    with pytest.raises(RuntimeError, match=f"experts_sm90: {WHAT_ROUNDS}"):
+        run(call_of(scheme), act_format, True, True)
+
+
+def test_given_scales_go_with_a_rounded_intermediate() -> None:
+    call, scale = call_of("nvfp4"), torch.ones(3, 1, device="cuda")
+    assert run(call, "fp8", False, True, scale).isfinite().all()
+    with pytest.raises(
+        RuntimeError, match="experts_sm90: quantize_intermediate must be True where hidden_states_scale"
+    ):
+        run(call, "fp8", False, False, scale)
+    with pytest.raises(RuntimeError, match=f"experts_sm90: {WHAT_ROUNDS}"):
+        run(call_of("fp8"), "fp8", False, True, scale)
