@@ -6,9 +6,10 @@
 Ways, which differ in nothing else. `packed`: fused_moe_routed. `lora`: the same with adapters of rank 16, whose factors
 get gradients too. `grouped_linear`: two projections composed by hand. `bf16`: experts kept in bfloat16 and multiplied
 by torch._grouped_mm, as transformers does. `dequantize`: packed experts made bfloat16 in both passes, 16 at a time by a
-compiled function, then torch._grouped_mm. `nf4`, where bitsandbytes is installed: its 4-bit weights, dequantized by it
-in both passes. Gradients go to hidden states and routing weights. Times are medians on the host's clock, the device
-waited for; memory is the peak of a step with the way's own weights.
+compiled function, then torch._grouped_mm. `nf4`, where bitsandbytes is installed (scripts/carry_bitsandbytes.sh) and a
+parameter has less than 2^31 weights: its 4-bit parameters of a module, which it dequantizes whole where they are read,
+in both passes, then the same. Gradients go to hidden states and routing weights. Times are medians on the host's clock,
+the device waited for; memory is the peak of a step with the way's own weights.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,18 +133,17 @@ def ways(raw: moe.RawWeights, experts: int) -> dict[str, Callable[[], Callable[.
         return Adapted(moe.prepare(raw, act_format="none"), raw)
 
     def nf4() -> Callable[..., Tensor]:
-        from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+        from bitsandbytes.nn.parametrize import replace_parameter_4bit
 
-        made = {name: dequantized(name) for name in ("w13", "w2")}
-        shapes = {name: weight.shape for name, weight in made.items()}
-        kept = {name: quantize_4bit(made.pop(name).flatten(0, 1), quant_type="nf4") for name in shapes}
-        of = {name: partial(dequantize_4bit, *found) for name, found in kept.items()}
-        return composed(
-            lambda name, rows, ends: Frozen.apply(rows, ends, lambda: of[name]().view(shapes[name])), experts
-        )
+        kept = torch.nn.Module()
+        for name in ("w13", "w2"):
+            kept.register_parameter(name, torch.nn.Parameter(dequantized(name), requires_grad=False))
+            replace_parameter_4bit(kept, name, quant_type="nf4")
+        return composed(lambda name, rows, ends: Frozen.apply(rows, ends, lambda: getattr(kept, name)), experts)
 
     found = {"bf16": bf16, "dequantize": dequantize, "packed": packed, "lora": lora, "grouped_linear": by_hand}
-    return found | ({"nf4": nf4} if find_spec("bitsandbytes") else {})
+    fits = raw.num_experts * raw.w13.shape[1] * raw.hidden_size < 2**31  # its kernels count a parameter in 32 bits
+    return found | ({"nf4": nf4} if fits and find_spec("bitsandbytes") else {})
 
 
 class Adapted:

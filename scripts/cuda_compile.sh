@@ -80,6 +80,10 @@ compile() {
     local report
     report=$("$python" scripts/ptxas_report.py "$log") || echo "no report of $source" | tee -a "$failures"
     echo "ok   $source ($((SECONDS - start)) s)${report:+$'\n'$report}"
+    # Nothing then multiplies while something else is done, and nothing but this line says so.
+    if grep -o 'wgmma.mma_async instructions are serialized.*' "$log"; then
+      echo "FAIL $source: ptxas serializes its products" | tee -a "$failures"
+    fi
     if [ -n "$disassembles" ] && [[ $source == */sm90/* ]]; then
       "$python" tests/programs/sass_order.py "$objects/${name%.cu}.o" || echo "FAIL $source: does not wait as docs/design.md, section 11, wants it" | tee -a "$failures"
     fi

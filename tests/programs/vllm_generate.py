@@ -2,9 +2,10 @@
 
     python tests/programs/vllm_generate.py < JOBS
 
-JOBS: a line a job, {"path": folder, "eager": bool}. Prints a line for each: "RESULT " and {"path", "eager", "prompts",
-"tokens"} or {"path", "eager", "error"}; what comes before it is what was logged for it. The plug-in is the installed
-one's entry point, or where there is none, called here.
+JOBS: a line a job, {"path": folder, "eager": bool}, with adapters {"adapters": [folders]} besides, of up to 8 ranks:
+prompts take turns with the model alone and each of them. Prints a line for each: "RESULT " and the job with "prompts" and
+"tokens", or with "error"; what comes before it is what was logged for it. The plug-in is the installed one's entry point,
+or where there is none, called here.
 """
 
 import gc
@@ -32,20 +33,26 @@ def prompts_of(folder: str) -> list[list[int]]:
     return [[(7 * i + 5 * j * j + 3) % vocabulary for j in range(PROMPT_LENGTH)] for i in range(PROMPTS)]
 
 
-def greedy(llm: Any, prompts: list[list[int]]) -> list[list[int]]:
+def greedy(llm: Any, prompts: list[list[int]], adapters: list[str]) -> list[list[int]]:
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    owners = [None, *(LoRARequest(path, i + 1, path) for i, path in enumerate(adapters))]
 
     given = [{"prompt_token_ids": ids} for ids in prompts]
     sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, detokenize=False, ignore_eos=True)
-    return [list(o.outputs[0].token_ids) for o in llm.generate(given, sampling, use_tqdm=False)]
+    requests = [owners[i % len(owners)] for i in range(len(prompts))]
+    found = llm.generate(given, sampling, use_tqdm=False, lora_request=requests)
+    return [list(o.outputs[0].token_ids) for o in found]
 
 
-def generate(folder: str, eager: bool) -> list[list[int]]:
+def generate(folder: str, eager: bool, adapters: list[str]) -> list[list[int]]:
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    llm = LLM(folder, enforce_eager=eager, **OPTIONS)
-    tokens = greedy(llm, prompts_of(folder))
+    lora = {"enable_lora": True, "max_loras": len(adapters), "max_lora_rank": 8} if adapters else {}
+    llm = LLM(folder, enforce_eager=eager, **OPTIONS, **lora)
+    tokens = greedy(llm, prompts_of(folder), adapters)
     llm.llm_engine.engine_core.shutdown()
     del llm
     gc.collect()
@@ -76,7 +83,8 @@ def main() -> None:
         job = json.loads(line)
         log._said.clear()  # each job is told who runs its experts
         try:
-            result = {"prompts": prompts_of(job["path"]), "tokens": generate(job["path"], job["eager"])}
+            tokens = generate(job["path"], job["eager"], job.get("adapters", []))
+            result = {"prompts": prompts_of(job["path"]), "tokens": tokens}
         except Exception as error:  # told to the test, which decides
             result = {"error": f"{type(error).__name__}: {error}"}
         print("RESULT " + json.dumps({**job, **result}), flush=True)

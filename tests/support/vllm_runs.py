@@ -66,13 +66,17 @@ def _graphs() -> tempfile.TemporaryDirectory[str]:
 _ENGINES: dict[tuple[tuple[str, str], ...], Engine] = {}
 
 
-def run_vllm(folder: Path, modes: list[bool], **variables: str) -> tuple[list[dict[str, Any]], str]:
+def run_vllm(
+    folder: Path, modes: list[bool], adapters: tuple[Path, ...] = (), **variables: str
+) -> tuple[list[dict[str, Any]], str]:
     """Results of (eager or not) runs of a checkpoint in one process, and all that it wrote."""
     key = tuple(sorted(variables.items()))
     engine = _ENGINES.get(key) or _ENGINES.setdefault(key, Engine(variables))
     results, texts = [], []
     for eager in modes:
-        result, written = engine.run({"path": str(folder), "eager": eager})
+        result, written = engine.run(
+            {"path": str(folder), "eager": eager, "adapters": [str(path) for path in adapters]}
+        )
         texts.append(written)
         if result is None:
             del _ENGINES[key]

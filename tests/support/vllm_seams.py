@@ -12,6 +12,7 @@ METHOD = f"{MOE}/fused_moe_method_base.py:FusedMoEMethodBase"
 COMPRESSED = f"{QUANTIZATION}/compressed_tensors/compressed_tensors.py:CompressedTensorsConfig"
 MODELOPT = f"{QUANTIZATION}/modelopt.py"
 KERNEL = f"{MOE}/modular_kernel.py"
+LORA = "lora/layers/fused_moe.py"
 _EXPERTS = ["w1", "w2", "topk_weights", "topk_ids", "activation", "global_num_experts", "expert_map"]
 _SIZES = ["M", "N", "K", "topk", "global_num_experts", "local_num_experts", "expert_tokens_meta", "activation"]
 
@@ -92,6 +93,9 @@ FUNCTIONS: dict[str, list[str]] = {
         "expert_tokens_meta",
         "apply_router_weight_on_input",
     ],
+    f"{MOE}/prepare_finalize/no_dp_ep.py:make_moe_prepare_and_finalize_no_dp_ep": ["use_monolithic"],
+    f"{MOE}/experts/lora_experts_mixin.py:LoRAExpertsMixin.set_lora_context": ["self", "ctx"],
+    f"{LORA}:FusedMoEWithLoRA.set_mapping": ["self", "punica_wrapper"],
     "model_executor/utils.py:set_weight_attrs": ["weight", "weight_attrs"],
 }
 
@@ -109,13 +113,24 @@ ATTRIBUTES: dict[str, set[str]] = {
         "is_lora_enabled",
         "is_act_and_mul",
     },
-    "config/vllm.py:VllmConfig": {"additional_config"},
+    "config/vllm.py:VllmConfig": {"additional_config", "lora_config"},
+    "config/lora.py:LoRAConfig": {"fully_sharded_loras", "enable_moe_shared_loras"},
+    f"{MOE}/experts/lora_context.py:MoELoRAContext": {
+        "w13_lora_a_stacked",
+        "w13_lora_b_stacked",
+        "w2_lora_a_stacked",
+        "w2_lora_b_stacked",
+        "max_loras",
+        "punica_wrapper",
+    },
+    "lora/punica_wrapper/punica_base.py:PunicaWrapperBase": {"_token_lora_indices"},
     f"{MOE}/config.py:FusedMoEParallelConfig": {
         "tp_size",
         "dp_size",
         "enable_eplb",
         "all2all_backend",
         "use_all2all_kernels",
+        "use_ep",
     },
     f"{MOE}/routed_experts.py:RoutedExperts": {
         "activation",
@@ -198,6 +213,9 @@ TEXTS: dict[str, list[str]] = {
     # A method's class says how its linear loads.
     f"{LAYERS}/linear.py": ["quant_method.__class__.__name__ in WEIGHT_LOADER_V2_SUPPORTED"],
     f"{MOE}/config.py": ["FUSED_MOE_UNQUANTIZED_CONFIG"],
+    # What our experts have of a layer with adapters, and what who wraps our method reads of it.
+    LORA: ["fused_experts.set_lora_context(lora_context)", "quant_method.moe_kernel", "].copy_("],
+    f"{MOE}/fused_moe_modular_method.py": ["w1=layer.w13_weight", "w2=layer.w2_weight"],
     "plugins/__init__.py": ['"vllm.general_plugins"'],
 }
 

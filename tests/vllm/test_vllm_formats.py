@@ -16,6 +16,7 @@ from torch import Tensor
 
 import torch_moe_ops as moe
 from torch_moe_ops.vllm import formats, log, registration, settings
+from torch_moe_ops.vllm import plan as planning
 from torch_moe_ops.vllm.activation import activation_of
 from torch_moe_ops.vllm.formats import ExpertFormat
 from torch_moe_ops.vllm.parameters import LayerSizes
@@ -126,7 +127,9 @@ def test_gate_and_up_share_the_larger_input_scale() -> None:
 
 def _layer(**changes: Any) -> Any:
     """What plan_layer reads of vLLM's RoutedExperts."""
-    parallel = Namespace(tp_size=1, enable_eplb=False, use_all2all_kernels=False, all2all_backend="", dp_size=1)
+    parallel = Namespace(
+        tp_size=1, enable_eplb=False, use_all2all_kernels=False, all2all_backend="", dp_size=1, use_ep=False
+    )
     config = Namespace(
         num_experts=8,
         num_local_experts=8,
@@ -168,7 +171,6 @@ def test_a_plan_has_the_accuracy_that_was_set(monkeypatch: pytest.MonkeyPatch) -
     "changes, reason",
     [
         ({"moe_backend": "marlin"}, "moe_backend must be 'auto', got 'marlin'"),
-        ({"is_lora_enabled": True}, "LoRA must be off"),
         ({"enable_eplb": True}, "EPLB"),
         (
             {"use_all2all_kernels": True, "all2all_backend": "deepep_low_latency"},
@@ -190,6 +192,15 @@ def test_what_does_not_run_here_says_why(changes: dict[str, Any], reason: str) -
     with pytest.raises(ValueError) as raised:
         plan_layer(_layer(**changes), NVFP4, CPU)
     assert reason in str(raised.value)
+
+
+def test_adapters_that_vllm_divides_are_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    lora = Namespace(fully_sharded_loras=False)
+    monkeypatch.setattr(planning, "_lora_config", lambda: lora)
+    assert plan_layer(_layer(is_lora_enabled=True), NVFP4, CPU).backend == "cpu"
+    lora.fully_sharded_loras = True
+    with pytest.raises(ValueError, match="fully_sharded_loras must be off"):
+        plan_layer(_layer(is_lora_enabled=True), NVFP4, CPU)
 
 
 def test_ranks_that_exchange_tokens_have_a_kernel_of_vllms(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from torch_moe_ops.prepared.fused import fused_moe_routed
 from torch_moe_ops.prepared.prepare import prepare
+from torch_moe_ops.prepared.prepared_weights import PreparedWeights
 from torch_moe_ops.vllm import settings
 from torch_moe_ops.vllm.log import logger, say_once
 from torch_moe_ops.vllm.modular import kernel_of, no_weights
@@ -98,11 +99,19 @@ class MoeqMethod(FusedMoEMethodBase):
             shared.leave()
         for name in self._names:
             delattr(layer, name)
-        if self.plan.exchanges:
+        if self.plan.exchanges or self.moe.is_lora_enabled:
             weights = layer.moeq_weights
             rows13 = weights.intermediate_size * (2 if self.moe.is_act_and_mul else 1)
-            self.moe_kernel = kernel_of(layer, weights, self.plan.maps_ids)
             self._no_weights = no_weights(weights.num_local_experts, rows13, weights.hidden_size, raw.w13.device)
+            self.moe_kernel = self._kernel_of(layer, weights)
+
+    def _kernel_of(self, layer: Any, weights: PreparedWeights) -> Any:
+        if not self.moe.is_lora_enabled:
+            return kernel_of(layer, weights, self.plan.maps_ids)
+        from torch_moe_ops.vllm.lora_experts import lora_kernel_of
+
+        layer.w13_weight, layer.w2_weight = self._no_weights  # who wraps this method gives them to the kernel
+        return lora_kernel_of(layer, weights, self.plan.maps_ids)
 
     @cached_property
     def shared_experts(self) -> SharedExperts | None:
@@ -111,8 +120,8 @@ class MoeqMethod(FusedMoEMethodBase):
         Asked first when all weights are loaded.
         """
         runner = self._runners.get(self.layer_name)
-        if runner is None or settings.shared_experts() == "beside":
-            return None
+        if runner is None or settings.shared_experts() == "beside" or self.moe.is_lora_enabled:
+            return None  # adapters are those of the routed experts
         try:
             found = shared_of(runner, self.plan)
             if found is not None:

@@ -114,7 +114,13 @@ class MoeqExperts(mk.FusedMoEExpertsModular):
             topk_weights = torch.ones_like(topk_weights)
         ids, factors = self._routing(hidden_states, topk_ids, topk_weights, expert_map, expert_tokens_meta)
         size = output.shape[-1]
-        _run_into(output.view(-1, size), hidden_states.reshape(-1, size), ids, factors, self.weights)
+        self._run_into(output.view(-1, size), hidden_states.reshape(-1, size), ids, factors)
+
+    def _run_into(self, output: Tensor, x: Tensor, ids: Tensor, factors: Tensor) -> None:
+        if torch.compiler.is_compiling() or output.dtype != x.dtype or not output.is_contiguous():
+            output.copy_(fused_moe_routed(x, ids, factors, self.weights))
+        else:
+            fused_moe_routed(x, ids, factors, self.weights, out=output)
 
     def _shape_of_tokens(self, experts: int, rows: int, size: int) -> tuple[int, ...]:
         return rows, size
@@ -158,13 +164,6 @@ def ids_of_batches(counts: Tensor, rows: int, first: int) -> Tensor:
     places = torch.arange(rows, device=counts.device)
     experts = torch.arange(first, first + counts.shape[0], device=counts.device, dtype=torch.int32)
     return torch.where(places < counts[:, None], experts[:, None], -1).to(torch.int32).reshape(-1, 1)
-
-
-def _run_into(output: Tensor, x: Tensor, ids: Tensor, factors: Tensor, weights: PreparedWeights) -> None:
-    if torch.compiler.is_compiling() or output.dtype != x.dtype or not output.is_contiguous():
-        output.copy_(fused_moe_routed(x, ids, factors, weights))
-    else:
-        fused_moe_routed(x, ids, factors, weights, out=output)
 
 
 def kernel_of(layer: Any, weights: PreparedWeights, maps_ids: bool) -> Any:

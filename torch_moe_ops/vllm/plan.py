@@ -14,6 +14,7 @@ from torch_moe_ops.core.routing_methods import MAX_TOP_K
 from torch_moe_ops.prepared.explaining import explain
 from torch_moe_ops.vllm import settings
 from torch_moe_ops.vllm.activation import activation_of
+from torch_moe_ops.vllm.adapters import check_lora
 from torch_moe_ops.vllm.formats import ExpertFormat
 from torch_moe_ops.vllm.parameters import LayerSizes
 from torch_moe_ops.vllm.placement import first_of_range
@@ -51,7 +52,7 @@ def plan_layer(layer: Any, format: ExpertFormat, device: torch.device) -> Plan:
 
     Raises ValueError saying what the layer must be, where it is left to vLLM.
     """
-    _check_deployment(layer)
+    _check_deployment(layer, format)
     config = layer.moe_config
     sizes = LayerSizes(
         experts=config.num_local_experts,
@@ -134,14 +135,14 @@ def _is_interleaved(layer: Any) -> bool:
     return getattr(layer.activation, "value", layer.activation) == "swigluoai"
 
 
-def _check_deployment(layer: Any) -> None:
+def _check_deployment(layer: Any, format: ExpertFormat) -> None:
     """What vLLM does with its own methods' weights, and cannot do with ours."""
     config = layer.moe_config
     parallel = config.moe_parallel_config
     if config.moe_backend != "auto":
         raise ValueError(f"moe_backend must be 'auto', got {config.moe_backend!r}")
     if config.is_lora_enabled:
-        raise ValueError("LoRA must be off: it changes what happens between the two GEMMs")
+        check_lora(config.moe_parallel_config, _lora_config(), format.interleaved)
     if parallel.enable_eplb:
         raise ValueError("load balancing of experts (EPLB) must be off: packed experts are not moved between ranks")
     if getattr(layer.expert_map_manager, "num_fused_shared_experts", 0):
@@ -149,6 +150,12 @@ def _check_deployment(layer: Any) -> None:
     known = settings.all2all_backends()
     if _exchanges(parallel) and parallel.all2all_backend not in known:
         raise ValueError(f"all2all_backend must be one of {list(known)}, got {parallel.all2all_backend!r}")
+
+
+def _lora_config() -> Any:
+    from vllm.config import get_current_vllm_config
+
+    return get_current_vllm_config().lora_config
 
 
 def _exchanges(parallel: Any) -> bool:

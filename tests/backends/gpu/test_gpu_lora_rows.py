@@ -18,8 +18,9 @@ import torch_moe_ops as moe
 from torch_moe_ops.backends import BACKENDS
 from torch_moe_ops.backends.registry import Backend
 from torch_moe_ops.backends.sm90 import common
-from torch_moe_ops.backends.triton_engine.backward_pass import Pass
+from torch_moe_ops.backends.triton_engine.backward_pass import RANK_CHUNK, Pass
 from torch_moe_ops.core.kernel_facts import arguments_of
+from torch_moe_ops.core.schemes import ceil_div
 from torch_moe_ops.gradients import experts, layer_pass, lora_layer, on_gpu
 from torch_moe_ops.gradients import lora as lora_factors
 from torch_moe_ops.ops import lora as lora_op
@@ -56,7 +57,7 @@ def _forward(case: Case, w: moe.PreparedWeights, lora: moe.Lora, seed: int) -> T
 RUNS = [
     *((name, 1, 16, "both") for name in CASES),
     *((name, 1, 16, only) for name in ("narrow", "wide") for only in ("13", "2")),
-    *((name, *ranks, "both") for name in ("narrow", "wide") for ranks in ((2, 4), (3, 20))),
+    *((name, *ranks, "both") for name in ("narrow", "wide") for ranks in ((2, 4), (3, 20), (4, 32))),
 ]
 
 
@@ -113,44 +114,85 @@ def test_more_tokens_than_a_piece_has() -> None:
         assert relative_l2(whole[part], alone) <= 1e-3
 
 
+def _unaligned(t: Tensor) -> Tensor:
+    """The same values, of which the first lies behind a multiple of 16 bytes."""
+    return torch.cat((t.flatten()[:1], t.flatten()))[1:].view(t.shape)
+
+
+def _arguments(case: Case, tokens: int) -> dict[str, Any]:
+    """Of a call of the op for GEMM2; the batch is that of `case` over and over."""
+    w = moe.prepare(make_raw(case), act_format="none", backend="cuda_sm90", device="cuda")
+    times = ceil_div(tokens, case.tokens)
+    x, ids, weights = (t.cuda().repeat(times, 1)[:tokens] for t in make_batch(case))
+    slots = tokens * case.top_k
+    count = torch.ops.moeq_C.experts_sm90_rows_kept(tokens, case.top_k, case.experts, case.hidden, case.inter)
+    given = {
+        "out": torch.zeros_like(x), "hidden_states": x, "topk_ids": ids, "topk_weights": weights, "activation": "silu",
+        "swiglu_alpha": 1.0, "swiglu_beta": 0.0, "swiglu_limit": float("inf"), "local_expert_offset": 0,
+        "router_weight_on_input": False, "w13": w.w13, "w13_scale": w.w13_scale, "g1_alphas": w.g1_alphas, "w2": w.w2,
+        "w2_scale": w.w2_scale, "g2_alphas": w.g2_alphas,
+        "low": torch.ones(slots, 1, 2, RANK_CHUNK, device="cuda", dtype=torch.bfloat16),
+        "factor": torch.ones(case.experts, case.hidden, 16, device="cuda", dtype=torch.bfloat16),
+        "rows": torch.zeros(slots, case.hidden, device="cuda", dtype=torch.bfloat16),
+        "kept": torch.zeros(count, device="cuda", dtype=torch.uint8),
+        "second": True, "kernel": KERNELS.index("narrow"),
+    }  # fmt: skip
+    return dict.fromkeys(arguments_of("experts_sm90_rows")) | given
+
+
+def _run(given: dict[str, Any]) -> Tensor:
+    """Rows of both calls."""
+    first = {"low": None, "factor": None, "rows": None, "second": False}
+    torch.ops.moeq_C.experts_sm90_rows(**given | first)
+    torch.ops.moeq_C.experts_sm90_rows(**given)
+    torch.cuda.synchronize()
+    rows: Tensor = given["rows"]
+    return rows
+
+
 @pytest.mark.parametrize(
     ("name", "given", "message"),
     [
         ("low", lambda t: t[:-1], "low must be contiguous"),
         ("low", lambda t: None, "low and factor must be given together"),
+        ("low", _unaligned, "low must start at a multiple of 16 bytes"),
         ("factor", lambda t: t[..., :12].contiguous(), "ranks must be a multiple of 8, got 12"),
         ("factor", lambda t: t[:, :-1].contiguous(), "factor must be contiguous"),
         ("rows", lambda t: None, "rows of GEMM2 given"),
         ("rows", lambda t: t.float(), "rows must be contiguous"),
+        ("rows", _unaligned, "rows must start at a multiple of 16 bytes"),
         ("kept", lambda t: t[:-1], "kept must be contiguous"),
+        ("kept", _unaligned, "kept must start at a multiple of 16 bytes"),
         ("kernel", lambda kernel: 0, "kernel must be one of prefill's"),
     ],
 )
 def test_the_op_guards_memory(name: str, given: Callable[[Any], Any], message: str) -> None:
     """What Python could pass wrongly is refused before a kernel reads or writes beyond it."""
-    case = BASE
-    raw = make_raw(case)
-    w = moe.prepare(raw, act_format="none", backend="cuda_sm90", device="cuda")
-    x, ids, weights = (t.cuda() for t in make_batch(case))
-    slots = case.tokens * case.top_k
-    own = {
-        "low": torch.zeros(slots, 1, 2, 32, device="cuda", dtype=torch.bfloat16),
-        "factor": torch.zeros(case.experts, case.hidden, 16, device="cuda", dtype=torch.bfloat16),
-        "rows": torch.zeros(slots, case.hidden, device="cuda", dtype=torch.bfloat16),
-        "kept": torch.zeros(
-            torch.ops.moeq_C.experts_sm90_rows_kept(case.tokens, case.top_k, case.experts, case.hidden, case.inter),
-            device="cuda",
-            dtype=torch.uint8,
-        ),
-        "second": True,
-        "kernel": KERNELS.index("narrow"),
-    }
-    arguments = {
-        "out": x, "hidden_states": x, "topk_ids": ids, "topk_weights": weights, "activation": "silu", "swiglu_alpha": 1.0,
-        "swiglu_beta": 0.0, "swiglu_limit": float("inf"), "local_expert_offset": 0, "router_weight_on_input": False,
-        "w13": w.w13, "w13_scale": w.w13_scale, "g1_alphas": w.g1_alphas, "w2": w.w2, "w2_scale": w.w2_scale,
-        "g2_alphas": w.g2_alphas,
-    }  # fmt: skip
-    absent = dict.fromkeys(arguments_of("experts_sm90_rows"))
+    arguments = _arguments(BASE, BASE.tokens)
     with pytest.raises(RuntimeError, match=message):
-        torch.ops.moeq_C.experts_sm90_rows(**absent | arguments | own | {name: given(own[name])})
+        torch.ops.moeq_C.experts_sm90_rows(**arguments | {name: given(arguments[name])})
+
+
+@pytest.mark.parametrize("sizes", [(0, 2, 4, 256, 64), (8, 0, 4, 256, 64), (8, 2, 4, 0, 0), (8, -1, 4, 256, 64)])
+def test_sizes_of_kept_are_checked(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(RuntimeError, match=r"_kept: sizes must be from 1 to 2\^31 - 1, got"):
+        torch.ops.moeq_C.experts_sm90_rows_kept(*sizes)
+
+
+def test_kept_of_too_many_slots() -> None:
+    with pytest.raises(RuntimeError, match=r"tokens \* top_k must be below 2\^31, got 2147483648"):
+        torch.ops.moeq_C.experts_sm90_rows_kept(2**30, 2, 4, 256, 64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_out_has_the_sizes_alone(dtype: torch.dtype) -> None:
+    """`out` is as it was, wherever it starts, and its dtype decides nothing: tokens of several pieces fit in `kept`."""
+    case = Case(tokens=64, experts=2, top_k=4, hidden=8192, inter=64, foreign=False, bias=False)
+    given = _arguments(case, 17000)  # a piece has 16384 where rows are counted in bfloat16, half as many in float32
+    expected = _run(given).clone()
+    guarded = torch.full((given["kept"].numel() + (1 << 20),), 7, device="cuda", dtype=torch.uint8)
+    out = _unaligned(torch.full_like(given["out"], 3.0, dtype=dtype))
+    own = {"kept": guarded[: given["kept"].numel()], "out": out, "rows": torch.zeros_like(expected)}
+    assert torch.equal(_run(given | own), expected)
+    assert (guarded[given["kept"].numel() :] == 7).all()
+    assert (out == 3).all()

@@ -8,10 +8,6 @@
 
 namespace moeq::sm90 {
 
-// What a tile's end needs, asked for before the multiplication: of most kernels nothing. gemm_rows.cuh has another.
-template <class C>
-__device__ __forceinline__ void begin_finish(const GemmArgs&, GemmShared<C>&, const Work&, const Staging&) {}
-
 template <class C, Finish finish>
 __device__ __forceinline__ void consume(const GemmArgs& args, GemmShared<C>& shared) {
   Staging staging(shared, threadIdx.x / 128);
@@ -23,7 +19,6 @@ __device__ __forceinline__ void consume(const GemmArgs& args, GemmShared<C>& sha
     fetch_alphas<typename C::Format>(args.problem, work, staging);
     int* slots = shared.slots[staging.warpgroup][work_ring.slot % 2];
     if (work.second) prefetch_slots(args, work, staging, slots);
-    begin_finish(args, shared, work, staging);
     Accumulators<C> acc;
     begin_tile(at, args, work);
     multiply_tile(acc, shared, at, work);

@@ -9,6 +9,7 @@ struct RowsArgs : GemmArgs {
   const __nv_bfloat16* factor;   // [experts, rows of the weights, ranks]
   int ranks;                     // a multiple of 8
   __nv_bfloat16* hidden_rows;    // [slots, inter] by slot: the intermediate; null: h alone
+  int* next_of_second;           // the schedule's next_item of the launch of GEMM2, which GEMM1's sets to 0; or null
 };
 
 struct RowsVariant {

@@ -98,7 +98,10 @@ void experts_sm90_rows(const ExpertsSm90RowsCall& call) {
                       !call.router_weight_on_input && (call.rows.has_value() || !call.second),
                   "moeq_C::", kRowsOp,
                   ": kernel must be one of prefill's, hidden states neither scaled nor weighted, rows of GEMM2 given");
-  run_layer(p, Layer(kRowsOp, call), wide ? rows_of<Shape::kWide>() : rows_of<Shape::kNarrow>(),
+  STD_TORCH_CHECK(is_aligned(call.kept), "moeq_C::", kRowsOp, ": kept must start at a multiple of 16 bytes");
+  Layer layer(kRowsOp, call);
+  layer.fills_out = false;
+  run_layer(p, layer, wide ? rows_of<Shape::kWide>() : rows_of<Shape::kNarrow>(),
             [&](RowsProblem& problem) {
               bind_tiled_weights(kRowsOp, problem, call);
               STD_TORCH_CHECK(rows_run_takes(problem), "moeq_C::", kRowsOp,
@@ -114,6 +117,12 @@ void experts_sm90_rows(const ExpertsSm90RowsCall& call) {
 
 // Bytes of `kept`.
 int64_t experts_sm90_rows_kept(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden, int64_t inter) {
+  for (const int64_t size : {tokens, top_k, experts, hidden, inter}) {
+    STD_TORCH_CHECK(size > 0 && size <= INT32_MAX, "moeq_C::", kRowsOp,
+                    "_kept: sizes must be from 1 to 2^31 - 1, got ", size);
+  }
+  STD_TORCH_CHECK(tokens * top_k <= INT32_MAX, "moeq_C::", kRowsOp, "_kept: tokens * top_k must be below 2^31, got ",
+                  tokens * top_k);
   Problem p{};
   p.tokens = static_cast<int>(tokens);
   p.top_k = static_cast<int>(top_k);

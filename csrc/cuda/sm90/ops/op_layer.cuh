@@ -15,6 +15,7 @@ struct Layer {
   const LayerCall& call;
   const RouterCall* router = nullptr;   // where the op takes one; without logits it does not count
   bool quantize_hidden = false, quantize_intermediate = false;
+  bool fills_out = true;  // else it only has the sizes
   ScalarType hidden_type = ScalarType::BFloat16;
 
   Layer(const char* name, const LayerCall& arguments) : op(name), call(arguments) {}
@@ -124,15 +125,16 @@ void run_layer(AnyProblem& p, const Layer& layer, const Kernels<AnyProblem>& ker
   const Tensor& given = layer.call.hidden_states;
   const Tensor x = is_aligned(given) ? given : torch::stable::clone(given);
   p.x = data_of<void>(layer.op, "hidden_states", x, layer.hidden_type, out.numel(), out);
-  Tensor aligned_out = is_aligned(out) ? out : torch::stable::empty_like(out);
-  p.out = aligned_out.mutable_data_ptr();
+  const bool direct = !layer.fills_out || is_aligned(out);
+  Tensor aligned_out = direct ? out : torch::stable::empty_like(out);
+  p.out = layer.fills_out ? aligned_out.mutable_data_ptr() : nullptr;
   // From torch's allocator at every call, so that a CUDA graph owns its own.
   const Tensor bytes = torch::stable::new_empty(out, {static_cast<int64_t>(kernels.workspace(p))}, ScalarType::Byte);
   p.workspace = const_cast<void*>(bytes.const_data_ptr());
   error = kernels.run(p);
   STD_TORCH_CHECK(error == cudaSuccess, "moeq_C::", layer.op, ": ", kernels.name,
                   " kernel: ", cudaGetErrorString(error), hint_at(error, p.partition));
-  if (!is_aligned(out)) {
+  if (!direct) {
     Tensor target = out;
     torch::stable::copy_(target, aligned_out);
   }

@@ -37,6 +37,11 @@ size_t operand_bytes(const Problem& p) {
   return int64_t{max_rows(p.tokens * p.top_k, p.experts)} * k_tiles(p.hidden) * kTileK * sizeof(__nv_bfloat16);
 }
 
+// Tokens of a piece, or all of them. Rows are bfloat16, whatever `out` would be.
+int tokens_of_rows(const Problem& p) {
+  return tokens_at_once(p, int64_t{p.hidden > p.inter ? p.hidden : p.inter} * sizeof(__nv_bfloat16) * p.top_k);
+}
+
 RowsArgs args_of(const RowsProblem& p, const Kept& kept, const RowsVariant& variant) {
   RowsArgs args{};
   static_cast<GemmArgs&>(args) = gemms_of(p, kept.schedule, variant.block_tiles);
@@ -50,14 +55,8 @@ RowsArgs args_of(const RowsProblem& p, const Kept& kept, const RowsVariant& vari
   args.low = static_cast<const __nv_bfloat16*>(p.low);
   args.factor = static_cast<const __nv_bfloat16*>(p.factor);
   args.ranks = p.ranks;
-  if (p.second) args.schedule.next_item = kept.next_item;
+  (p.second ? args.schedule.next_item : args.next_of_second) = kept.next_item;
   return args;
-}
-
-__global__ void begin_kernel(const __grid_constant__ RowsArgs args) {
-  wait_for_previous_kernel();
-  allow_next_kernel();
-  *args.schedule.next_item = 0;
 }
 
 cudaError_t launch_gemm(const RowsArgs& args, const RowsVariant& variant, bool wide) {
@@ -74,10 +73,7 @@ cudaError_t run_piece(const RowsProblem& p, bool wide) {
   const RowsVariant variant = variant_for(p, wide);
   const Kept kept = kept_of(p, p.kept);
   const RowsArgs args = args_of(p, kept, variant);
-  if (p.second) {
-    const cudaError_t error = launch_dependent(begin_kernel, args, 1, 1, 0);
-    return error == cudaSuccess ? launch_gemm(args, variant, wide) : error;
-  }
+  if (p.second) return launch_gemm(args, variant, wide);
   OperandArgs operand{p, kept.schedule};
   operand.operand = static_cast<__nv_bfloat16*>(p.workspace);
   operand.rows = args.rows;
@@ -96,14 +92,14 @@ RowsProblem with_rows(const RowsProblem& whole, RowsProblem piece, int64_t bytes
   };
   piece.low = moved(whole.low, int64_t{2} * kRankChunk * rank_chunks(whole.ranks));
   piece.rows = moved(whole.rows, whole.second ? whole.hidden : whole.inter);
-  piece.kept = static_cast<uint8_t*>(whole.kept) + slots / whole.top_k / tokens_of_piece(whole) * bytes_kept;
+  piece.kept = static_cast<uint8_t*>(whole.kept) + slots / whole.top_k / tokens_of_rows(whole) * bytes_kept;
   return piece;
 }
 
 // The first piece, than which none is larger.
 template <class AnyProblem>
 AnyProblem largest_piece(AnyProblem p) {
-  p.tokens = tokens_of_piece(p);
+  p.tokens = tokens_of_rows(p);
   return p;
 }
 
@@ -114,7 +110,7 @@ bool rows_run_takes(const Problem& p) {
 }
 
 size_t rows_kept(const Problem& p) {
-  return kept_of(largest_piece(p), nullptr).bytes * ceil_div(p.tokens, tokens_of_piece(p));
+  return kept_of(largest_piece(p), nullptr).bytes * ceil_div(p.tokens, tokens_of_rows(p));
 }
 
 size_t rows_workspace(const RowsProblem& p, Shape) { return p.second ? 0 : operand_bytes(largest_piece(p)); }
@@ -122,7 +118,7 @@ size_t rows_workspace(const RowsProblem& p, Shape) { return p.second ? 0 : opera
 cudaError_t rows_run(const RowsProblem& p, Shape shape) {
   if (p.experts > kMaxExperts || !rows_run_takes(p)) return cudaErrorInvalidValue;
   const size_t bytes = kept_of(largest_piece(p), nullptr).bytes;
-  return run_in_pieces(p, tokens_of_piece(p), [&](const RowsProblem& piece) {
+  return run_in_pieces(p, tokens_of_rows(p), [&](const RowsProblem& piece) {
     return run_piece(with_rows(p, piece, bytes), shape == Shape::kWide);
   });
 }

@@ -5,8 +5,8 @@
 
 namespace moeq::sm90 {
 
-// Ranks that a step of 64 in K has: each is two numbers of bfloat16, which come one half after the other.
-constexpr int kRankChunk = 32;
+// Ranks that are multiplied at a time, each as two numbers of bfloat16: the chunk once, then what it lacks.
+constexpr int kRankChunk = 16;
 __host__ __device__ inline int rank_chunks(int ranks) { return (ranks + kRankChunk - 1) / kRankChunk; }
 
 // By slot, bfloat16. A row of a slot whose expert is not here stays as it was. `out` of the Problem is not written,
