@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import result_lines
 import torch
-from bench_transformers_model import through_blocks, through_experts
+from bench_transformers_model import routers_apart, through_blocks, through_experts
 from model_graphs import capture, timed
 from transformers_models import SHAPES, build
 
@@ -30,11 +30,9 @@ from torch_moe_ops.transformers.modules import find_experts
 
 
 @contextlib.contextmanager
-def routers_apart(model: Any) -> Iterator[None]:
-    """Routers do not run their experts (torch_moe_ops/transformers/layers_in_one.py)."""
-    joined = [(module, module.moeq_layer) for module in model.modules() if hasattr(module, "moeq_layer")]
-    for module, _ in joined:
-        module.moeq_layer = None
+def apart(model: Any) -> Iterator[None]:
+    """Routers do not run their experts."""
+    joined = routers_apart(model)
     yield
     for module, layer in joined:
         module.moeq_layer = layer
@@ -56,7 +54,7 @@ def main() -> None:
         for tokens in map(int, args.ms.split(",")):
             us: dict[str, Any] = {"layer": through_blocks, "experts": through_experts, "apart": through_blocks}
             for what, through in us.items():
-                with routers_apart(model) if what == "apart" else contextlib.nullcontext():
+                with apart(model) if what == "apart" else contextlib.nullcontext():
                     us[what] = timed(capture(through(model, tokens)), args.rounds)["ms"] * 1e3 / layers
             us |= {"router": us["layer"] - us["experts"], "router_apart": us["apart"] - us["experts"]}
             record = {"event": "router_layer", "shape": shape, "M": tokens}
