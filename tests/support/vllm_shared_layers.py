@@ -62,6 +62,7 @@ class Layer:
         gated: the block has a gate, as Qwen2-MoE's.
         factor: what the layer's result is multiplied by.
         shared_format: another format for the block.
+        calibrated: which of "routed" and "shared" have scales of their inputs.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Layer:
         factor: float = 1.0,
         shared_format: str | None = None,
         dtype: torch.dtype = torch.bfloat16,
+        calibrated: tuple[str, ...] = (),
         **options: Any,
     ) -> None:
         from vllm.config import VllmConfig, set_current_vllm_config
@@ -81,6 +83,10 @@ class Layer:
 
         self.width, self.gate, self.factor, self.dtype = width, _Gate() if gated else None, factor, dtype
         self.encode, self.encode_shared = FORMATS[format_name][0], FORMATS[shared_format or format_name][0]
+        # compressed-tensors' divides
+        scales = {"input_global_scale": 40.0} if format_name == "compressed-tensors NVFP4" else {"input_scale": 0.025}
+        self.inputs = {part: torch.tensor(value) for part, value in scales.items()}
+        self.calibrated = calibrated
         self.config = VllmConfig()
         self.config.model_config = MagicMock(dtype=dtype, quantization_config=None)
         made = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE
@@ -137,6 +143,7 @@ class Layer:
             for which, projection, shape in _matrices(SIZE):
                 parts, meaning = self.encode(_random(shape))
                 values.append(meaning)
+                parts |= self.inputs if "routed" in self.calibrated else {}
                 for part, tensor in parts.items():
                     name = f"{'w2' if projection == 'down_proj' else 'w13'}_{part}"
                     parameter, full = getattr(experts, name), f"{BLOCK}.experts.{name}"
@@ -149,6 +156,7 @@ class Layer:
         for which, _, shape in _matrices(int(self.width * SIZE)):
             parts, meaning = self.encode_shared(_random(shape))
             values.append(meaning)
+            parts |= self.inputs if "shared" in self.calibrated else {}
             for part, tensor in parts.items():
                 linear = self.block.down_proj if which == "w2" else self.block.gate_up_proj
                 parameter = linear._parameters[part]
