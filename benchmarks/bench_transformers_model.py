@@ -88,6 +88,10 @@ class Decode:
                 layer.cumulative_length_int = POSITION
 
 
+def nothing(number: int, hidden: torch.Tensor) -> None:
+    """In front of a layer."""
+
+
 def blocks_of(model: Any) -> list[Any]:
     """The MoE block of every layer."""
     return [model.get_submodule(found.name.rpartition(".")[0]) for found in find_experts(model)]
@@ -101,18 +105,19 @@ def routers_apart(model: Any) -> list[tuple[Any, Any]]:
     return joined
 
 
-def through_blocks(model: Any, batch: int) -> Callable[[], Any]:
+def through_blocks(model: Any, batch: int, before: Callable[[int, torch.Tensor], Any] = nothing) -> Callable[[], Any]:
+    """All MoE blocks; `before` gets the number of each and its hidden states, and runs in front of it."""
     hidden = torch.randn(batch, 1, model.config.hidden_size, dtype=model.dtype, device=model.device)
     blocks = blocks_of(model)
 
     def run() -> Any:
-        return [block(hidden) for block in blocks]
+        return [(before(i, hidden), block(hidden)) for i, block in enumerate(blocks)]
 
     return run
 
 
-def through_experts(model: Any, batch: int) -> Callable[[], Any]:
-    """The experts on ids that were chosen before, of int32 as the ops take them."""
+def through_experts(model: Any, batch: int, before: Callable[[int, torch.Tensor], Any] = nothing) -> Callable[[], Any]:
+    """The experts on ids that were chosen before, of int32 as the ops take them; `before` as for through_blocks."""
     size = model.config.hidden_size
     hidden = torch.randn(batch, size, dtype=model.dtype, device=model.device)
     top_k = model.config.num_experts_per_tok
@@ -123,7 +128,10 @@ def through_experts(model: Any, batch: int) -> Callable[[], Any]:
         layers.append((w, ids, torch.full((batch, top_k), 1 / top_k, device=model.device)))
 
     def run() -> Any:
-        return [fused_moe_routed(hidden, ids, weights, w) for w, ids, weights in layers]
+        return [
+            (before(i, hidden[:, None]), fused_moe_routed(hidden, ids, weights, w))
+            for i, (w, ids, weights) in enumerate(layers)
+        ]
 
     return run
 

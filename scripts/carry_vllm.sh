@@ -35,7 +35,7 @@ thin() { # LIBRARY KERNELS
     --arch "${ARCH:-90}" --compile --kernels "$2"
 }
 thin _C_stable_libtorch \
-  'activation_kernel|act_and_mul|per_token_group_quant|scaled_int8_quant|segmented_max|marlin_repack|marlin_int4|MarlinDefault'
+  'activation_kernel|act_and_mul|silu_and_mul|per_token_group_quant|scaled_int8_quant|segmented_max|marlin_repack|marlin_int4|MarlinDefault'
 # Marlin's template arguments are numbers of types: activations (bfloat16), then weights (e2m1, or 4 bits with a bias of 8).
 thin _moe_C_stable_libtorch "moe_sum|moeSigmoid|topkGating|moe_wna16_gemm|grouped_topk|computeExpertFirst|expandInput\
 |MarlinDefault|marlin_moe_wna166MarlinILl1125899906909960ELl(562949953487106|1125899907892224)E"
