@@ -4,7 +4,9 @@
     python benchmarks/bench_router_layer.py --out benchmarks/results/h200_router_layer.jsonl
 
 "layer" is router and experts as the model calls them, "apart" the same with routers that do not run their experts,
-"experts" the experts alone on ids that are given. What a router costs is what lies between. Weights come from memory,
+"experts" the experts alone on ids that are given. What a router costs is what lies between. `--between norm` has the
+model's norm in front of each layer, and `attention` two of the attention's products too, as a model has them: kernels
+that let none behind them begin early, and whose code and weights take the caches. Weights come from memory,
 as layers are more than the L2 holds, and each layer routes by its own router. Microseconds a layer. transformers must
 be importable, as for bench_transformers_model.py.
 """
@@ -13,8 +15,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import result_lines
 import torch
-from bench_transformers_model import through_blocks, through_experts
+from bench_transformers_model import nothing, routers_apart, through_blocks, through_experts
 from model_graphs import capture, timed
 from transformers_models import SHAPES, build
 
@@ -30,20 +33,33 @@ from torch_moe_ops.transformers.modules import find_experts
 
 
 @contextlib.contextmanager
-def routers_apart(model: Any) -> Iterator[None]:
-    """Routers do not run their experts (torch_moe_ops/transformers/layers_in_one.py)."""
-    joined = [(module, module.moeq_layer) for module in model.modules() if hasattr(module, "moeq_layer")]
-    for module, _ in joined:
-        module.moeq_layer = None
+def apart(model: Any) -> Iterator[None]:
+    """Routers do not run their experts."""
+    joined = routers_apart(model)
     yield
     for module, layer in joined:
         module.moeq_layer = layer
+
+
+def in_front(model: Any, what: str) -> Callable[[int, torch.Tensor], Any]:
+    """What runs in front of each layer's router: kernels of the model, whose results nobody reads."""
+    layers = model.model.layers
+
+    def norm(number: int, hidden: torch.Tensor) -> torch.Tensor:
+        return layers[number].post_attention_layernorm(hidden)
+
+    def attention(number: int, hidden: torch.Tensor) -> torch.Tensor:
+        own = layers[number].self_attn
+        return norm(number, own.o_proj(own.q_proj(hidden)))
+
+    return {"nothing": nothing, "norm": norm, "attention": attention}[what]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--ms", default="1,8,64")
+    parser.add_argument("--between", default="nothing", help="of nothing, norm, attention")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path, help="append the lines to this file too")
@@ -53,13 +69,14 @@ def main() -> None:
         torch.manual_seed(0)
         model = build(shape, torch.device("cuda"), layers=args.layers)
         layers = len(find_experts(model))
-        for tokens in map(int, args.ms.split(",")):
+        for between, tokens in itertools.product(args.between.split(","), map(int, args.ms.split(","))):
+            before = in_front(model, between)
             us: dict[str, Any] = {"layer": through_blocks, "experts": through_experts, "apart": through_blocks}
             for what, through in us.items():
-                with routers_apart(model) if what == "apart" else contextlib.nullcontext():
-                    us[what] = timed(capture(through(model, tokens)), args.rounds)["ms"] * 1e3 / layers
+                with apart(model) if what == "apart" else contextlib.nullcontext():
+                    us[what] = timed(capture(through(model, tokens, before)), args.rounds)["ms"] * 1e3 / layers
             us |= {"router": us["layer"] - us["experts"], "router_apart": us["apart"] - us["experts"]}
-            record = {"event": "router_layer", "shape": shape, "M": tokens}
+            record = {"event": "router_layer", "shape": shape, "M": tokens, "between": between}
             lines.append(record | {f"{what}_us": round(value, 3) for what, value in us.items()})
             print(lines[-1], flush=True)
         del model

@@ -7,7 +7,8 @@
 A decode step is one token for each sequence of the batch, through a static cache of 1024 positions, mask given (as
 `generate` does). "moe" is all MoE blocks of the model one after the other, "experts" their experts alone on ids that
 are given, each in a graph of its own: a router costs what lies between. "profile" says what routers and experts take
-within the decode step itself (see model_graphs.shares). `--own-router` leaves transformers' routers.
+within the decode step itself (see model_graphs.shares). `--own-router` leaves transformers' routers, `--apart` has
+routers that do not run their experts too.
 
 One shape takes about three minutes on an H200, two of them compiling: `--compile ""` leaves that out, and
 `--batches "" --prefill 0` leaves out all the rest. Each line is written to `--out` when it is known. What Inductor has
@@ -87,23 +88,36 @@ class Decode:
                 layer.cumulative_length_int = POSITION
 
 
+def nothing(number: int, hidden: torch.Tensor) -> None:
+    """In front of a layer."""
+
+
 def blocks_of(model: Any) -> list[Any]:
     """The MoE block of every layer."""
     return [model.get_submodule(found.name.rpartition(".")[0]) for found in find_experts(model)]
 
 
-def through_blocks(model: Any, batch: int) -> Callable[[], Any]:
+def routers_apart(model: Any) -> list[tuple[Any, Any]]:
+    """Let no router run its experts (torch_moe_ops/transformers/layers_in_one.py). Returns which did, and theirs."""
+    joined = [(module, module.moeq_layer) for module in model.modules() if hasattr(module, "moeq_layer")]
+    for module, _ in joined:
+        module.moeq_layer = None
+    return joined
+
+
+def through_blocks(model: Any, batch: int, before: Callable[[int, torch.Tensor], Any] = nothing) -> Callable[[], Any]:
+    """All MoE blocks; `before` gets the number of each and its hidden states, and runs in front of it."""
     hidden = torch.randn(batch, 1, model.config.hidden_size, dtype=model.dtype, device=model.device)
     blocks = blocks_of(model)
 
     def run() -> Any:
-        return [block(hidden) for block in blocks]
+        return [(before(i, hidden), block(hidden)) for i, block in enumerate(blocks)]
 
     return run
 
 
-def through_experts(model: Any, batch: int) -> Callable[[], Any]:
-    """The experts on ids that were chosen before, of int32 as the ops take them."""
+def through_experts(model: Any, batch: int, before: Callable[[int, torch.Tensor], Any] = nothing) -> Callable[[], Any]:
+    """The experts on ids that were chosen before, of int32 as the ops take them; `before` as for through_blocks."""
     size = model.config.hidden_size
     hidden = torch.randn(batch, size, dtype=model.dtype, device=model.device)
     top_k = model.config.num_experts_per_tok
@@ -114,7 +128,10 @@ def through_experts(model: Any, batch: int) -> Callable[[], Any]:
         layers.append((w, ids, torch.full((batch, top_k), 1 / top_k, device=model.device)))
 
     def run() -> Any:
-        return [fused_moe_routed(hidden, ids, weights, w) for w, ids, weights in layers]
+        return [
+            (before(i, hidden[:, None]), fused_moe_routed(hidden, ids, weights, w))
+            for i, (w, ids, weights) in enumerate(layers)
+        ]
 
     return run
 
@@ -193,6 +210,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=110, help="seconds after which nothing more is compiled")
     parser.add_argument("--turn", type=Path, help="a file that runs share which time one after the other")
     parser.add_argument("--own-router", action="store_true", help="leave transformers' routers as they are")
+    parser.add_argument("--apart", action="store_true", help="routers in a launch of their own")
     parser.add_argument("--layers", type=int, help="how many, where not as many as the architecture has")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to see that it runs; also on a CPU")
     parser.add_argument("--out", type=Path)
@@ -205,7 +223,9 @@ def main() -> None:
     sizes = {"tiny": args.tiny, "layers": args.layers}
     model = build(args.shape, device, scheme=args.scheme, route=not args.own_router, **sizes)
     holders = [found.module.moeq_weights for found in find_experts(model)]
-    joined = not args.own_router and holders[0].takes_router()
+    joined = not (args.own_router or args.apart) and holders[0].takes_router()
+    if args.apart:
+        routers_apart(model)
     weights = {holder.prepared.backend for holder in holders}
     result: dict[str, Any] = {
         "shape": args.shape,

@@ -161,7 +161,10 @@ def run(layer: str, ways: list[str], args: argparse.Namespace, context: Any, sin
     compare(layers, shape, ms, sink)
     for m in ms if not args.warm else ():
         if time.monotonic() < ends:
-            runner.time_one(shape, "uniform", common.uniform, m, layers, context, sink, args.reps, 0)
+            try:
+                runner.time_one(shape, "uniform", common.uniform, m, layers, context, sink, args.reps, 0)
+            except Exception as error:
+                sink.emit(event="error", shape=shape.name, fmt=fmt, M=m, where="run", err=repr(error)[:600])
     layers.clear()
     runner.free()
 

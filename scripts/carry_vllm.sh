@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Packs what one of vLLM's MoE layers needs into a file, for a machine with torch 2.11 for CUDA 13 and no network:
 #
-#   bash scripts/carry_vllm.sh             # here; makes .vllm/site.tar.xz (about 41 MB), which git ignores
+#   bash scripts/carry_vllm.sh             # here; makes .vllm/site.tar.xz (about 15 MB), which git ignores
 #   mkdir /tmp/site && tar xJf .vllm/site.tar.xz -C /tmp/site                       # there
 #   PYTHONPATH=/tmp/site:$PWD python benchmarks/bench_vllm_layer.py --out FILE
 #
 # It is no whole vLLM: of its libraries the two with the kernels of layers are kept, and of these what a GPU of ARCH=90
-# runs; attention's, 460 MB, are replaced by names that raise. The machine needs Python 3.12 on x86_64, transformers 5.5
+# runs of experts in bfloat16 with NVFP4, MXFP4, FP8 or INT4 weights (Marlin's, which come as PTX, compiled here: CUDA's
+# ptxas and fatbinary are needed); attention's, 460 MB, are replaced by names that raise. The machine needs Python 3.12 on x86_64, transformers 5.5
 # or later and what scientific Python images have (numpy, regex, aiohttp, pillow, uvloop, nvidia-ml-py, cuda-bindings).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -28,9 +29,16 @@ fetch pydantic # with the core that it asks for
 for wheel in "$work"/wheels/*.whl; do "$python" -m zipfile -e "$wheel" "$work/site"; done
 site=$work/site/vllm
 mkdir "$work/kept"
-for name in _C_stable_libtorch _moe_C_stable_libtorch; do
-  "$python" scripts/thin_fatbins.py "$site/$name.abi3.so" "$work/kept/$name.abi3.so" --arch "${ARCH:-90}"
-done
+"$python" -m pip install --quiet --target "$work/tools" zstandard
+thin() { # LIBRARY KERNELS
+  PYTHONPATH=$work/tools "$python" scripts/thin_fatbins.py "$site/$1.abi3.so" "$work/kept/$1.abi3.so" \
+    --arch "${ARCH:-90}" --compile --kernels "$2"
+}
+thin _C_stable_libtorch \
+  'activation_kernel|act_and_mul|silu_and_mul|per_token_group_quant|scaled_int8_quant|segmented_max|marlin_repack|marlin_int4|MarlinDefault'
+# Marlin's template arguments are numbers of types: activations (bfloat16), then weights (e2m1, or 4 bits with a bias of 8).
+thin _moe_C_stable_libtorch "moe_sum|moeSigmoid|topkGating|moe_wna16_gemm|grouped_topk|computeExpertFirst|expandInput\
+|MarlinDefault|marlin_moe_wna166MarlinILl1125899906909960ELl(562949953487106|1125899907892224)E"
 find "$site" -name '*.so' -delete
 rm "$site/vllm-rs" # a server
 find "$site/third_party" -depth -type d \( -name include -o -name cutlass \) -exec rm -r {} + # headers of other kernels

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from modules_by_path import ROOT
 
 from torch_moe_ops.backends import BACKENDS
 from torch_moe_ops.commands import doctor
@@ -47,3 +48,13 @@ def test_a_package_that_does_not_import_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(doctor.importlib, "import_module", broken)
     assert any(line == "triton: installed, but does not import: libcudart.so.13 is missing" for line in doctor.report())
+
+
+def test_what_reads_its_output_may_end() -> None:
+    """As in `python -m torch_moe_ops doctor | head -1`."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-m", "torch_moe_ops", "doctor"], cwd=ROOT, text=True, **pipes) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert "BrokenPipeError" not in process.stderr.read()
+    assert process.returncode == 1

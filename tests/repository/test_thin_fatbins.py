@@ -62,3 +62,30 @@ def test_every_container_is_seen_and_what_only_looks_like_one_is_left_alone(fatb
     data, zeroed = fatbins.thin(b"".join(parts), 90)
     assert payloads(fatbins, data) == [[b"a"], [b"\0"]] and zeroed == 1
     assert data.count(false) == 2
+
+
+def test_kernels_that_are_not_named_go(fatbins: ModuleType) -> None:
+    """A container stays whole where one of its kernels fits."""
+    both = container(entry(CODE, 90, b"\0.text._Z4topkv\0.text._Z4gemmv\0"))
+    ptx = container(entry(PTX, 80, b".visible .entry _Z6marlinILi1EEvPi("))
+    code = b"\0.text._Z6marlinILi2EEvPi\0"
+    other = container(entry(CODE, 90, code))
+    data, _ = fatbins.thin(both + ptx + other, 90, "topk|marlinILi1E")
+    assert data == both + ptx + other[: -len(code)] + bytes(len(code))
+
+
+@pytest.mark.parametrize("size, fits", [(50, True), (500, False)])
+def test_machine_code_takes_the_place_of_ptx(
+    fatbins: ModuleType, monkeypatch: pytest.MonkeyPatch, size: int, fits: bool
+) -> None:
+    given: list[tuple[bytes, int]] = []
+    made = container(entry(CODE, 90, b"c" * size))
+    monkeypatch.setattr(fatbins, "_machine_code", lambda ptx, arch: [given.append((ptx, arch)), made][1])
+    old = container(entry(CODE, 80, b"e" * 100), entry(PTX, 80, b".entry a(\0"))
+    after = container(entry(CODE, 90, b"next"))
+    data, zeroed = fatbins.thin(old + after, 90, compiles=True)
+    assert given == [(b".entry a(", 90)] and len(data) == len(old + after)
+    if fits:
+        assert data == made.ljust(len(old), b"\0") + after and zeroed == 100 + 10 - len(made)
+    else:
+        assert payloads(fatbins, data) == [[bytes(100), b".entry a(\0"], [b"next"]] and zeroed == 100

@@ -62,6 +62,7 @@ class Layer:
         gated: the block has a gate, as Qwen2-MoE's.
         factor: what the layer's result is multiplied by.
         shared_format: another format for the block.
+        calibrated: which of "routed" and "shared" have scales of their inputs; None: as the format is written.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Layer:
         factor: float = 1.0,
         shared_format: str | None = None,
         dtype: torch.dtype = torch.bfloat16,
+        calibrated: tuple[str, ...] | None = None,
         **options: Any,
     ) -> None:
         from vllm.config import VllmConfig, set_current_vllm_config
@@ -81,6 +83,7 @@ class Layer:
 
         self.width, self.gate, self.factor, self.dtype = width, _Gate() if gated else None, factor, dtype
         self.encode, self.encode_shared = FORMATS[format_name][0], FORMATS[shared_format or format_name][0]
+        self.calibrated = calibrated
         self.config = VllmConfig()
         self.config.model_config = MagicMock(dtype=dtype, quantization_config=None)
         made = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE
@@ -130,6 +133,15 @@ class Layer:
         gate = 1.0 if self.gate is None else torch.sigmoid(self.gate(x)[0].float())
         return total + gate * _mlp(wide, *self.shared)
 
+    def _calibrate(self, parts: dict[str, Tensor], side: str) -> None:
+        if self.calibrated is None:
+            return
+        for name in ("input_scale", "input_global_scale"):
+            parts.pop(name, None)
+        if side in self.calibrated:  # compressed-tensors' divides
+            compressed = "weight_global_scale" in parts
+            parts |= {"input_global_scale": torch.tensor(40.0)} if compressed else {"input_scale": torch.tensor(0.025)}
+
     def _load_routed(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         experts, meant = self.runner.routed_experts, []
         for number in range(EXPERTS):
@@ -137,6 +149,7 @@ class Layer:
             for which, projection, shape in _matrices(SIZE):
                 parts, meaning = self.encode(_random(shape))
                 values.append(meaning)
+                self._calibrate(parts, "routed")
                 for part, tensor in parts.items():
                     name = f"{'w2' if projection == 'down_proj' else 'w13'}_{part}"
                     parameter, full = getattr(experts, name), f"{BLOCK}.experts.{name}"
@@ -149,6 +162,7 @@ class Layer:
         for which, _, shape in _matrices(int(self.width * SIZE)):
             parts, meaning = self.encode_shared(_random(shape))
             values.append(meaning)
+            self._calibrate(parts, "shared")
             for part, tensor in parts.items():
                 linear = self.block.down_proj if which == "w2" else self.block.gate_up_proj
                 parameter = linear._parameters[part]

@@ -21,6 +21,7 @@ pytest.importorskip("transformers", minversion="5.17", reason="needs transformer
         ("qwen3_30b_a3b", []),
         pytest.param("gpt_oss_20b", [], marks=pytest.mark.slow),
         pytest.param("qwen3_30b_a3b", ["--own-router"], marks=pytest.mark.slow),
+        pytest.param("qwen3_30b_a3b", ["--apart"], marks=pytest.mark.slow),
     ],
 )
 def test_every_number_is_measured(shape: str, options: list[str], tmp_path: Path) -> None:
@@ -31,7 +32,9 @@ def test_every_number_is_measured(shape: str, options: list[str], tmp_path: Path
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     subprocess.run(program, check=True, env=environment, capture_output=True, cwd=tmp_path)
     result = json.loads(out.read_text())
-    assert result["shape"] == shape and result["routers"] == ("transformers" if options else "moeq::route_hidden")
+    assert result["shape"] == shape and result["routers"] == (
+        "transformers" if "--own-router" in options else "moeq::route_hidden"
+    )
     assert result["layers"] == 3  # TINY has two
     assert result["parameters"] > 200_000 and str(tmp_path) not in out.read_text()
     measured = [(line["what"], line.get("batch")) for line in result["lines"]]

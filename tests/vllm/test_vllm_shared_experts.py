@@ -97,6 +97,47 @@ def test_others_stay_beside_and_why(
     assert list(layer.block.down_proj.parameters())
 
 
+CALIBRATED = ["ModelOpt NVFP4", "ModelOpt FP8", "compressed-tensors NVFP4"]
+
+
+@pytest.mark.parametrize("sides", [("routed",), ("shared",)])
+@pytest.mark.parametrize("format_name", CALIBRATED)
+def test_calibrated_on_one_side_stays_beside(
+    layer_of: Any,
+    format_name: str,
+    sides: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv(settings.ACT_FORMAT, "checkpoint")
+    layer = layer_of(format_name, calibrated=sides)
+    here, there = ("['a13_input_scale', 'a2_input_scale']", "none") if sides == ("routed",) else ("none", "['a13_input")
+    assert f"{BESIDE}calibrated scales of shared experts must be {here}, as the routed ones, got {there}" in _said(
+        layer, caplog
+    )
+    experts = layer.runner.routed_experts
+    experts.quant_method.process_weights_after_loading(experts)
+    assert layer.runner.shared_experts is not None and not experts.moeq_weights.num_shared_experts
+
+
+@pytest.mark.parametrize("sides", [(), ("routed", "shared")])
+@pytest.mark.parametrize("format_name", CALIBRATED)
+def test_calibrated_on_both_sides_or_none_go_inside(
+    layer_of: Any, format_name: str, sides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(settings.ACT_FORMAT, "checkpoint")
+    layer = layer_of(format_name, calibrated=sides)
+    layer.process()
+    assert _is_inside(layer)
+
+
+@pytest.mark.parametrize("format_name", CALIBRATED)
+def test_on_one_side_without_use_go_inside(layer_of: Any, format_name: str) -> None:
+    layer = layer_of(format_name, calibrated=("routed",))
+    layer.process()
+    assert _is_inside(layer)
+
+
 def test_another_block_stays_beside(layer_of: Any, caplog: pytest.LogCaptureFixture) -> None:
     layer = layer_of("FP8 128x128")
     layer.block.__class__ = type("OtherMLP", (type(layer.block),), {})

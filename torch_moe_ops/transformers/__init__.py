@@ -14,9 +14,11 @@ from __future__ import annotations
 try:
     import transformers as _transformers  # noqa: F401 - only to say what is missing
 except ImportError as error:
-    raise ImportError(
-        f"torch_moe_ops.transformers needs transformers 5: pip install 'torch-moe-ops[transformers]' ({error})"
-    ) from error
+    if error.name == "transformers":
+        raise ImportError(
+            "torch_moe_ops.transformers needs transformers 5.17 or later: pip install 'torch-moe-ops[transformers]'"
+        ) from error
+    raise ImportError(f"torch_moe_ops.transformers: transformers is installed, but does not import: {error}") from error
 
 from torch_moe_ops.transformers.attach import attach_experts
 from torch_moe_ops.transformers.experts import ExpertWeights, moeq_experts

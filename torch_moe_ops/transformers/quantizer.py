@@ -197,11 +197,16 @@ class PackedExperts(HfQuantizer):
             raise ValueError(
                 f"{path}: must hold every parameter of {type(model).__name__}, {self._missing[:4]}{more} missing"
             )
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            wanted = self._dtypes.get(name, tensor.dtype)
-            # Before 5.21 transformers leaves what has another name in the files in their dtype.
-            if tensor.dtype != wanted and not stored_dtype(tensor.dtype):
-                tensor.data = tensor.data.to(wanted)
+        # Before 5.21 transformers leaves what has another name in the files in their dtype.
+        for name, parameter in model.named_parameters():
+            if parameter.dtype != self._dtypes.get(name, parameter.dtype) and not stored_dtype(parameter.dtype):
+                parameter.data = parameter.data.to(self._dtypes[name])
+        for name, buffer in list(model.named_buffers()):
+            if buffer.dtype != self._dtypes.get(name, buffer.dtype) and not stored_dtype(buffer.dtype):
+                of, _, own = name.rpartition(
+                    "."
+                )  # another tensor: it may be a view, which Dynamo compares with its base
+                model.get_submodule(of)._buffers[own] = buffer.to(self._dtypes[name])
         for name, parameter in model.named_parameters():
             if stored_dtype(parameter.dtype):
                 raise ValueError(f"{path}: {name} must have been dequantized, got codes of dtype {parameter.dtype}")

@@ -87,8 +87,7 @@ class MoeqMethod(FusedMoEMethodBase):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Prepare what was loaded, and free it."""
-        tensors = {name: getattr(layer, name).data for name in self._names}
-        raw = self.plan.format.raw(tensors, self.plan.act_format, self.layer_name)
+        raw = self.plan.format.raw(self._tensors(layer), self.plan.act_format, self.layer_name)
         shared = self.shared_experts
         if shared is None:
             layer.moeq_weights = prepare(raw, **self.plan.options)
@@ -113,6 +112,10 @@ class MoeqMethod(FusedMoEMethodBase):
         layer.w13_weight, layer.w2_weight = self._no_weights  # who wraps this method gives them to the kernel
         return lora_kernel_of(layer, weights, self.plan.maps_ids)
 
+    def _tensors(self, layer: Any) -> dict[str, Tensor]:
+        """What the layer has loaded."""
+        return {name: getattr(layer, name).data for name in self._names}
+
     @cached_property
     def shared_experts(self) -> SharedExperts | None:
         """The shared experts that join the routed ones; None where there are none, or vLLM runs them, after saying why.
@@ -126,6 +129,8 @@ class MoeqMethod(FusedMoEMethodBase):
             found = shared_of(runner, self.plan)
             if found is not None:
                 check_with_shared(self.plan, self.moe.experts_per_token, self._sizes, found.sizes, found.device)
+                if self.plan.act_format != "none":  # else they are dropped
+                    found.check_input_scales(self.plan.format, self._tensors(runner.routed_experts))
         except ValueError as error:
             line = "torch_moe_ops: shared experts left to vLLM: %s (first in %s)"
             say_once(logger.info, line, str(error), self.layer_name)

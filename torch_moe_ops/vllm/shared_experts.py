@@ -7,6 +7,7 @@ then has no shared experts any more. Which blocks compute what our experts do is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from torch_moe_ops.weights.raw_weights import RawWeights
 
 # silu(gate) * up between two linears; the last one times the sigmoid of `expert_gate`, where it has one.
 _BLOCKS = ("DeepseekV2MLP", "Glm4MoeMLP", "Qwen2MoeMLP")
+_LINEAR_INPUT_SCALES = ("input_scale", "input_global_scale")
 _LINEARS = {"w13": "gate_up_proj", "w2": "down_proj"}
 
 
@@ -46,6 +48,17 @@ class SharedExperts:
             known = {n.partition("_")[2] for n in format.parameters(self.sizes) if n.startswith(f"{matrix}_")}
             if more := sorted(own - known):
                 raise ValueError(f"{name} of shared experts must have {sorted(known)} alone, has {more} besides")
+
+    def check_input_scales(self, format: ExpertFormat, routed: Mapping[str, Tensor]) -> None:
+        """Raises ValueError where one of both has calibrated input scales that the other one lacks.
+
+        Args:
+            routed: what the routed experts have loaded, by name of the parameter.
+        """
+        here, there = (_input_scales(format.fields(tensors)) for tensors in (routed, self._tensors(format)))
+        if here != there:
+            wanted = f"{sorted(here) or 'none'}, as the routed ones"
+            raise ValueError(f"calibrated scales of shared experts must be {wanted}, got {sorted(there) or 'none'}")
 
     def _tensors(self, format: ExpertFormat) -> dict[str, Tensor]:
         found = {}
@@ -99,6 +112,11 @@ class SharedColumns:
         weights = self.factor if self.gate is None else torch.sigmoid(self.gate(x)[0]) * self.factor
         ids = torch.cat([topk_ids, self.ids.to(topk_ids.dtype).expand(shape)], 1)
         return ids, torch.cat([topk_weights, weights.to(topk_weights.dtype).expand(shape)], 1)
+
+
+def _input_scales(fields: Mapping[str, Tensor | None]) -> set[str]:
+    """Those that a checkpoint had."""
+    return {name for name, value in fields.items() if name.endswith("_input_scale") and value is not None}
 
 
 def _sizes(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -160,6 +178,9 @@ def _check_layer(runner: Any, plan: Any, config: Any) -> None:
 def keep_until_prepared(method: Any, runners: Mapping[str, Any], takes: Callable[[Any], bool]) -> None:
     """Make a linear's method leave what it loaded as it is where a layer's experts take it over.
 
+    Calibrated input scales become NaN before they are loaded, as the experts' own are: vLLM leaves memory as it finds
+    it, so that nobody could tell those that no file holds.
+
     Args:
         method: of one linear; its class stays, by which vLLM chooses how to load.
         runners: vLLM's layers by their names, as far as the model is made.
@@ -172,7 +193,16 @@ def keep_until_prepared(method: Any, runners: Mapping[str, Any], takes: Callable
         if not is_taken:
             process(linear)
 
+    create = method.create_weights
+
+    def with_marked_scales(layer: Any, *args: Any, **kwargs: Any) -> None:
+        create(layer, *args, **kwargs)
+        for name in _LINEAR_INPUT_SCALES:
+            if (scale := layer._parameters.get(name)) is not None:
+                scale.data.fill_(math.nan)
+
     method.process_weights_after_loading = unless_taken
+    method.create_weights = with_marked_scales
 
 
 def _is_shared_in(linear: Any, layer: Any) -> bool:
