@@ -18,7 +18,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 import torch  # noqa: E402
+from peak_memory import Peak  # noqa: E402
 from quantized_models import FORMATS  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig  # noqa: E402
@@ -90,38 +90,6 @@ def _gpt_oss_experts(sizes: dict[str, int]) -> tuple[dict[str, torch.Tensor], di
         tensors[f"{name}_scales"] = torch.full(shape, 120, dtype=torch.uint8)
         tensors[f"{name}_bias"] = torch.zeros(experts, rows, dtype=torch.bfloat16)
     return tensors, {"quantization_config": {"quant_method": "mxfp4"}}
-
-
-class Peak:
-    """The largest anonymous memory of this process while the block runs, beyond what it was at its begin; in bytes."""
-
-    def __enter__(self) -> Peak:
-        self.begin = self.most = anonymous_bytes()
-        self.cpu_seconds = 0.0  # of sampling
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._sample)
-        self._thread.start()
-        return self
-
-    def _sample(self) -> None:
-        while not self._stop.wait(0.001):
-            self.most = max(self.most, anonymous_bytes())
-        self.cpu_seconds = time.thread_time()
-
-    def __exit__(self, *exception: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    @property
-    def growth(self) -> int:
-        return self.most - self.begin
-
-
-def anonymous_bytes() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self/status must have RssAnon (Linux 4.5 or later)")
 
 
 def measure(folder: Path, format_name: str) -> dict[str, Any]:

@@ -40,44 +40,59 @@ class Codes:
     inverse: Callable[[Tensor], Tensor]
 
 
-def _swap_nibbles(pairs: Tensor) -> Tensor:
-    """[..., 2] bytes (q) of nibbles (h) -> [..., 2] bytes (h) of nibbles (q). Its own inverse."""
-    first, second = pairs[..., 0], pairs[..., 1]
-    return torch.stack(((first & 15) | (second << 4), (first >> 4) | (second & 0xF0)), dim=-1)
+# What is moved lies together for some bytes: torch moves those as one number, and bytes one by one.
+def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same bytes in numbers as wide as `dtype`, of which the last dimension has whole ones."""
+    x = x.contiguous()
+    whole = x.storage_offset() * x.element_size() % dtype.itemsize == 0
+    return (x if whole else x.clone()).view(dtype)
+
+
+# Bits that change places with those `shift` higher, so that eight nibbles of a word are dealt: 0 2 4 6, 1 3 5 7.
+_DEALS = ((4, 0x00F000F0), (8, 0x0000FF00))
+
+
+def _deal_nibbles(words: Tensor, deals: tuple[tuple[int, int], ...] = _DEALS) -> Tensor:
+    dealt = words.clone()
+    for shift, mask in deals:
+        moved = (dealt >> shift).bitwise_xor_(dealt).bitwise_and_(mask)
+        dealt.bitwise_xor_(moved).bitwise_xor_(moved.bitwise_left_shift_(shift))
+    return dealt
 
 
 def _codes4(x: Tensor) -> Tensor:
-    panels, rows, units, _ = x.shape
-    swapped = _swap_nibbles(x.reshape(panels, rows, units, 2, 2, 2))  # [panel, row, unit, half, b, h]
-    return swapped.permute(0, 2, 3, 1, 5, 4).reshape(panels, units, 128)
+    panels, _, units, _ = x.shape
+    words = _deal_nibbles(_as(x, torch.int32))  # [panel, row, unit, half]
+    return words.permute(0, 2, 3, 1).reshape(panels, units, 32).view(torch.uint8)
 
 
 def _codes4_inverse(packed: Tensor) -> Tensor:
     panels, units, _ = packed.shape
-    x = packed.reshape(panels, units, 2, PANEL, 2, 2).permute(0, 3, 1, 2, 5, 4)
-    return _swap_nibbles(x).reshape(panels, PANEL, units, 8)
+    words = _as(packed, torch.int32).reshape(panels, units, 2, PANEL).permute(0, 3, 1, 2).contiguous()
+    return _deal_nibbles(words, _DEALS[::-1]).view(torch.uint8)
 
 
 def _codes8(x: Tensor) -> Tensor:
     panels, _, units, _ = x.shape
-    split = x.reshape(panels, 4, 4, units, 4, 2, 2)  # [panel, row / 4, row % 4, unit, block, s, h]
-    return split.permute(0, 3, 4, 1, 5, 2, 6).reshape(panels, units, 256)
+    split = _as(x, torch.int16).reshape(panels, 4, 4, units, 4, 2)  # [panel, row / 4, row % 4, unit, block, s]
+    return split.permute(0, 3, 4, 1, 5, 2).reshape(panels, units, 128).view(x.dtype)
 
 
 def _codes8_inverse(packed: Tensor) -> Tensor:
     panels, units, _ = packed.shape
-    x = packed.reshape(panels, units, 4, 4, 2, 4, 2).permute(0, 3, 5, 1, 2, 4, 6)
-    return x.reshape(panels, PANEL, units, 16)
+    split = _as(packed, torch.int16).reshape(panels, units, 4, 4, 2, 4)
+    return split.permute(0, 3, 5, 1, 2, 4).reshape(panels, PANEL, units, 8).view(packed.dtype)
 
 
 def _pairs(x: Tensor) -> Tensor:
-    panels, rows, units, _ = x.shape
-    return x.reshape(panels, rows, units, 8, 2).permute(0, 2, 3, 1, 4).reshape(panels, units, 256)
+    panels, _, units, _ = x.shape
+    return _as(x, torch.int32).permute(0, 2, 3, 1).reshape(panels, units, 128).view(x.dtype)
 
 
 def _pairs_inverse(packed: Tensor) -> Tensor:
     panels, units, _ = packed.shape
-    return packed.reshape(panels, units, 8, PANEL, 2).permute(0, 3, 1, 2, 4).reshape(panels, PANEL, units, 16)
+    pairs = _as(packed, torch.int32).reshape(panels, units, 8, PANEL).permute(0, 3, 1, 2)
+    return pairs.contiguous().view(packed.dtype)
 
 
 def _columns(x: Tensor) -> Tensor:
