@@ -2,9 +2,10 @@
 
     python scripts/distance_table.py [--write]
 
-Reads benchmarks/results/h200_distances.jsonl (`benchmarks/distances.py`), and the times of h200_moe.jsonl and
-h200_standard.jsonl (`benchmarks/run_h200.sh fp8`, `standard`). A file that is not there counts for nothing. Writes the
-table and torch_moe_ops/backends/distances.json, or without --write fails where they are not what the results say.
+Reads benchmarks/results/h200_distances.jsonl and h200_distances_int4.jsonl (`benchmarks/distances.py`), and the times
+of h200_moe.jsonl and h200_standard.jsonl (`benchmarks/run_h200.sh fp8`, `standard`). A file that is not there counts
+for nothing. Writes the table and torch_moe_ops/backends/distances.json, or without --write fails where they are not
+what the results say.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE, DATA = ROOT / "docs" / "numerics.md", ROOT / "torch_moe_ops" / "backends" / "distances.json"
-DISTANCES, TIMES = "h200_distances.jsonl", ("h200_moe.jsonl", "h200_standard.jsonl")
+DISTANCES = ("h200_distances.jsonl", "h200_distances_int4.jsonl")
+TIMES = ("h200_moe.jsonl", "h200_standard.jsonl")
 BEGIN, END = "<!-- distances: begin (scripts/distance_table.py --write) -->", "<!-- distances: end -->"
 FORMATS = {
     "fp8": "FP8 in 128x128 blocks, fp8 activations", "fp8row": "FP8 with scales of rows, fp8 activations",
@@ -67,6 +69,18 @@ class Contestant(NamedTuple):
 def read(name: str) -> list[Line]:
     path = RESULTS / name
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+
+
+def distances() -> list[Line]:
+    """The lines of all runs; a format has those of the last run that measured it."""
+    runs = [(name, read(name)) for name in DISTANCES]
+    last = {line["format"]: name for name, lines in runs for line in lines if line["event"] == "distance"}
+    return [
+        line | {"file": name} if line["event"] == "env" else line
+        for name, lines in runs
+        for line in lines
+        if last.get(line.get("format", ""), name) == name
+    ]
 
 
 def contestant(line: Line) -> Contestant:
@@ -168,7 +182,7 @@ def times(files: Iterable[list[Line]], backends: set[str]) -> list[Line]:
 
 def data() -> str:
     """torch_moe_ops/backends/distances.json; an entry a line."""
-    lines = read(DISTANCES)
+    lines = distances()
     env = lines[0] if lines else {"device": "", "capability": None}
     entries = stated(lines)
     timed = times(map(read, TIMES), {entry["backend"] for entry in entries})
@@ -185,9 +199,9 @@ def table(lines: list[Line]) -> list[str]:
     formats = by_format(lines)
     if not formats:
         return ['No results yet: `auto` takes what `accuracy="strict"` takes.']
-    env = lines[0]
     text = [f"One {env['device']}, torch {env['torch']}, {env['date']} (commit {env['commit']}): "
-            f"`python benchmarks/distances.py`, `benchmarks/results/{DISTANCES}`.", ""]  # fmt: skip
+            f"`python benchmarks/distances.py`, `benchmarks/results/{env.get('file', DISTANCES[0])}`."
+            for env in lines if env["event"] == "env"] + [""]  # fmt: skip
     tokens = sorted({line["tokens"] for line in lines if line["event"] == "distance"})
     for fmt, each in formats.items():
         text += [f"| {FORMATS[fmt]} | layers | " + " | ".join(f"M={m}" for m in tokens) + " | of the field's |"]
@@ -224,7 +238,7 @@ def page(text: str) -> str:
     """docs/numerics.md with the table of the results."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return "\n".join([before + BEGIN, *table(read(DISTANCES)), END]) + after
+    return "\n".join([before + BEGIN, *table(distances()), END]) + after
 
 
 def main() -> int:

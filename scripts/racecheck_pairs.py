@@ -3,8 +3,9 @@
     python scripts/racecheck_pairs.py LOG
 
 Prints how often each accepted pair was reported, and every other one; exit status 1 where there is another one, or
-where the log may not have all. The kernels have to be built with MOEQ_LINEINFO=1: a pair is known by the function and
-the text of its two lines (scripts/racecheck_accepted.json), not by their numbers.
+where the log may not have all. The kernels have to be built with MOEQ_LINEINFO=1, or scripts/racecheck_lines.py to add
+the lines: a pair is known by the function and the text of its two lines (scripts/racecheck_accepted.json), not by their
+numbers.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ def accepted_as(pair: Pair, entries: list[dict[str, object]]) -> str | None:
         return None
     for entry in entries:
         places = _is_at(by_kind["Write"], entry["writes"]), _is_at(by_kind["Read"], entry["reads"])  # type: ignore[arg-type]
-        if all(places) and kernels <= {entry["kernel"]}:
+        named = entry["kernel"]  # one or a list
+        if all(places) and kernels <= set([named] if isinstance(named, str) else named):  # type: ignore[call-overload]
             return str(entry["what"])
     return None
 

@@ -1,5 +1,6 @@
 # Sourced by sanitize_sm90.sh and sanitize_triton.sh: runs a process under a tool of compute-sanitizer and says what came
-# of it, in a line. PYTHON: the interpreter. LIMIT: seconds for each process. SECONDS_IN_ALL: ends everything.
+# of it, in a line. PYTHON: the interpreter. LIMIT: seconds for each process. SECONDS_IN_ALL: ends everything. KEEP: a
+# folder that keeps the logs.
 export PYTHON=${PYTHON:-python3} LIMIT=${LIMIT:-300} LOGS STOP
 LOGS=$(mktemp -d)
 STOP=$(($(date +%s) + ${SECONDS_IN_ALL:-36000}))
@@ -16,6 +17,7 @@ report() {
   [ "$limit" -lt "$LIMIT" ] || limit=$LIMIT
   [ "$limit" -gt 0 ] || { echo "$tool | $group | not run, no time is left |"; return 1; }
   timeout "$limit" "$@" >"$log" 2>&1 || code=$?
+  [ -z "${KEEP:-}" ] || cp "$log" "$KEEP/"
   echo "$tool | $group | $(grep -o '[0-9]* results right' "$log" || echo 'wrong or stopped') |" \
     "$(grep -o 'SUMMARY: [0-9].*' "$log" | tail -n 1) | $((SECONDS - start)) s"
   # Exit status 3 is of findings, which for racecheck may all be accepted. Results have to be right all the same.

@@ -74,7 +74,7 @@ bool shares_rightly(const few::Plan& plan) {
 bool holds(const few::Plan& plan) {
   const few::Args& args = plan.args;
   const bool in_pairs = few::are_of_w4a8(plan.codes);
-  const int ring = args.stages * args.stage_tiles * (few::are_fp8(plan.codes) ? few::kFp8TileBytes : few::kTileBytes);
+  const int ring = args.stages * args.stage_tiles * few::tile_bytes(plan.codes, args.p.format);
   bool right = plan.shared_bytes == shared_memory && args.ring_offset + ring <= shared_memory;
   right = right && args.stages >= few::kLeastStages && args.stages <= few::kMaxStages;
   right = right && args.h_offset + args.h_buffers * args.columns * args.h_stride <= args.ring_offset;

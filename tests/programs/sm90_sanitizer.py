@@ -83,6 +83,7 @@ TOKENS: dict[str, tuple[Fields, ...]] = {
     "decode": (
         {"tokens": 1, "hidden": 1024, "inter": 768, "experts": 9, "top_k": 6},
         {"tokens": 3, "hidden": 320, "inter": 192},
+        {"tokens": 8, "top_k": 6, "experts": 20},  # more slots than a warp sorts
         {"tokens": 33},
     ),
     "slim": ({"tokens": 50},),

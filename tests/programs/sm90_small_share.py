@@ -37,7 +37,9 @@ def main() -> int:
     wrong = []
     for tokens in range(1, 9):
         of_tokens = call._replace(hidden_states=call.hidden_states[:tokens].contiguous())
-        ids, weights, logits = torch.ops.moeq.route_hidden(of_tokens.hidden_states, weight, *ROUTING, torch.float32)
+        ids, weights, logits = torch.ops.moeq.route_hidden(
+            of_tokens.hidden_states, weight, None, *ROUTING, torch.float32
+        )
         want = ids, weights, run_on("decode", of_tokens._replace(topk_ids=ids, topk_weights=weights))
         got, out = torch.empty_like(logits), torch.full_like(of_tokens.hidden_states, float("nan"))
         with patch.object(torch, "empty", filled):

@@ -121,6 +121,41 @@ def test_a_log_that_proves_nothing_is_an_error(tmp_path: Path, log: str, code: i
     assert done.returncode == code and text in done.stdout, done.stdout + done.stderr
 
 
+DISASSEMBLY = """
+.text._ZN1f:
+\t//## File "a/decode_few_gemm.cuh", line 7
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+\t//## File "a/../b/decode_few_help.cuh", line 12 inlined at "a/x.cuh", line 3
+        /*0010*/                   STS [R2], R1 ;
+        /*6070*/                   STS [R2+0x4], R1 ;
+.text._ZN1g:
+        /*6070*/                   EXIT ;
+"""
+
+
+def test_lines_are_added_by_machine_code() -> None:
+    module = load("scripts/racecheck_lines.py")
+    found = module.lines_of(DISASSEMBLY.splitlines())
+    assert found["_ZN1f"] == {
+        0: "decode_few_gemm.cuh:7",
+        0x10: "decode_few_help.cuh:12",
+        0x6070: "decode_few_help.cuh:12",
+    }
+    assert found["_ZN1g"] == {}
+    flag = "void f<(bool)1, (K)0>(A)"
+    lines = {module.name_of("void f<true, (K)0>(A)"): found["_ZN1f"]}
+    log = (
+        f"= Race reported between Write access at {flag}+0x10\n"
+        f"=     and Read access at [clone {flag}] g(int)+0x6070 [56 hazards]\n"
+        "=     and Read access at other()+0x10 [2 hazards]\n"
+    )
+    assert module.with_lines(log, lines).splitlines() == [
+        f"= Race reported between Write access at {flag}+0x10 in decode_few_help.cuh:12",
+        f"=     and Read access at [clone {flag}] g(int)+0x6070 in decode_few_help.cuh:12 [56 hazards]",
+        "=     and Read access at other()+0x10 [2 hazards]",
+    ]
+
+
 @pytest.mark.parametrize("tool", ["racecheck", "memcheck"])
 def test_a_clean_log(tmp_path: Path, tool: str) -> None:
     done = report(tmp_path, log_of(), 0, tool)

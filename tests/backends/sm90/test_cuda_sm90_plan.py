@@ -49,6 +49,20 @@ def test_the_tokens_that_the_documentation_names(library: Path, layer: tuple[int
     assert [parts(library, layer, tokens) > 0 for tokens in range(1, 10)] == [tokens <= most for tokens in range(1, 10)]
 
 
+@pytest.mark.parametrize(
+    ("layer", "most"),
+    [(QWEN3, 8), (GPT_OSS, 4), (DEEPSEEK, 3), (MIXTRAL, 4)],
+    ids=["qwen3", "gpt-oss", "dsv3", "mixtral"],
+)
+@pytest.mark.parametrize("form", ("int4_zero_per32", "int4_float"))
+def test_as_many_tokens_with_more_bytes_of_scales(
+    library: Path, form: str, layer: tuple[int, int, int, int], most: int
+) -> None:
+    """Stages have fewer tiles, so that they take no more room."""
+    weights = list(SM90_FORMATS).index(form)
+    assert [parts(library, layer, n, False, weights) > 0 for n in range(1, 10)] == [n <= most for n in range(1, 10)]
+
+
 @pytest.mark.parametrize("weights", (FP8_ROWS, FP8_GROUPS, MXFP8), ids=("rows", "blocks", "mxfp8"))
 @pytest.mark.parametrize(
     ("layer", "most"),

@@ -23,6 +23,11 @@ constexpr int tile_bytes(Codes codes, Format format) {
   return codes == Codes::kFourBits ? tile_bytes_of(tile_scale_bytes(format)) : tiles_of(codes).bytes;
 }
 
+// A stage of as many bytes as one of so many tiles of the narrower formats, at most: the kernel takes the same layers.
+constexpr int stage_tiles_of(Codes codes, Format format, int tiles) {
+  return tiles * tiles_of(codes).bytes / tile_bytes(codes, format);
+}
+
 constexpr int part_of(Codes codes, int k_tiles, int bits) {
   const int together = tiles_of(codes).together;
   return together * ceil_div(ceil_div(k_tiles, together), 1 << bits);
@@ -207,7 +212,6 @@ bool choose_parts(Plan& plan) {
 
 // False if there is no room for a ring of such stages.
 bool place_stages(Codes codes, Args& args, int stage_tiles, int shared) {
-  const Tiles stage = tiles_of(codes);
   const int part = longest_part(codes, args), x_tiles = args.k_tiles[0], tokens = args.p.tokens;
   args.stage_tiles = stage_tiles;
   const auto stages_beside = [&](int h_buffers) {
@@ -215,7 +219,8 @@ bool place_stages(Codes codes, Args& args, int stage_tiles, int shared) {
     const int stages = (shared - before) / (args.stage_tiles * tile_bytes(codes, args.p.format));
     return stages < kMaxStages ? stages : kMaxStages;
   };
-  const bool two_fit = args.stage_tiles == stage.short_stage && stages_beside(2) >= kLeastStages;
+  const int short_stage = stage_tiles_of(codes, args.p.format, tiles_of(codes).short_stage);
+  const bool two_fit = args.stage_tiles == short_stage && stages_beside(2) >= kLeastStages;
   args.h_buffers = stages_beside(2) == stages_beside(1) || two_fit ? 2 : 1;
   args.stages = stages_beside(args.h_buffers);
   args.x_stride = operand_stride(codes, x_tiles);
@@ -236,7 +241,8 @@ bool place_in_shared(Codes codes, Args& args, int grid, int shared) {
   const int tiles = args.row_tiles[0] * args.k_tiles[0] + args.row_tiles[1] * args.k_tiles[1];
   const Tiles stage = tiles_of(codes);
   const bool many = args.slots * tiles / grid > kMany;
-  return place_stages(codes, args, many ? stage.long_stage : stage.short_stage, shared) ||
+  const int chosen = stage_tiles_of(codes, args.p.format, many ? stage.long_stage : stage.short_stage);
+  return place_stages(codes, args, chosen, shared) ||
          (codes == Codes::kPacked && place_stages(codes, args, stage.short_stage, shared));
 }
 
