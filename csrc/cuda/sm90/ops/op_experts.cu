@@ -104,7 +104,7 @@ void bind_adapters(RowsProblem& p, const ExpertsSm90RowsCall& call) {
 // the sizes count.
 void experts_sm90_rows(const ExpertsSm90RowsCall& call) {
   RowsProblem p{};
-  const bool wide = call.kernel == 1 + static_cast<int>(Shape::kWide);
+  constexpr Kernels<RowsProblem> kernels[] = {rows_of<Shape::kSlim>(), rows_of<Shape::kNarrow>(), rows_of<Shape::kWide>()};
   STD_TORCH_CHECK(call.kernel > 0 && call.kernel < kKernelCount && !call.hidden_states_scale.has_value() &&
                       !call.router_weight_on_input && (call.rows.has_value() || !call.second),
                   "moeq_C::", kRowsOp,
@@ -112,7 +112,7 @@ void experts_sm90_rows(const ExpertsSm90RowsCall& call) {
   STD_TORCH_CHECK(is_aligned(call.kept), "moeq_C::", kRowsOp, ": kept must start at a multiple of 16 bytes");
   Layer layer(kRowsOp, call);
   layer.fills_out = false;
-  run_layer(p, layer, wide ? rows_of<Shape::kWide>() : rows_of<Shape::kNarrow>(),
+  run_layer(p, layer, kernels[call.kernel - 1],
             [&](RowsProblem& problem) {
               bind_tiled_weights(kRowsOp, problem, call);
               STD_TORCH_CHECK(rows_run_takes(problem), "moeq_C::", kRowsOp,
