@@ -36,6 +36,8 @@ pytestmark = [
 BOUND = 4e-3  # measured on an H100: 2.7e-3 to 2.9e-3
 BASE = Case(tokens=300, experts=5, top_k=3, hidden=256, inter=192, foreign=True, bias=True)
 CASES = {
+    "one token": dataclasses.replace(BASE, experts=16, top_k=4, tokens=1, foreign=False),
+    "few tokens": dataclasses.replace(BASE, experts=16, top_k=2, tokens=5),
     "slim": dataclasses.replace(BASE, experts=16, top_k=2, tokens=100),
     "narrow": dataclasses.replace(BASE, experts=16, top_k=2, tokens=200),
     "wide": dataclasses.replace(BASE, tokens=900),
