@@ -308,6 +308,8 @@ template <class Format, Shape shape>
 RowsVariant rows_variant() {
   using Fewer = std::conditional_t<shape == Shape::kSlim, SlimConfig<Format>, NarrowConfig<Format>>;
   using C = std::conditional_t<shape == Shape::kWide, WideConfig<Format>, Fewer>;
+  constexpr int kMemory = 228 * 1024, kReserved = 1024;  // of a multiprocessor, and by each block
+  static_assert(C::kBlocks * (sizeof(RowsShared<C>) + 1024 + kReserved) <= kMemory, "blocks share it");
   return {rows_kernel<C>,     sizeof(RowsShared<C>) + 1024, Sizes<C>::kThreads,
           C::kBlocks,         Sizes<C>::kBlockTiles,        C::kMaxWidth};
 }
