@@ -310,8 +310,8 @@ RowsVariant rows_variant() {
   using C = std::conditional_t<shape == Shape::kWide, WideConfig<Format>, Fewer>;
   constexpr int kMemory = 228 * 1024, kReserved = 1024;  // of a multiprocessor, and by each block
   static_assert(C::kBlocks * (sizeof(RowsShared<C>) + 1024 + kReserved) <= kMemory, "blocks share it");
-  return {rows_kernel<C>,     sizeof(RowsShared<C>) + 1024, Sizes<C>::kThreads,
-          C::kBlocks,         Sizes<C>::kBlockTiles,        C::kMaxWidth};
+  return {rows_kernel<C>, sizeof(RowsShared<C>) + 1024, Sizes<C>::kThreads,
+          C::kBlocks,     Sizes<C>::kBlockTiles,        C::kMaxWidth};
 }
 
 }  // namespace moeq::sm90

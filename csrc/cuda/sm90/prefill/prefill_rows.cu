@@ -71,7 +71,8 @@ cudaError_t launch_gemm(const RowsArgs& args, const RowsVariant& variant, Shape 
   const cudaError_t error =
       allow_shared_memory(reinterpret_cast<const void*>(variant.kernel), variant.shared_bytes, of_kernel);
   if (error != cudaSuccess) return error;
-  return launch_dependent(variant.kernel, args, p.partition.multiprocessors * variant.blocks, variant.threads, variant.shared_bytes);
+  return launch_dependent(variant.kernel, args, p.partition.multiprocessors * variant.blocks, variant.threads,
+                          variant.shared_bytes);
 }
 
 cudaError_t run_piece(const RowsProblem& p, Shape shape) {
@@ -123,9 +124,8 @@ size_t rows_workspace(const RowsProblem& p, Shape) { return p.second ? 0 : opera
 cudaError_t rows_run(const RowsProblem& p, Shape shape) {
   if (p.experts > kMaxExperts || !rows_run_takes(p)) return cudaErrorInvalidValue;
   const size_t bytes = kept_of(largest_piece(p), nullptr).bytes;
-  return run_in_pieces(p, tokens_of_rows(p), [&](const RowsProblem& piece) {
-    return run_piece(with_rows(p, piece, bytes), shape);
-  });
+  return run_in_pieces(p, tokens_of_rows(p),
+                       [&](const RowsProblem& piece) { return run_piece(with_rows(p, piece, bytes), shape); });
 }
 
 }  // namespace moeq::sm90
