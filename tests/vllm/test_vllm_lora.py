@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace as Namespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from checkpoints_support import FIXTURES
 from safetensors.torch import save_file
 from torch import Tensor
 from vllm_checkpoints import graft
-from vllm_layers import FIXTURE_OF, LAYER, config_of, layer_of, load, routing_of
+from vllm_layers import FIXTURE_OF, LAYER, config_of, in_vllm, layer_of, load, routing_of
 from vllm_reference import disagreements, reference_model
 from vllm_runs import INSTALLED, NOT_INSTALLED, run_vllm
 
@@ -93,6 +94,64 @@ def test_tokens_of_several_adapters(case: str) -> None:
         assert (found[mine].float() - expected.float()).norm() <= 6e-3 * expected.float().norm()
         if owner >= 0:
             assert (alone.float() - expected.float()).norm() > 0.1 * expected.float().norm()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU beside vLLM")
+def test_an_adapter_that_is_loaded_between_replays_is_served() -> None:
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.v1.worker.workspace import init_workspace_manager
+
+    from torch_moe_ops.vllm.lora_experts import lora_kernel_of
+    from torch_moe_ops.vllm.modular import no_weights
+
+    fixture = FIXTURE_OF["w4a16"]
+    model, config = config_of(fixture)
+    raw = moe.load_experts(FIXTURES / fixture, layer=0, device="cuda")
+    w, adapter = moe.prepare(raw, act_format="none"), _adapter(raw, RANK, 1).to("cuda")
+    e, h, i = raw.num_experts, raw.hidden_size, raw.intermediate_size
+
+    def stack(*size: int) -> Tensor:
+        return torch.zeros(SLOTS, e, *size, device="cuda", dtype=torch.bfloat16)
+
+    w13 = (stack(RANK, h), stack(RANK, h)), (stack(i, RANK), stack(i, RANK))
+    w2 = (stack(RANK, i),), (stack(h, RANK),)
+    owners = torch.arange(TOKENS, device="cuda") % 2 - 1
+    context = Namespace(
+        w13_lora_a_stacked=w13[0], w13_lora_b_stacked=w13[1], w2_lora_a_stacked=w2[0], w2_lora_b_stacked=w2[1],
+        max_loras=SLOTS, punica_wrapper=Namespace(_token_lora_indices=owners), original_hidden_states=None,
+    )  # fmt: skip
+    x = torch.randn(TOKENS, h, device="cuda", dtype=torch.bfloat16)
+    ids, weights = (t.cuda() for t in routing_of(e))
+    with in_vllm():
+        init_workspace_manager(x.device)
+        kernel = lora_kernel_of(layer_of(model, config, (1, 1, "linear"), 0), w, False)
+        kernel.fused_experts.set_lora_context(context)
+        given = {"activation": MoEActivation.SILU, "global_num_experts": e, "expert_map": None}
+        sizes = no_weights(e, 2 * i, h, x.device)
+
+        def run() -> Tensor:
+            return kernel.apply(x, *sizes, weights, ids, apply_router_weight_on_input=False, **given)
+
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = run()
+    assert adapter.b13 is not None
+    for target, value in zip(
+        (*w13[0], *w13[1], *w2[0], *w2[1]),
+        (adapter.a13, adapter.a13, *adapter.b13.chunk(2, 1), adapter.a2, adapter.b2),
+        strict=True,
+    ):
+        target[0].copy_(value)
+    graph.replay()
+    alone = moe.fused_moe_routed(x, ids, weights, w)
+    adapted = moe.fused_moe_routed(x, ids, weights, w, lora=adapter)
+    expected = torch.where((owners == 0)[:, None], adapted, alone)
+    assert (captured.float() - expected.float()).norm() <= 6e-3 * expected.float().norm()
+    assert (alone.float() - expected.float()).norm() > 0.1 * expected.float().norm()
 
 
 def _adapter_file(folder: Path, model: torch.nn.Module, rank: int, seed: int) -> dict[str, Tensor]:

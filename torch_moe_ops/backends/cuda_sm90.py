@@ -164,13 +164,16 @@ def few_rows(p: Any, projection: Any, rows: Tensor, index: Tensor | None, addend
     return True
 
 
+_LEAST_BY_SLOT = KERNELS.index("slim")
+
+
 class _BySlot:
     """The kernels of prefill, one GEMM at a time (BySlot; csrc/cuda/sm90/gemm/gemm_rows.cuh)."""
 
     def __init__(self, p: Pass) -> None:
         call, x, sizes = p.call, p.x, p.sizes
         top_k = call.topk_ids.shape[1]
-        self.kernel = max(_kernel(call, x, top_k), KERNELS.index("narrow"))
+        self.kernel = max(_kernel(call, x, top_k), _LEAST_BY_SLOT)
         self.sized = torch.empty_like(x)
         self.arguments = for_kernels(call._replace(hidden_states=x, router_weight_on_input=False))
         count = (x.shape[0], top_k, sizes.num_experts, sizes.hidden_size, sizes.intermediate_size)

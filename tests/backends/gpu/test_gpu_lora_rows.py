@@ -15,7 +15,7 @@ from tolerances import relative_l2
 from torch import Tensor
 
 import torch_moe_ops as moe
-from torch_moe_ops.backends import BACKENDS
+from torch_moe_ops.backends import BACKENDS, cuda_sm90
 from torch_moe_ops.backends.registry import Backend
 from torch_moe_ops.backends.sm90 import common
 from torch_moe_ops.backends.triton_engine.backward_pass import RANK_CHUNK, Pass
@@ -33,9 +33,12 @@ pytestmark = [
         torch.cuda.is_available() and not common.runs_on(torch.device("cuda")), reason="needs the kernels for Hopper"
     ),
 ]
-BOUND, BOUND_OF_HALVES = 6e-3, 8e-3  # as tests/backends/triton/test_triton_lora.py has them
+BOUND = 4e-3  # measured on an H100: 2.7e-3 to 2.9e-3
 BASE = Case(tokens=300, experts=5, top_k=3, hidden=256, inter=192, foreign=True, bias=True)
 CASES = {
+    "one token": dataclasses.replace(BASE, experts=16, top_k=4, tokens=1, foreign=False),
+    "few tokens": dataclasses.replace(BASE, experts=16, top_k=2, tokens=5),
+    "slim": dataclasses.replace(BASE, experts=16, top_k=2, tokens=100),
     "narrow": dataclasses.replace(BASE, experts=16, top_k=2, tokens=200),
     "wide": dataclasses.replace(BASE, tokens=900),
     "mxfp4, swigluoai": dataclasses.replace(BASE, scheme="mxfp4", activation="swigluoai"),
@@ -57,7 +60,7 @@ def _forward(case: Case, w: moe.PreparedWeights, lora: moe.Lora, seed: int) -> T
 RUNS = [
     *((name, 1, 16, "both") for name in CASES),
     *((name, 1, 16, only) for name in ("narrow", "wide") for only in ("13", "2")),
-    *((name, *ranks, "both") for name in ("narrow", "wide") for ranks in ((2, 4), (3, 20), (4, 32))),
+    *((name, *ranks, "both") for name in ("slim", "narrow", "wide") for ranks in ((2, 4), (3, 20), (4, 32))),
 ]
 
 
@@ -72,6 +75,8 @@ def test_beside_float32(name: str, adapters: int, rank: int, only: str, monkeypa
         lora = dataclasses.replace(lora, **dict.fromkeys(left_out))
     assert case.tokens * case.top_k > on_gpu.FEW_ROWS_BY_SLOT * case.experts  # else few.py runs
     own, calls = BACKENDS["cuda_sm90"], []
+    if name in KERNELS:
+        monkeypatch.setattr(cuda_sm90, "_kernel", lambda *given: KERNELS.index(name))
 
     def counted(p: Pass) -> object:
         calls.append(p)
@@ -88,7 +93,7 @@ def test_beside_float32(name: str, adapters: int, rank: int, only: str, monkeypa
     for seed, (once, again) in found.items():
         error = relative_l2(once, _forward(case, w, lora, seed))
         print(f"{name} {only} {adapters} x {rank}: {error:.2e}")
-        assert error <= (BOUND_OF_HALVES if case.per_half else BOUND)
+        assert error <= BOUND
         assert torch.equal(once, again)
 
 
@@ -187,7 +192,7 @@ def test_kept_of_too_many_slots() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_out_has_the_sizes_alone(dtype: torch.dtype) -> None:
     """`out` is as it was, wherever it starts, and its dtype decides nothing: tokens of several pieces fit in `kept`."""
-    case = Case(tokens=64, experts=2, top_k=4, hidden=8192, inter=64, foreign=False, bias=False)
+    case = Case(tokens=64, experts=8, top_k=4, hidden=8192, inter=64, foreign=False, bias=False)
     given = _arguments(case, 17000)  # a piece has 16384 where rows are counted in bfloat16, half as many in float32
     expected = _run(given).clone()
     guarded = torch.full((given["kept"].numel() + (1 << 20),), 7, device="cuda", dtype=torch.uint8)

@@ -33,8 +33,8 @@ pytestmark = pytest.mark.skipif(
     DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU or TRITON_INTERPRET=1"
 )
 BOUND = 6e-3
-# Where gate and up have alphas of their own, w13 is rounded to bfloat16 with them.
-BOUND_OF_HALVES = 8e-3
+# Where gate and up have alphas of their own, w13 is rounded to bfloat16 with them; measured on an H100: 6.3e-3.
+BOUND_OF_HALVES = 7e-3
 ALL = WantedLora(True, True, True, True, True, True, True, True)
 
 

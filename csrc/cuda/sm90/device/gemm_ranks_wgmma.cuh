@@ -28,6 +28,14 @@ template <int max_width>
 __device__ __forceinline__ void multiply_ranks(float* d, const uint32_t (&a)[4], uint32_t b, int index);
 
 template <>
+__device__ __forceinline__ void multiply_ranks<32>(float* d, const uint32_t (&a)[4], uint32_t b, int index) {
+  asm volatile(
+    MOEQ_TWICE_OF("%20", "%21", "%22", MOEQ_LABELS_32, MOEQ_TO_32(MOEQ_TWICE, "{%16, %17, %18, %19}"))
+    : MOEQ_OUT16(0)
+    : MOEQ_IN4(a), "r"(b), "r"(index), "r"(kRanksOperandHigh) : "memory");
+}
+
+template <>
 __device__ __forceinline__ void multiply_ranks<96>(float* d, const uint32_t (&a)[4], uint32_t b, int index) {
   asm volatile(
     MOEQ_TWICE_OF("%52", "%53", "%54", MOEQ_LABELS_96, MOEQ_TO_96(MOEQ_TWICE, "{%48, %49, %50, %51}"))

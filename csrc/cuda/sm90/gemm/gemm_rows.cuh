@@ -304,11 +304,14 @@ __global__ void __launch_bounds__(Sizes<C>::kThreads, C::kBlocks) rows_kernel(co
   }
 }
 
-template <class Format, bool wide>
+template <class Format, Shape shape>
 RowsVariant rows_variant() {
-  using C = std::conditional_t<wide, WideConfig<Format>, NarrowConfig<Format>>;
-  static_assert(C::kBlocks == 1);
-  return {rows_kernel<C>, sizeof(RowsShared<C>) + 1024, Sizes<C>::kThreads, Sizes<C>::kBlockTiles, C::kMaxWidth};
+  using Fewer = std::conditional_t<shape == Shape::kSlim, SlimConfig<Format>, NarrowConfig<Format>>;
+  using C = std::conditional_t<shape == Shape::kWide, WideConfig<Format>, Fewer>;
+  constexpr int kMemory = 228 * 1024, kReserved = 1024;  // of a multiprocessor, and by each block
+  static_assert(C::kBlocks * (sizeof(RowsShared<C>) + 1024 + kReserved) <= kMemory, "blocks share it");
+  return {rows_kernel<C>, sizeof(RowsShared<C>) + 1024, Sizes<C>::kThreads,
+          C::kBlocks,     Sizes<C>::kBlockTiles,        C::kMaxWidth};
 }
 
 }  // namespace moeq::sm90

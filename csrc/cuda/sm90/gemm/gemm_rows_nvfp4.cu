@@ -2,6 +2,7 @@
 #include "gemm_rows.cuh"
 
 namespace moeq::sm90 {
-template RowsVariant rows_variant<Nvfp4Format, false>();
-template RowsVariant rows_variant<Nvfp4Format, true>();
+template RowsVariant rows_variant<Nvfp4Format, Shape::kSlim>();
+template RowsVariant rows_variant<Nvfp4Format, Shape::kNarrow>();
+template RowsVariant rows_variant<Nvfp4Format, Shape::kWide>();
 }  // namespace moeq::sm90

@@ -16,12 +16,12 @@ struct RowsVariant {
   void (*kernel)(RowsArgs);
   int shared_bytes;
   int threads;
+  int blocks;        // of a multiprocessor
   int block_tiles;   // of 64 weight rows that a thread block multiplies at a time
   int max_width;     // tokens of a tile
 };
 
-// One block a multiprocessor.
-template <class Format, bool wide>
+template <class Format, Shape shape>
 RowsVariant rows_variant();
 
 }  // namespace moeq::sm90

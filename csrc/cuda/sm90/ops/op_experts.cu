@@ -93,7 +93,8 @@ void bind_adapters(RowsProblem& p, const ExpertsSm90RowsCall& call) {
 // the sizes count.
 void experts_sm90_rows(const ExpertsSm90RowsCall& call) {
   RowsProblem p{};
-  const bool wide = call.kernel == 1 + static_cast<int>(Shape::kWide);
+  constexpr Kernels<RowsProblem> kernels[] = {rows_of<Shape::kSlim>(), rows_of<Shape::kNarrow>(),
+                                              rows_of<Shape::kWide>()};
   STD_TORCH_CHECK(call.kernel > 0 && call.kernel < kKernelCount && !call.hidden_states_scale.has_value() &&
                       !call.router_weight_on_input && (call.rows.has_value() || !call.second),
                   "moeq_C::", kRowsOp,
@@ -101,25 +102,24 @@ void experts_sm90_rows(const ExpertsSm90RowsCall& call) {
   STD_TORCH_CHECK(is_aligned(call.kept), "moeq_C::", kRowsOp, ": kept must start at a multiple of 16 bytes");
   Layer layer(kRowsOp, call);
   layer.fills_out = false;
-  run_layer(p, layer, wide ? rows_of<Shape::kWide>() : rows_of<Shape::kNarrow>(),
-            [&](RowsProblem& problem) {
-              bind_tiled_weights(kRowsOp, problem, call);
-              STD_TORCH_CHECK(rows_run_takes(problem), "moeq_C::", kRowsOp,
-                              ": weights must be nvfp4 or mxfp4, the activation silu or swigluoai");
-              problem.second = call.second;
-              bind_adapters(problem, call);
-              const int64_t columns = call.second ? problem.hidden : problem.inter;
-              problem.rows = const_cast<void*>(rows_of_slots("rows", call.rows, problem, columns, call.out));
-              problem.kept = const_cast<void*>(data_of<void>(kRowsOp, "kept", call.kept, ScalarType::Byte,
-                                                             static_cast<int64_t>(rows_kept(problem)), call.out));
-            });
+  run_layer(p, layer, kernels[call.kernel - 1], [&](RowsProblem& problem) {
+    bind_tiled_weights(kRowsOp, problem, call);
+    STD_TORCH_CHECK(rows_run_takes(problem), "moeq_C::", kRowsOp,
+                    ": weights must be nvfp4 or mxfp4, the activation silu or swigluoai");
+    problem.second = call.second;
+    bind_adapters(problem, call);
+    const int64_t columns = call.second ? problem.hidden : problem.inter;
+    problem.rows = const_cast<void*>(rows_of_slots("rows", call.rows, problem, columns, call.out));
+    problem.kept = const_cast<void*>(data_of<void>(kRowsOp, "kept", call.kept, ScalarType::Byte,
+                                                   static_cast<int64_t>(rows_kept(problem)), call.out));
+  });
 }
 
 // Bytes of `kept`.
 int64_t experts_sm90_rows_kept(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden, int64_t inter) {
   for (const int64_t size : {tokens, top_k, experts, hidden, inter}) {
-    STD_TORCH_CHECK(size > 0 && size <= INT32_MAX, "moeq_C::", kRowsOp,
-                    "_kept: sizes must be from 1 to 2^31 - 1, got ", size);
+    STD_TORCH_CHECK(size > 0 && size <= INT32_MAX, "moeq_C::", kRowsOp, "_kept: sizes must be from 1 to 2^31 - 1, got ",
+                    size);
   }
   STD_TORCH_CHECK(tokens * top_k <= INT32_MAX, "moeq_C::", kRowsOp, "_kept: tokens * top_k must be below 2^31, got ",
                   tokens * top_k);

@@ -9,9 +9,14 @@
 namespace moeq::sm90 {
 namespace {
 
-RowsVariant variant_for(const Problem& p, bool wide) {
-  if (p.format == Format::kNvfp4) return wide ? rows_variant<Nvfp4Format, true>() : rows_variant<Nvfp4Format, false>();
-  return wide ? rows_variant<Mxfp4Format, true>() : rows_variant<Mxfp4Format, false>();
+template <class F>
+RowsVariant variant_of(Shape shape) {
+  if (shape == Shape::kSlim) return rows_variant<F, Shape::kSlim>();
+  return shape == Shape::kNarrow ? rows_variant<F, Shape::kNarrow>() : rows_variant<F, Shape::kWide>();
+}
+
+RowsVariant variant_for(const Problem& p, Shape shape) {
+  return p.format == Format::kNvfp4 ? variant_of<Nvfp4Format>(shape) : variant_of<Mxfp4Format>(shape);
 }
 
 // What the call for GEMM1 leaves to that for GEMM2.
@@ -59,21 +64,22 @@ RowsArgs args_of(const RowsProblem& p, const Kept& kept, const RowsVariant& vari
   return args;
 }
 
-cudaError_t launch_gemm(const RowsArgs& args, const RowsVariant& variant, bool wide) {
-  static KnownDevices known[2][2];
+cudaError_t launch_gemm(const RowsArgs& args, const RowsVariant& variant, Shape shape) {
+  static KnownDevices known[2][kShapes];
   const Problem& p = args.problem;
-  KnownDevices& of_kernel = known[p.format == Format::kNvfp4][wide];
+  KnownDevices& of_kernel = known[p.format == Format::kNvfp4][static_cast<int>(shape)];
   const cudaError_t error =
       allow_shared_memory(reinterpret_cast<const void*>(variant.kernel), variant.shared_bytes, of_kernel);
   if (error != cudaSuccess) return error;
-  return launch_dependent(variant.kernel, args, p.partition.multiprocessors, variant.threads, variant.shared_bytes);
+  return launch_dependent(variant.kernel, args, p.partition.multiprocessors * variant.blocks, variant.threads,
+                          variant.shared_bytes);
 }
 
-cudaError_t run_piece(const RowsProblem& p, bool wide) {
-  const RowsVariant variant = variant_for(p, wide);
+cudaError_t run_piece(const RowsProblem& p, Shape shape) {
+  const RowsVariant variant = variant_for(p, shape);
   const Kept kept = kept_of(p, p.kept);
   const RowsArgs args = args_of(p, kept, variant);
-  if (p.second) return launch_gemm(args, variant, wide);
+  if (p.second) return launch_gemm(args, variant, shape);
   OperandArgs operand{p, kept.schedule};
   operand.operand = static_cast<__nv_bfloat16*>(p.workspace);
   operand.rows = args.rows;
@@ -81,7 +87,7 @@ cudaError_t run_piece(const RowsProblem& p, bool wide) {
   operand.max_width = variant.max_width;
   cudaError_t error = launch_schedule(operand);
   if (error == cudaSuccess) error = launch_operand(operand);
-  return error == cudaSuccess ? launch_gemm(args, variant, wide) : error;
+  return error == cudaSuccess ? launch_gemm(args, variant, shape) : error;
 }
 
 // Arrays by slot begin where the piece does; every piece keeps something of its own.
@@ -118,9 +124,8 @@ size_t rows_workspace(const RowsProblem& p, Shape) { return p.second ? 0 : opera
 cudaError_t rows_run(const RowsProblem& p, Shape shape) {
   if (p.experts > kMaxExperts || !rows_run_takes(p)) return cudaErrorInvalidValue;
   const size_t bytes = kept_of(largest_piece(p), nullptr).bytes;
-  return run_in_pieces(p, tokens_of_rows(p), [&](const RowsProblem& piece) {
-    return run_piece(with_rows(p, piece, bytes), shape == Shape::kWide);
-  });
+  return run_in_pieces(p, tokens_of_rows(p),
+                       [&](const RowsProblem& piece) { return run_piece(with_rows(p, piece, bytes), shape); });
 }
 
 }  // namespace moeq::sm90

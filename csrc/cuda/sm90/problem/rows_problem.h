@@ -25,7 +25,7 @@ struct RowsProblem : Problem {
 // Whether rows_run has a kernel: NVFP4 and MXFP4 weights, silu and swigluoai.
 bool rows_run_takes(const Problem& p);
 size_t rows_kept(const Problem& p);
-// As prefill_run, of activations that nothing rounds; a slim shape counts as narrow.
+// As prefill_run, of activations that nothing rounds.
 size_t rows_workspace(const RowsProblem& p, Shape shape);
 cudaError_t rows_run(const RowsProblem& p, Shape shape);
 
