@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""Predict a layer's time over more GPUs than were measured, from what bench_expert_parallel.py measured on two.
+"""Predict a layer's time over more GPUs than were measured, from what bench_expert_parallel.py measured on some.
 
     python benchmarks/predict_expert_parallel.py benchmarks/results/h200_x2_expert_parallel_bench.jsonl \
         --one-gpu benchmarks/results/h200_sm90_sweep.jsonl
 
-A prediction, not a measurement: nothing here has run on 4 GPUs, 8 GPUs or several hosts. Times in microseconds, of M
-tokens a rank on R ranks, hidden size H, bfloat16 rows both ways:
+A prediction, not a measurement: nothing here has run on 8 GPUs or several hosts. Times in microseconds, of M tokens a
+rank on R ranks, hidden size H, bfloat16 rows both ways, from a run on N ranks:
 
     total = local + exchange
     local = one(R * M) / R * skew      one(n): measured time of all experts on one GPU with n tokens, interpolated in
                                        logarithms, beyond the largest n in proportion to n if that is 1024 or more;
-                                       more tokens than the run on two ranks had are those of --one-gpu
-                                       skew: local op / (one gpu / 2) of two ranks with M tokens each, measured; for an
-                                       M that two ranks did not have, that of the most tokens they had
+                                       more tokens than the run on N ranks had are those of --one-gpu
+                                       skew: local op / (one gpu / N) of N ranks with M tokens each, measured; for an M
+                                       that they did not have, that of the most tokens they had
     exchange = start + bytes / rate    bytes that enter a rank each way: (R - 1) * M * 2 H; start: of the shape's
                                        exchange of fewest tokens; rate: of the exchange of most bytes of all shapes,
                                        over that of fewest tokens of the same shape, each way counted
@@ -49,9 +49,10 @@ class Line(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Of one shape on two ranks, by tokens a rank."""
+    """Of one shape on some ranks, by tokens a rank."""
 
     shape: str
+    ranks: int
     one: dict[int, float]  # tokens of one GPU -> us
     skew: dict[int, float]
     exchange: dict[str, dict[int, float]]  # transport -> M -> us
@@ -70,12 +71,12 @@ def read(path: Path) -> list[Measured]:
         line = json.loads(text)
         if "m" not in line:
             continue
-        if line["ranks"] != 2:
-            raise ValueError(f"{path}: lines must be of 2 ranks, got {line['ranks']}")
-        of_shape = found.setdefault(line["shape"], Measured(line["shape"], {}, {}, {}))
-        m, us = line["m"], line["us"]
-        of_shape.one[2 * m] = us["one gpu"]
-        of_shape.skew[m] = 2 * us["local op"] / us["one gpu"]
+        m, us, ranks = line["m"], line["us"], line["ranks"]
+        of_shape = found.setdefault(line["shape"], Measured(line["shape"], ranks, {}, {}, {}))
+        if ranks != of_shape.ranks:
+            raise ValueError(f"{path}: lines of a shape must be of as many ranks, got {of_shape.ranks} and {ranks}")
+        of_shape.one[ranks * m] = us["one gpu"]
+        of_shape.skew[m] = ranks * us["local op"] / us["one gpu"]
         for what, value in us.items():
             if what.startswith("exchange, ") and what.endswith(f" {PARTIAL}"):
                 of_shape.exchange.setdefault(what.split()[1], {})[m] = value
@@ -115,7 +116,7 @@ def rate_of(every: list[Measured], transport: str) -> float:
     most = max(every, key=lambda measured: max(measured.exchange[transport]) * measured.row_bytes)
     times = most.exchange[transport]
     few, many = min(times), max(times)
-    return 2 * (many - few) * most.row_bytes / (times[many] - times[few])
+    return 2 * (most.ranks - 1) * (many - few) * most.row_bytes / (times[many] - times[few])
 
 
 def lines_of(every: list[Measured], measured: Measured) -> dict[str, Line]:
@@ -123,7 +124,7 @@ def lines_of(every: list[Measured], measured: Measured) -> dict[str, Line]:
     found = {}
     for transport, times in measured.exchange.items():
         rate, few = rate_of(every, transport), min(times)
-        found[transport] = Line(times[few] - 2 * few * measured.row_bytes / rate, rate)
+        found[transport] = Line(times[few] - 2 * (measured.ranks - 1) * few * measured.row_bytes / rate, rate)
     return found
 
 
@@ -149,7 +150,10 @@ def predict(measured: Measured, line: Line, ranks: int, m: int) -> tuple[float, 
 
 def table(every: list[Measured], measured: Measured) -> list[str]:
     lines = lines_of(every, measured)
-    columns = [(t, ranks) for t in sorted(lines) for ranks in (2, 4, 8)] + [("nccl", 16), ("nccl", 32)]
+    columns = [(t, ranks) for t in sorted(lines) for ranks in (2, 4, 8) if ranks >= measured.ranks] + [
+        ("nccl", 16),
+        ("nccl", 32),
+    ]
     columns = [(t, ranks) for t, ranks in columns if t in lines]
     heads = [f"{t}, {ranks} ranks" + (f" ({ranks // HOST} hosts)" if ranks > HOST else "") for t, ranks in columns]
     found = [f"| {measured.shape}, M a rank | " + " | ".join(heads) + " |", "|---" * (len(columns) + 1) + "|"]
@@ -163,7 +167,7 @@ def table(every: list[Measured], measured: Measured) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("measured", type=Path, help="lines of bench_expert_parallel.py on two ranks")
+    parser.add_argument("measured", type=Path, help="lines of bench_expert_parallel.py")
     parser.add_argument("--one-gpu", type=Path, help="lines of bench_hopper_sweep.py on one GPU of the same kind")
     args = parser.parse_args()
     every = read(args.measured)

@@ -13,8 +13,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(moeq_C, m) {
   m.def("dynamic_gscale_nvfp4_cuda(Tensor x) -> Tensor");
   m.def(
       "ep_p2p_dispatch(Tensor x, Tensor? scale, Tensor ids, Tensor weights, Tensor(a!) x_out, Tensor(b!)? scale_out, "
-      "Tensor(c!) ids_out, Tensor(d!) weights_out, Tensor buffers, int rank, int max_tokens, float limit) -> ()");
-  m.def("ep_p2p_combine(Tensor partial, Tensor(a!) out, Tensor buffers, int rank, float limit) -> ()");
+      "Tensor(c!) ids_out, Tensor(d!) weights_out, Tensor buffers, int rank, int max_tokens, float limit, "
+      "int few) -> ()");
+  m.def(
+      "ep_p2p_combine(Tensor partial, Tensor(a!) out, Tensor buffers, int rank, float limit, int few) -> "
+      "()");
   m.def("ep_p2p_buffer_bytes() -> int");
   m.def(moeq::ExpertsSm90Call::kSchema);
   m.def(moeq::ExpertsHiddenSm90Call::kSchema);

@@ -17,7 +17,7 @@
 #define __noinline__
 #define __restrict__
 #define __grid_constant__
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 
 struct uint4 {
   uint32_t x, y, z, w;
@@ -59,6 +59,8 @@ inline void __syncthreads() {
 }
 inline void __threadfence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 
+inline int atomicExch(int* p, int value) { return reinterpret_cast<std::atomic<int>*>(p)->exchange(value); }
+
 template <class T>
 T __ldcg(const T* p) {
   return *p;
@@ -91,4 +93,20 @@ inline uint64_t load_flag(const uint64_t* flag) {
 inline uint64_t clock_ns() {
   std::this_thread::yield();
   return static_cast<uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
+}
+
+// Two words, each of them whole, in any order; a wait for them lets other threads run.
+template <class Pair>
+void store_words_of(Pair* target, const Pair& words) {
+  be_late();
+  reinterpret_cast<std::atomic<uint64_t>*>(&target->second)->store(words.second, std::memory_order_relaxed);
+  be_late();
+  reinterpret_cast<std::atomic<uint64_t>*>(&target->first)->store(words.first, std::memory_order_relaxed);
+}
+template <class Pair>
+Pair load_words_of(const Pair* source) {
+  std::this_thread::yield();
+  const auto* first = reinterpret_cast<const std::atomic<uint64_t>*>(&source->first);
+  const auto* second = reinterpret_cast<const std::atomic<uint64_t>*>(&source->second);
+  return {first->load(std::memory_order_relaxed), second->load(std::memory_order_relaxed)};
 }

@@ -1,8 +1,9 @@
 // Random exchanges between ranks of transport "p2p", on the CPU: usage: PROGRAM SEED CALLS. Status 1: a wrong byte.
 //
-// Every rank makes its calls one after the other, without waiting for the others but in the kernels; counters start
-// just before or long after they pass 2^32. Built by tests/expert_parallel/test_p2p_protocol.py, which adapts the
-// headers.
+// Every rank makes its calls one after the other, without waiting for the others but in the kernels; many rows with
+// flags, few of them also as words. Counters start just before or long after they pass 2^32. Built by
+// tests/expert_parallel/test_p2p_protocol.py, which adapts the headers.
+#include <algorithm>
 #include <cstdlib>
 #include <memory>
 #include <vector>
@@ -17,11 +18,14 @@ using namespace moeq::ep;
 namespace {
 
 constexpr uint64_t kLimit = 5'000'000'000;  // ns
+constexpr uint32_t kRenewalOfTest = 4;  // or more, where a test shows that it must not be
 constexpr uint8_t kUntouched = 0xee;
 
 struct Call {
   int rows, top_k, hidden, scale_bytes;
   std::vector<int> tokens;  // of each rank
+  bool words;               // where they fit
+  bool fit(int64_t vectors) const { return words && vectors <= kWordBlocks * kWordThreads; }
 };
 
 uint8_t byte_of_row(int call, int rank, int segment, int64_t i) {
@@ -33,12 +37,12 @@ float partial_value(int call, int rank, int64_t i) {
 }
 
 template <class Args, class Kernel>
-void launch(const Args& args, Kernel kernel) {
+void launch(const Args& args, unsigned of_blocks, unsigned of_threads, Kernel kernel) {
   std::vector<std::thread> threads;
   std::vector<std::unique_ptr<Block>> blocks;
-  for (unsigned b = 0; b < args.share.blocks(); ++b) {
-    blocks.push_back(std::make_unique<Block>(kBlockThreads));
-    for (unsigned t = 0; t < kBlockThreads; ++t) {
+  for (unsigned b = 0; b < of_blocks; ++b) {
+    blocks.push_back(std::make_unique<Block>(of_threads));
+    for (unsigned t = 0; t < of_threads; ++t) {
       threads.emplace_back([&args, kernel, b, t, of = blocks.back().get()] {
         threadIdx.x = t;
         blockIdx.x = b;
@@ -52,6 +56,8 @@ void launch(const Args& args, Kernel kernel) {
     thread.join();
   }
 }
+
+unsigned word_blocks(int64_t vectors) { return static_cast<unsigned>((vectors + kWordThreads - 1) / kWordThreads); }
 
 int64_t wrong_dispatch(const Call& call, int number, Ranks ranks) {
   const int64_t row_bytes[kSegments] = {call.top_k * 4, call.top_k * 4, call.hidden * 2, call.scale_bytes};
@@ -69,7 +75,11 @@ int64_t wrong_dispatch(const Call& call, int number, Ranks ranks) {
     vectors += (part + 15) / 16;
   }
   args.share = Share(vectors, kStepVectors);
-  launch(args, [](const DispatchArgs& a) { dispatch_kernel(a); });
+  if (call.fit(vectors)) {
+    launch(args, word_blocks(vectors), kWordThreads, [](const DispatchArgs& a) { dispatch_words_kernel<8>(a); });
+  } else {
+    launch(args, args.share.blocks(), kBlockThreads, [](const DispatchArgs& a) { dispatch_kernel(a); });
+  }
   int64_t wrong = 0;
   for (int s = 0; s < kSegments; ++s) {
     const int64_t part = call.rows * row_bytes[s];
@@ -88,9 +98,15 @@ int64_t wrong_dispatch(const Call& call, int number, Ranks ranks) {
 }
 
 template <int most_ranks>
-void launch_combine(CombineArgs args, int64_t vectors) {
+void launch_combine(CombineArgs args, int64_t vectors, bool words) {
   args.share = Share(vectors, Step<most_ranks>::kVectors);
-  launch(args, [](const CombineArgs& a) { combine_kernel<moeq::Float32, most_ranks>(a); });
+  if (words) {
+    launch(args, word_blocks(vectors), kWordThreads,
+           [](const CombineArgs& a) { combine_words_kernel<moeq::Float32, most_ranks>(a); });
+  } else {
+    launch(args, args.share.blocks(), kBlockThreads,
+           [](const CombineArgs& a) { combine_kernel<moeq::Float32, most_ranks>(a); });
+  }
 }
 
 int64_t wrong_combine(const Call& call, int number, Ranks ranks) {
@@ -99,11 +115,13 @@ int64_t wrong_combine(const Call& call, int number, Ranks ranks) {
   for (size_t i = 0; i < partial.size(); ++i) {
     partial[i] = partial_value(number, ranks.rank, static_cast<int64_t>(i));
   }
-  const CombineArgs args{reinterpret_cast<uint4*>(partial.data()), out.data(), mine, Out::kFloat32, ranks, Share(1, 1)};
+  const CombineArgs args{
+      reinterpret_cast<uint4*>(partial.data()), out.data(), mine, Out::kFloat32, ranks, Share(1, 1)};
   const int64_t vectors = part / 4;
-  ranks.size <= 2   ? launch_combine<2>(args, vectors)
-  : ranks.size <= 4 ? launch_combine<4>(args, vectors)
-                    : launch_combine<8>(args, vectors);
+  const bool words = call.fit(vectors);
+  ranks.size <= 2   ? launch_combine<2>(args, vectors, words)
+  : ranks.size <= 4 ? launch_combine<4>(args, vectors, words)
+                    : launch_combine<8>(args, vectors, words);
   int64_t wrong = 0;
   for (int64_t i = 0; i < mine + 8; ++i) {
     float want = i < mine ? 0.0f : -99.0f;
@@ -132,10 +150,22 @@ int main(int, char** argv) {
         round = wraps ? 0xfffffff8u : 0;
       }
     }
+    for (auto& round : buffers.back()->word_rounds) {
+      round = wraps ? 0u - kRenewalOfTest - 1 : 0;
+    }
+    if (wraps) {  // words of 2^32 rounds ago, which look like those of rounds 0 and 1
+      auto* words = reinterpret_cast<uint64_t*>(buffers.back()->words);
+      const size_t of_slot = sizeof(buffers.back()->words) / sizeof(uint64_t) / kWordSlots;
+      for (size_t i = 0; i < of_slot * kWordSlots; ++i) {
+        words[i] = static_cast<uint64_t>(i / of_slot) << 32 | 0xabababab;
+      }
+    }
   }
   std::vector<Call> calls;
   for (int c = 0; c < number_of_calls; ++c) {
-    Call call{1 + below(9), 1 + below(8), 8 * (1 + below(40)), below(3) ? 1 + below(20) : 0, {}};
+    const bool few = below(2);
+    Call call{1 + below(few ? 2 : 9), 1 + below(8), 8 * (1 + below(few ? 4 : 40)), below(3) ? 1 + below(20) : 0, {}};
+    call.words = below(4);
     for (int rank = 0; rank < size; ++rank) {
       call.tokens.push_back(below(call.rows + 1));
     }
@@ -146,7 +176,8 @@ int main(int, char** argv) {
   for (int rank = 0; rank < size; ++rank) {
     ranks.emplace_back([&, rank] {
       for (int c = 0; c < number_of_calls; ++c) {
-        const Ranks group{addresses.data(), rank, size, kLimit};
+        Ranks group{{}, rank, size, kLimit};
+        std::copy(addresses.begin(), addresses.end(), group.buffers);
         wrong += wrong_dispatch(calls[c], c, group);
         wrong += wrong_combine(calls[c], c, group);
       }

@@ -1,9 +1,10 @@
-"""Expert parallelism on two GPUs, over every transport: correct, capturable, the same bits at every replay."""
+"""Expert parallelism on two GPUs and on four, over every transport: correct, capturable, the same bits at every replay."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,12 +21,16 @@ pytestmark = [
 ]
 TRANSPORTS = ("nccl", "p2p")
 PROGRAMS = TESTS / "programs"
+SIZES = [
+    pytest.param(n, marks=pytest.mark.skipif(torch.cuda.device_count() < n, reason="too few GPUs")) for n in (2, 4)
+]
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_two_gpus(transport: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", SIZES)
+def test_gpus(size: int, transport: str, tmp_path: Path) -> None:
     out = tmp_path / "outcomes.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
     command += [str(PROGRAMS / "ep_gpus.py"), transport, str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
@@ -35,33 +40,38 @@ def test_two_gpus(transport: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_cases_of_the_layer(transport: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", SIZES)
+def test_cases_of_the_layer(size: int, transport: str, tmp_path: Path) -> None:
     """What processes on CPUs show over gloo."""
-    for name, outcomes in run_ranks(2, [f.__name__ for f in ON_GPUS], tmp_path, transport).items():
+    for name, outcomes in run_ranks(size, [f.__name__ for f in ON_GPUS], tmp_path, transport).items():
         for rank, outcome in enumerate(outcomes):
             assert outcome == "passed", f"{name}, rank {rank}:\n{outcome}"
 
 
 @pytest.mark.parametrize("phase", ["dispatch", "combine"])
-def test_a_rank_that_stops(phase: str, tmp_path: Path) -> None:
-    """The other one ends within the group's bound, and says for whom it has waited, and in what."""
+@pytest.mark.parametrize("tokens", [8, 512])  # rows go as words, and with flags
+@pytest.mark.parametrize("size", SIZES)
+def test_a_rank_that_stops(size: int, tokens: int, phase: str, tmp_path: Path) -> None:
+    """The others end within the group's bound, and say for whom they have waited, and in what."""
     command = [sys.executable, str(PROGRAMS / "ep_stopped.py")]
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store"), phase],
+            [*command, str(rank), str(size), str(tmp_path / "store"), phase, str(tokens)],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(size)
     ]
+    last = size - 1
     try:
-        said, _ = ranks[0].communicate(timeout=200)
+        every = [process.communicate(timeout=200)[0] for process in ranks[:last]]
     finally:
         for process in ranks:
             process.kill()
-    assert f"s for rank 1 in {phase}" in said and "rank 0 has waited" in said, said
-    assert f"ep_{phase}: block: [0,0,0], thread: [1,0,0] Assertion" in said, said
-    assert "ended: after " in said, said
-    assert 24 < float(said.split("ended: after ")[1].split()[0]) < 120, said
+    for rank, said in enumerate(every):
+        assert f"s for rank {last} in {phase}" in said and f"rank {rank} has waited" in said, said
+        assert re.search(rf"ep_{phase}: block: .* Assertion `rank {last} came in time` failed", said), said
+        assert "ended: after " in said, said
+        assert 24 < float(said.split("ended: after ")[1].split()[0]) < 120, said

@@ -13,7 +13,8 @@ from paths import CPP, ROOT
 SOURCES = ROOT / "csrc" / "cuda"
 # Small blocks, so that some calls take many steps.
 SMALL = {"kBlocks": 3, "kBlockThreads": 8, "kStepVectors": 32, "kPartsVectors": 64}
-CALLS = "6"
+SMALL |= {"kWordBlocks": 2, "kWordThreads": 16, "kRenewal": 4}
+CALLS = "12"
 
 
 def adapted(text: str, constants: dict[str, int]) -> str:
@@ -24,6 +25,8 @@ def adapted(text: str, constants: dict[str, int]) -> str:
         ("store_release", "store_flag(flag, value)"),
         ("load_acquire", "return load_flag(flag)"),
         ("nanoseconds", "return clock_ns()"),
+        ("store_words", "store_words_of(target, words)"),
+        ("load_words", "return load_words_of(source)"),
     ):
         text = re.sub(rf"({function}\([^)]*\)) {{\n.*?\n}}\n", rf"\1 {{ {call}; }}\n", text, flags=re.DOTALL)
     text = re.sub(r"__shared__ uint32_t (\w+)\[kMostRanks\];", r"uint32_t* \1 = block->shared;", text)
@@ -36,7 +39,10 @@ def build(folder: Path, **constants: int) -> Path:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++ with C++20")
-    headers = [SOURCES / "expert_parallel" / f"{name}.cuh" for name in ("buffer", "flags", "dispatch", "combine")]
+    headers = [
+        SOURCES / "expert_parallel" / f"{name}.cuh"
+        for name in ("buffer", "patience", "flags", "words", "dispatch", "combine")
+    ]
     for header in (*headers, SOURCES / "load16.cuh"):
         (folder / header.name).write_text(adapted(header.read_text(), SMALL | constants))
     program = folder / "exchange"
@@ -55,12 +61,12 @@ def test_random_exchanges(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", [{"kSlots": 2}, {"kSlots": 1}], ids=str)
-def test_fewer_slots_are_too_few(change: dict[str, int], tmp_path: Path) -> None:
-    """That the test above would see an overwritten slot."""
+@pytest.mark.parametrize("change", [{"kSlots": 2}, {"kSlots": 1}, {"kWordSlots": 1}, {"kRenewal": 1048576}], ids=str)
+def test_less_is_too_little(change: dict[str, int], tmp_path: Path) -> None:
+    """That the test above would see an overwritten slot, and a word of long ago."""
     program = build(tmp_path, **change)
     outcomes = []
-    for seed in range(8):
+    for seed in range(32):  # the first ones that go wrong end it
         try:
             done = subprocess.run([program, str(seed), CALLS], capture_output=True, text=True, timeout=60)
             outcomes.append(done.returncode)

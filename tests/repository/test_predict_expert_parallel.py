@@ -94,8 +94,27 @@ def test_times_of_one_gpu_go_on_where_two_ranks_ended(measured: predict.Measured
     assert [row.split()[1] for row in predict.table([few, measured], few)[2:]] == ["1", "64", "4096"]
 
 
+def test_four_ranks_are_what_was_measured(tmp_path: Path) -> None:
+    """Three times the bytes of two ranks enter each of four."""
+    path = tmp_path / "lines.jsonl"
+    lines = []
+    for m in TOKENS:
+        exchange = START + 3 * 2 * m * 4096 / RATE
+        us = {"one gpu": 8.0 * m, "local op": 2.2 * m, "exchange, p2p bfloat16": exchange}
+        lines.append({"shape": "qwen3_30b", "m": m, "ranks": 4, "us": us})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    of_four = predict.read(path)[0]
+    line = predict.lines_of([of_four], of_four)["p2p"]
+    assert line.start == pytest.approx(START) and line.rate == pytest.approx(RATE)
+    us, _ = predict.predict(of_four, line, 4, 64)  # type: ignore[misc]
+    assert us == pytest.approx(2.2 * 64 + START + 6 * 64 * 4096 / RATE)
+    assert "p2p, 2 ranks" not in predict.table([of_four], of_four)[0]
+
+
 def test_lines_of_other_ranks_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
-    path.write_text(json.dumps({"shape": "qwen3_30b", "m": 1, "ranks": 4, "us": {}}) + "\n")
-    with pytest.raises(ValueError, match="must be of 2 ranks, got 4"):
+    us = {"one gpu": 1.0, "local op": 1.0}
+    lines = [{"shape": "qwen3_30b", "m": 1, "ranks": ranks, "us": us} for ranks in (2, 4)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ValueError, match="as many ranks, got 2 and 4"):
         predict.read(path)

@@ -1,10 +1,14 @@
-"""Two kernels around the exchange, where torch's own operations would be a dozen launches. Launched normally."""
+"""Two kernels around the exchange, where torch's own operations would be a dozen launches.
+
+place_kernel may be launched dependent, ordered_sum_kernel is launched normally (docs/design.md, section 11).
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from torch_moe_ops.backends.triton_engine.dependent import wait_for_previous_kernel
 from torch_moe_ops.backends.triton_engine.elements import narrow
 
 
@@ -22,8 +26,10 @@ def place_kernel(
     rank,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """placing.place, BLOCK pairs of token and expert a program. ids [pairs] int32 or int64, places [pairs] int32."""
+    wait_for_previous_kernel(PDL)
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = pair < pairs
     given = tl.load(ids_ptr + pair, mask=inside, other=-1)

@@ -34,12 +34,15 @@ def _launch(kernel: Any, device: torch.device, programs: int, *args: Any, **cons
 
 def place(topk_ids: Tensor, first: Tensor, count: Tensor, slots: Tensor, load: Tensor, rank: int) -> Tensor:
     """placing.place in one launch."""
+    from torch_moe_ops.backends.triton_engine.plan import target_of
     from torch_moe_ops.transports.kernels import place_kernel
 
     ids, places = topk_ids.contiguous(), torch.empty(topk_ids.shape, dtype=torch.int32, device=topk_ids.device)
     tables = (first.contiguous(), count.contiguous(), slots.contiguous())
     sizes = (ids.numel(), first.shape[0], slots.shape[0], rank)
-    constants = {"TOP_K": ids.shape[1], "BLOCK": _PLACE_BLOCK}
+    constants: dict[str, Any] = {"TOP_K": ids.shape[1], "BLOCK": _PLACE_BLOCK, "PDL": target_of(ids.device)["PDL"]}
+    if constants["PDL"]:
+        constants["launch_pdl"] = True
     programs = -(-ids.numel() // _PLACE_BLOCK)
     _launch(place_kernel, ids.device, programs, ids, *tables, load, places, *sizes, **constants)
     return places

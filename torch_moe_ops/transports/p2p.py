@@ -1,7 +1,8 @@
 """Transport "p2p": kernels that read and write the memory of the other GPUs of one host (csrc/cuda/expert_parallel).
 
 Dispatch: every rank stages its rows once, and reads those of the others. Combine: every rank writes its partial rows to
-the rank whose tokens they are of, which adds them in float32 in ascending rank order. One launch each.
+the rank whose tokens they are of, which adds them in float32 in ascending rank order. One launch each. Few rows are
+written to the other ranks both ways, as words that carry their round.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from torch_moe_ops.transports.symmetric import Buffers, buffers_of
 
 MOST_RANKS = 8  # kMostRanks of buffer.cuh
 _VECTOR = 16  # bytes
+# Bytes of a rank's rows up to which they go as words, in a dispatch and in a combine: alike on all ranks.
+# Between four H200s words of 115 KB took 13.2 us both ways, with flags 15.8, and words of 229 KB 18.6 and 17.6.
+FEW = 131072
 
 
 def reason_against(wanted: Wanted) -> str | None:
@@ -49,7 +53,7 @@ def dispatch(rows: Rows, exchange: Exchange) -> tuple[Rows, Tensor]:
     own = _buffers("ep_dispatch", exchange)
     given = [_aligned(t) for t in rows]
     received = [None if t is None else t.new_empty((exchange.rows, t.shape[1])) for t in rows]
-    order = (own.addresses, own.rank, exchange.max_tokens, own.limit)
+    order = (own.addresses, own.rank, exchange.max_tokens, own.limit, FEW)
     torch.ops.moeq_C.ep_p2p_dispatch(*given, *received, *order)
     return Rows(*received), rows.topk_ids.new_empty((0, exchange.world_size), dtype=torch.int32)  # type: ignore[arg-type]
 
@@ -74,5 +78,5 @@ def combine(partial_rows: Tensor, exchange: Exchange, how: Combine) -> Tensor:
     own = _buffers("ep_combine", exchange)
     tokens, dtype = (exchange.max_tokens, torch.float32) if how.tp_group else (how.num_tokens, how.out_dtype)
     out = partial_rows.new_empty((tokens, partial_rows.shape[1]), dtype=dtype)
-    torch.ops.moeq_C.ep_p2p_combine(_aligned(partial_rows), out, own.addresses, own.rank, own.limit)
+    torch.ops.moeq_C.ep_p2p_combine(_aligned(partial_rows), out, own.addresses, own.rank, own.limit, FEW)
     return over_tensor_parallel(out, how) if how.tp_group else out

@@ -15,7 +15,7 @@ from torch_moe_ops.transports.groups import group_of
 class Buffers(NamedTuple):
     """Of one group, as this rank sees them.
 
-    addresses: int64 [ranks] on the device. limit: seconds that a kernel waits for another rank. kept: what must live
+    addresses: int64 [ranks] on the CPU. limit: seconds that a kernel waits for another rank. kept: what must live
     as long as anything can launch with them.
     """
 
@@ -43,7 +43,7 @@ def prepare_buffers(group: Any, device: torch.device) -> None:
         handle = symmetric.rendezvous(own, group)
         own.zero_()
         parts = [handle.get_buffer(r, (size,), torch.uint8) for r in range(dist.get_world_size(group))]
-        addresses = torch.tensor([part.data_ptr() for part in parts], dtype=torch.int64, device=device)
+        addresses = torch.tensor([part.data_ptr() for part in parts], dtype=torch.int64, device="cpu")
         # No rank may write into a buffer before it is zero.
         torch.cuda.synchronize()
         dist.barrier(group, device_ids=[torch.cuda.current_device()])

@@ -1,13 +1,15 @@
 // The memory through which the ranks of one host exchange rows: a Buffer on each, mapped by all.
 //
-// A launch has up to kBlocks thread blocks. Block b of a rank exchanges with blocks b of the others alone, step by
-// step, and each step is a round of its own. In a round, a block
+// Many rows go with flags. A launch has up to kBlocks thread blocks. Block b of a rank exchanges with blocks b of the
+// others alone, step by step, and each step is a round of its own. In a round, a block
 //   1. writes what the others want (dispatch: into its own Buffer; combine: into theirs), then its flag at each of
 //   them,
 //   2. waits for the flags of all, and reads.
 // It writes for round n + 1 before it waits in round n, so that the link does not idle between steps. What it writes
 // over is kSlots = 4 rounds old: every other block has read it, because it has told round n - 1 after its reads of
 // round n - 3, and this block has seen that flag. The same holds from one launch to the next.
+//
+// Few rows go as words that carry their round (words.cuh).
 //
 // Rounds are counted on the device and go on from launch to launch, so replays of a CUDA graph need no host. Ranks must
 // launch the same exchanges in the same order, one after the other: they agree in grid and steps.
@@ -23,18 +25,30 @@ constexpr uint32_t kSlots = 4;
 constexpr int kStepVectors = 2048;  // 16 bytes each, of a block, a step and a rank's rows
 constexpr int kPartsVectors = 4096;  // ... and the partial rows from all ranks
 
+constexpr int kWordBlocks = 128;
+constexpr int kWordThreads = 128;  // a vector of 16 bytes each
+constexpr uint32_t kWordSlots = 2;
+
 enum Phase : int { kDispatch = 0, kCombine = 1, kPhases = 2 };
+
+// Half of a vector: two words of {round << 32 | 4 bytes}.
+struct alignas(16) Words {
+  uint64_t first, second;
+};
 
 struct Buffer {
   uint32_t rounds[kPhases][kBlocks];  // so far; of this rank's blocks alone
+  uint32_t word_rounds[kWordBlocks];
+  int missing[kMostRanks];  // whether one of this rank's threads has said that a rank does not come
   uint64_t flags[kPhases][kSlots][kMostRanks][kBlocks];
   uint4 rows[kSlots][kBlocks][kStepVectors];  // dispatch: what this rank gives
   uint4 parts[kSlots][kBlocks][kPartsVectors];  // combine: what this rank gets
+  Words words[kWordSlots][kMostRanks][kWordBlocks][2][kWordThreads];  // what this rank gets, by halves of vectors
 };
 
 // The ranks as a kernel sees them.
 struct Ranks {
-  const int64_t* buffers;  // addresses of their Buffers, in this rank's GPU memory
+  int64_t buffers[kMostRanks];  // addresses of their Buffers, in this rank's address space
   int rank;
   int size;
   uint64_t limit_ns;  // of a wait

@@ -1,13 +1,15 @@
 // The sums of all ranks' partial rows of this rank's tokens, in float32 in ascending rank order, rounded once.
 //
 // A block writes its range of the partial rows of every other rank's tokens into that rank's Buffer, from which that
-// rank adds them: partial rows cross the link once and are not staged where they are made.
+// rank adds them: partial rows cross the link once and are not staged where they are made. Many rows go with flags, few
+// rows as words that carry their round.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include "../load16.cuh"
 #include "flags.cuh"
+#include "words.cuh"
 
 namespace moeq::ep {
 
@@ -15,8 +17,8 @@ enum class Out : int { kFloat32, kBfloat16, kFloat16 };
 
 struct CombineArgs {
   const uint4* partial;  // [size * max_tokens, hidden_size]
-  void* out;             // [tokens, hidden_size]
-  int64_t elements;      // of it
+  void* out;  // [tokens, hidden_size]
+  int64_t elements;  // of it
   Out out_type;
   Ranks ranks;
   Share share;  // vectors: of the rows of one rank
@@ -59,6 +61,27 @@ __device__ __forceinline__ void store_sum(const CombineArgs& args, int64_t eleme
   for (int i = 0; i < count / 4; ++i) {
     target[i] = make_float4(values[4 * i], values[4 * i + 1], values[4 * i + 2], values[4 * i + 3]);
   }
+}
+
+// The sum of a vector of each rank, in ascending order.
+template <class Element, int most_ranks>
+__device__ __forceinline__ void store_sum_of(const CombineArgs& args, int64_t vector,
+                                             const uint4 (&loaded)[most_ranks]) {
+  constexpr int kCount = Element::kPerLoad;
+  float sum[kCount];
+  Element::widen(loaded[0], sum);
+#pragma unroll
+  for (int rank = 1; rank < most_ranks; ++rank) {
+    if (rank < args.ranks.size) {
+      float values[kCount];
+      Element::widen(loaded[rank], values);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        sum[i] += values[i];
+      }
+    }
+  }
+  store_sum(args, vector * kCount, sum);
 }
 
 // What a step of a block has from each of up to `most_ranks` ranks.
@@ -108,20 +131,7 @@ __device__ __forceinline__ void add(const CombineArgs& args, int step, uint32_t 
             rank == ranks.rank ? own[vector] : __ldcg(parts + rank * S::kVectors + j * kBlockThreads + threadIdx.x);
       }
     }
-    float sum[kCount];
-    Element::widen(loaded[0], sum);
-#pragma unroll
-    for (int rank = 1; rank < most_ranks; ++rank) {
-      if (rank < ranks.size) {
-        float values[kCount];
-        Element::widen(loaded[rank], values);
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-          sum[i] += values[i];
-        }
-      }
-    }
-    store_sum(args, vector * kCount, sum);
+    store_sum_of<Element>(args, vector, loaded);
   }
 }
 
@@ -143,6 +153,36 @@ __global__ void __launch_bounds__(kBlockThreads) combine_kernel(const __grid_con
   if (threadIdx.x == 0) {
     *rounds = start + args.share.steps - 1;
   }
+}
+
+template <class Element, int most_ranks>
+__global__ void __launch_bounds__(kWordThreads) combine_words_kernel(const __grid_constant__ CombineArgs args) {
+  wait_for_previous_kernel();
+  allow_next_kernel();
+  const Ranks& ranks = args.ranks;
+  const WordRound round(ranks, kCombine);
+  const int64_t vector = static_cast<int64_t>(blockIdx.x) * kWordThreads + threadIdx.x;
+  const bool inside = vector < args.share.vectors;
+  uint4 parts[most_ranks] = {};
+#pragma unroll
+  for (int rank = 0; rank < most_ranks; ++rank) {
+    if (inside && rank < ranks.size) {
+      parts[rank] = args.partial[rank * args.share.vectors + vector];
+    }
+  }
+#pragma unroll
+  for (int rank = 0; rank < most_ranks; ++rank) {
+    if (rank < ranks.size && rank != ranks.rank) {
+      round.give(rank, parts[rank], inside);
+    }
+  }
+  if (inside) {
+    round.take(parts);
+    if (vector * Element::kPerLoad < args.elements) {
+      store_sum_of<Element>(args, vector, parts);
+    }
+  }
+  round.end();
 }
 
 }  // namespace moeq::ep

@@ -1,10 +1,14 @@
 // Everybody's rows to every rank, in ascending rank order, into ordinary memory.
 //
-// A block copies its range of this rank's rows into the rank's Buffer and, in the same pass, to its place in the
-// result; then it reads the same range of every other rank. Reads rather than writes cross the link: so a row is staged
-// once whatever the number of ranks, and what the experts read is the caller's, who may keep it.
+// Many rows: a block copies its range of this rank's rows into the rank's Buffer and, in the same pass, to its place in
+// the result; then it reads the same range of every other rank. Reads rather than writes cross the link: so a row is
+// staged once whatever the number of ranks, and what the experts read is the caller's, who may keep it.
+//
+// Few rows: each thread writes its vector into the Buffers of all others, as words that carry their round, and waits
+// for theirs.
 #pragma once
 #include "flags.cuh"
+#include "words.cuh"
 
 namespace moeq::ep {
 
@@ -144,6 +148,34 @@ __global__ void __launch_bounds__(kBlockThreads) dispatch_kernel(const __grid_co
   if (threadIdx.x == 0) {
     *rounds = start + args.share.steps - 1;
   }
+}
+
+template <int most_ranks>
+__global__ void __launch_bounds__(kWordThreads) dispatch_words_kernel(const __grid_constant__ DispatchArgs args) {
+  wait_for_previous_kernel();
+  allow_next_kernel();
+  const Ranks& ranks = args.ranks;
+  const WordRound round(ranks, kDispatch);
+  const int64_t vector = static_cast<int64_t>(blockIdx.x) * kWordThreads + threadIdx.x;
+  const bool inside = vector < args.share.vectors;
+  int64_t byte = 0;
+  const Segment& segment = locate(args, inside ? vector : 0, byte);
+  const uint4 given = inside ? load_given(segment, byte, args.tokens) : filling(segment);
+  for (int turn = 1; turn < ranks.size; ++turn) {
+    round.give((ranks.rank + turn) % ranks.size, given, inside);
+  }
+  if (inside) {
+    store_received(segment, ranks.rank, byte, given);
+    uint4 taken[most_ranks];
+    round.take(taken);
+#pragma unroll
+    for (int rank = 0; rank < most_ranks; ++rank) {
+      if (rank < ranks.size && rank != ranks.rank) {
+        store_received(segment, rank, byte, taken[rank]);
+      }
+    }
+  }
+  round.end();
 }
 
 }  // namespace moeq::ep

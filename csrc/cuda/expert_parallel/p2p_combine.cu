@@ -24,26 +24,29 @@ Out out_type_of(const Tensor& out) {
 }
 
 template <class Element, int most_ranks>
-void launch(CombineArgs args, int64_t vectors, cudaStream_t stream) {
-  args.share = Share(vectors, Step<most_ranks>::kVectors);
+void launch(CombineArgs args, int64_t few, cudaStream_t stream) {
+  if (as_words(kOp, args.share.vectors, few)) {
+    return launch_words(combine_words_kernel<Element, most_ranks>, args, stream);
+  }
+  args.share = Share(args.share.vectors, Step<most_ranks>::kVectors);
   combine_kernel<Element, most_ranks><<<args.share.blocks(), kBlockThreads, 0, stream>>>(args);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 template <class Element>
-void launch_for(const CombineArgs& args, int64_t vectors, cudaStream_t stream) {
+void launch_for(const CombineArgs& args, int64_t few, cudaStream_t stream) {
   if (args.ranks.size <= 2) {
-    launch<Element, 2>(args, vectors, stream);
+    launch<Element, 2>(args, few, stream);
   } else if (args.ranks.size <= 4) {
-    launch<Element, 4>(args, vectors, stream);
+    launch<Element, 4>(args, few, stream);
   } else {
-    launch<Element, 8>(args, vectors, stream);
+    launch<Element, 8>(args, few, stream);
   }
 }
 
 // partial [size * max_tokens, hidden_size] of this rank's experts, max_tokens rows of each rank's tokens; out [tokens,
 // hidden_size] of this rank's tokens.
-void combine(const Tensor& partial, const Tensor& out, const Tensor& buffers, int64_t rank, double limit) {
+void combine(const Tensor& partial, const Tensor& out, const Tensor& buffers, int64_t rank, double limit, int64_t few) {
   const Ranks ranks = ranks_of(kOp, buffers, rank, limit);
   for (const Tensor* t : {&partial, &out}) {
     MOEQ_CHECK(kOp, t->is_cuda() && t->dim() == 2 && t->is_contiguous() && aligned16(*t), t == &out ? "out" : "partial",
@@ -64,7 +67,7 @@ void combine(const Tensor& partial, const Tensor& out, const Tensor& buffers, in
                          Share(vectors, kPartsVectors)};
   const torch::stable::accelerator::DeviceGuard guard(partial.get_device_index());
   const cudaStream_t stream = current_stream(partial);
-  with_element(kOp, partial, [&](auto element) { launch_for<decltype(element)>(args, vectors, stream); });
+  with_element(kOp, partial, [&](auto element) { launch_for<decltype(element)>(args, few, stream); });
 }
 
 }  // namespace

@@ -33,11 +33,25 @@ Segment segment_of(const Tensor& given, const Tensor& received, int64_t max_toke
   return segment;
 }
 
+void launch(const DispatchArgs& args, int64_t few, cudaStream_t stream) {
+  if (!as_words(kOp, args.share.vectors, few)) {
+    dispatch_kernel<<<args.share.blocks(), kBlockThreads, 0, stream>>>(args);
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
+  } else if (args.ranks.size <= 2) {
+    launch_words(dispatch_words_kernel<2>, args, stream);
+  } else if (args.ranks.size <= 4) {
+    launch_words(dispatch_words_kernel<4>, args, stream);
+  } else {
+    launch_words(dispatch_words_kernel<8>, args, stream);
+  }
+}
+
 // x [tokens, ...], scale [tokens, ...] or nothing, ids [tokens, k], weights [tokens, k] of this rank; the same of all
 // ranks, max_tokens rows of each, in the four that follow: rows of no token are zero, their ids -1.
 void dispatch(const Tensor& x, const std::optional<Tensor>& scale, const Tensor& ids, const Tensor& weights,
               const Tensor& x_out, const std::optional<Tensor>& scale_out, const Tensor& ids_out,
-              const Tensor& weights_out, const Tensor& buffers, int64_t rank, int64_t max_tokens, double limit) {
+              const Tensor& weights_out, const Tensor& buffers, int64_t rank, int64_t max_tokens, double limit,
+              int64_t few) {
   const Ranks ranks = ranks_of(kOp, buffers, rank, limit);
   const int64_t tokens = x.size(0), rows = max_tokens * ranks.size;
   MOEQ_CHECK(kOp, tokens <= max_tokens && max_tokens >= 1 && max_tokens < (int64_t{1} << 31), "max_tokens must be in ",
@@ -61,8 +75,7 @@ void dispatch(const Tensor& x, const std::optional<Tensor>& scale, const Tensor&
   const DispatchArgs args{
       {of_ids, of_weights, of_x, of_scale}, ranks, Share(vectors, kStepVectors), static_cast<uint32_t>(tokens)};
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  dispatch_kernel<<<args.share.blocks(), kBlockThreads, 0, current_stream(x)>>>(args);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  launch(args, few, current_stream(x));
 }
 
 int64_t buffer_bytes() { return sizeof(Buffer); }

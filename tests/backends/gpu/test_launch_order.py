@@ -200,7 +200,12 @@ def test_the_built_extension(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="CUDA's binary utilities come with Triton")
     if not LIBRARY.exists():
         pytest.skip("the CUDA extension is not built")
-    kernels = [(name, sass) for name, sass in disassembled(LIBRARY, tmp_path) if "4sm90" in name]
+    every = disassembled(LIBRARY, tmp_path)
+    kernels = [(name, sass) for name, sass in every if "4sm90" in name]
     assert any("combine_kernel" in name for name, _ in kernels)
+    # Of any architecture: those whose code waits are launched dependent.
+    words = [(name, sass) for name, sass in every if "words_kernel" in name and "ACQBULK" in sass]
+    assert words
+    kernels += words
     for name, sass in kernels:
         assert not faults_of(name, sass), name
