@@ -75,10 +75,7 @@ bool are_e2m1(const DotKey& key) {
 }  // namespace
 
 Dot find_dot(const DotKey& key, const IsaTable& table) {
-  if (are_integers(key)) return chosen(table).find(key);
-  const Dot dot = table.find_dot(key);
-  // Tiles of bf16 hold scaled weights, and take many rows faster than integers whose sums end after each block.
-  return are_e2m1(key) && dot.tile == nullptr ? chosen(table).find(key) : dot;
+  return are_integers(key) || are_e2m1(key) ? chosen(table).find(key) : table.find_dot(key);
 }
 
 std::string integer_isa(const IsaTable& table) { return chosen(table).name; }

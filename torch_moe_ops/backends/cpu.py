@@ -108,11 +108,9 @@ def _both(call: ExpertsCall) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _multiplies_integers(problem: Problem) -> bool:
-    """int8 activations, or both in NVFP4 or MXFP4, whose doubled codes are integers; tiles take those in bfloat16."""
+    """int8 activations, or both in NVFP4 or MXFP4, whose doubled codes are integers."""
     act_format = problem.act_format
-    if act_format in ("nvfp4", "mxfp4"):
-        return act_format == problem.scheme and not cpu_isa().startswith("amx")
-    return act_format == "int8"
+    return act_format == "int8" or (act_format in ("nvfp4", "mxfp4") and act_format == problem.scheme)
 
 
 def _notes(problem: Problem) -> str:
