@@ -33,8 +33,8 @@
 // INT4 with zero points or float16 scales, 32 bits per 64 of K (256 bytes, index 2 * (t / 4) + h): the product above as
 // bfloat16 in the low half, what that rounds away in the upper ten bits, then two bits for `restore`, and the zero
 // point. Where no scale is float16 nothing is rounded away, and a decoder need not add it: these have the same bytes,
-// in elements of 64 bits, by which the op tells them. Such 32 bits per 32 of K (512 bytes, index as for MXFP4) where all
-// groups have 32.
+// in elements of 64 bits, by which the op tells them. Such 32 bits per 32 of K (512 bytes, index as for MXFP4) where
+// all groups have 32.
 //
 // INT4 with float32 scales, 64 bits per 64 of K (512 bytes, index 2 * (t / 4) + h): the product above in float32, then
 // the zero point and what `restore` needs.
