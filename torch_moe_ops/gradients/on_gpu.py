@@ -32,7 +32,7 @@ from torch_moe_ops.gradients.weights import (
 )
 
 FEW_ROWS = 16  # of an expert in the mean: up to so many, weights are multiplied in Triton's kernels as they are packed
-FEW_ROWS_BY_SLOT = 0  # the same where the layer's own kernels multiply them so, too
+FEW_ROWS_BY_SLOT = 1 / 16  # the same where the layer's own kernels multiply them so, too
 _TILES = 160  # of 128 x 256 results that a product should have in the mean: enough for every multiprocessor
 
 

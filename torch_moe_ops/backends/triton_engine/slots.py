@@ -14,10 +14,10 @@ from torch import Tensor
 from torch_moe_ops.backends.triton_engine.backward_pass import Slots
 from torch_moe_ops.core.schemes import ceil_div, next_power_of_2
 
-MOST = 2048  # slots in one launch: the work grows with their square
+MOST = 4096  # slots in one launch: the work grows with their square
 MOST_OF_MANY = 1 << 18
 _BLOCK, _CHUNK = 16, 256  # slots or experts of a program; slots that it compares them with at once
-_NEIGHBOURS, _AT_ONCE = 512, 64  # slots of a program of many; those that it compares them with at once
+_NEIGHBOURS = 512  # slots of a block of many, of which each is compared with those before it
 
 
 @triton.jit
@@ -149,13 +149,14 @@ def places_kernel(
     TOP_K: tl.constexpr,
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The arrays of Slots besides ends, of ids [slots]. Grid: blocks of BLOCK slots, whose `starts` there are."""
-    block = tl.program_id(0)
-    number = block * BLOCK + tl.arange(0, BLOCK)
+    """The arrays of Slots besides ends, of ids [slots], ROWS of them a program. starts: of blocks of BLOCK slots."""
+    number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    block = tl.program_id(0) // (BLOCK // ROWS)
     own = _local(ids_ptr, number, slots, first_expert, EXPERTS)
-    before = tl.zeros((BLOCK,), tl.int32)
+    before = tl.zeros((ROWS,), tl.int32)
     for first in range(0, BLOCK, CHUNK):
         slot = block * BLOCK + first + tl.arange(0, CHUNK)
         other = _local(ids_ptr, slot, slots, first_expert, EXPERTS)[None, :]
@@ -183,8 +184,8 @@ def sort_many_slots(topk_ids: Tensor, local_expert_offset: int, num_experts: int
         counts, starts, ends, blocks, EXPERTS=num_experts, BINS=bins, BLOCKS=next_power_of_2(blocks), BLOCK_E=block_e,
         ROWS=max(1, 8192 // bins), num_warps=4,
     )  # fmt: skip
-    places_kernel[(blocks,)](
+    places_kernel[(blocks * (_NEIGHBOURS // _BLOCK),)](
         topk_ids, starts, order, token, expert, place, *of_ids, EXPERTS=num_experts, TOP_K=topk_ids.shape[1],
-        BINS=bins, BLOCK=_NEIGHBOURS, CHUNK=_AT_ONCE, num_warps=4,
+        BINS=bins, BLOCK=_NEIGHBOURS, ROWS=_BLOCK, CHUNK=_CHUNK, num_warps=4,
     )  # fmt: skip
     return Slots(order, token, expert, ends, place)
