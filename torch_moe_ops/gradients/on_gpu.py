@@ -58,12 +58,10 @@ def make_pass(
 
 def _sorted(topk_ids: Tensor, local_expert_offset: int, num_experts: int) -> Slots:
     if topk_ids.is_cuda:
-        from torch_moe_ops.backends.triton_engine import slots
+        from torch_moe_ops.backends.triton_engine.slots import MOST, sort_few_slots
 
-        if topk_ids.numel() <= slots.MOST:
-            return slots.sort_few_slots(topk_ids, local_expert_offset, num_experts)
-        if topk_ids.numel() <= slots.MOST_OF_MANY:
-            return slots.sort_many_slots(topk_ids, local_expert_offset, num_experts)
+        if topk_ids.numel() <= MOST:
+            return sort_few_slots(topk_ids, local_expert_offset, num_experts)
     return sort_slots(topk_ids, local_expert_offset, num_experts)
 
 
