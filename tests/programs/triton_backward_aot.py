@@ -53,9 +53,6 @@ _KERNELS = (
     (ranks, "low_kernel"),
     (ranks, "outer_kernel"),
     (slots, "slots_kernel"),
-    (slots, "count_kernel"),
-    (slots, "starts_kernel"),
-    (slots, "places_kernel"),
     (dequantize, "dequantize_kernel"),
     (dequantize_tiles, "dequantize_tiles_kernel"),
     (dequantize_bytes, "dequantize_bytes_kernel"),
@@ -118,7 +115,6 @@ def launches(case: Case, backend: str, capability: int) -> list[tuple[Any, tuple
         stack.enter_context(mock.patch("torch_moe_ops.backends.triton.runs_on", lambda device: True))
         biases = (raw.w13_bias, raw.w2_bias)
         slots.sort_few_slots(ids, 0, case.experts)
-        slots.sort_many_slots(ids, 0, case.experts)
         p = on_gpu.make_pass(call, sizes, torch.ones_like(x), x, biases)
         on_gpu.run_pass(p, BACKENDS[backend], case.dtype, True, case.bias, case.bias)
         lora = adapters(raw, sizes, x)

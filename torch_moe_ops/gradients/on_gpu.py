@@ -32,7 +32,7 @@ from torch_moe_ops.gradients.weights import (
 )
 
 FEW_ROWS = 16  # of an expert in the mean: up to so many, weights are multiplied in Triton's kernels as they are packed
-FEW_ROWS_BY_SLOT = 0  # the same where the layer's own kernels multiply them so, too
+FEW_ROWS_BY_SLOT = 1 / 16  # the same where the layer's own kernels multiply them so, too
 _TILES = 160  # of 128 x 256 results that a product should have in the mean: enough for every multiprocessor
 
 
@@ -58,12 +58,10 @@ def make_pass(
 
 def _sorted(topk_ids: Tensor, local_expert_offset: int, num_experts: int) -> Slots:
     if topk_ids.is_cuda:
-        from torch_moe_ops.backends.triton_engine import slots
+        from torch_moe_ops.backends.triton_engine.slots import MOST, sort_few_slots
 
-        if topk_ids.numel() <= slots.MOST:
-            return slots.sort_few_slots(topk_ids, local_expert_offset, num_experts)
-        if topk_ids.numel() <= slots.MOST_OF_MANY:
-            return slots.sort_many_slots(topk_ids, local_expert_offset, num_experts)
+        if topk_ids.numel() <= MOST:
+            return sort_few_slots(topk_ids, local_expert_offset, num_experts)
     return sort_slots(topk_ids, local_expert_offset, num_experts)
 
 
