@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <memory>
+#include <new>
 #include <vector>
 
 #include "cuda_on_threads.h"
@@ -143,7 +144,7 @@ int main(int, char** argv) {
   std::vector<int64_t> addresses;
   const bool wraps = below(2);
   for (int rank = 0; rank < size; ++rank) {
-    buffers.push_back(static_cast<Buffer*>(std::calloc(1, sizeof(Buffer))));
+    buffers.push_back(new (std::align_val_t{alignof(Buffer)}) Buffer{});
     addresses.push_back(reinterpret_cast<int64_t>(buffers.back()));
     for (auto& of_phase : buffers.back()->rounds) {
       for (auto& round : of_phase) {
