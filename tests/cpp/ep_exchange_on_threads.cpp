@@ -116,8 +116,7 @@ int64_t wrong_combine(const Call& call, int number, Ranks ranks) {
   for (size_t i = 0; i < partial.size(); ++i) {
     partial[i] = partial_value(number, ranks.rank, static_cast<int64_t>(i));
   }
-  const CombineArgs args{
-      reinterpret_cast<uint4*>(partial.data()), out.data(), mine, Out::kFloat32, ranks, Share(1, 1)};
+  const CombineArgs args{reinterpret_cast<uint4*>(partial.data()), out.data(), mine, Out::kFloat32, ranks, Share(1, 1)};
   const int64_t vectors = part / 4;
   const bool words = call.fit(vectors);
   ranks.size <= 2   ? launch_combine<2>(args, vectors, words)
