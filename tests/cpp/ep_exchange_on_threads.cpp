@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <memory>
+#include <new>
 #include <vector>
 
 #include "cuda_on_threads.h"
@@ -115,8 +116,7 @@ int64_t wrong_combine(const Call& call, int number, Ranks ranks) {
   for (size_t i = 0; i < partial.size(); ++i) {
     partial[i] = partial_value(number, ranks.rank, static_cast<int64_t>(i));
   }
-  const CombineArgs args{
-      reinterpret_cast<uint4*>(partial.data()), out.data(), mine, Out::kFloat32, ranks, Share(1, 1)};
+  const CombineArgs args{reinterpret_cast<uint4*>(partial.data()), out.data(), mine, Out::kFloat32, ranks, Share(1, 1)};
   const int64_t vectors = part / 4;
   const bool words = call.fit(vectors);
   ranks.size <= 2   ? launch_combine<2>(args, vectors, words)
@@ -143,7 +143,7 @@ int main(int, char** argv) {
   std::vector<int64_t> addresses;
   const bool wraps = below(2);
   for (int rank = 0; rank < size; ++rank) {
-    buffers.push_back(static_cast<Buffer*>(std::calloc(1, sizeof(Buffer))));
+    buffers.push_back(new (std::align_val_t{alignof(Buffer)}) Buffer{});
     addresses.push_back(reinterpret_cast<int64_t>(buffers.back()));
     for (auto& of_phase : buffers.back()->rounds) {
       for (auto& round : of_phase) {

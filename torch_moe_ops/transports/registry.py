@@ -42,7 +42,10 @@ TRANSPORTS: dict[str, Transport] = {
             p2p.reason_against,
             p2p.dispatch,
             p2p.combine,
-            ("each rank reads the rows of the others", "each rank writes partial rows to where they are added"),
+            (
+                "each rank reads the rows of the others, or writes few rows to them",
+                "each rank writes partial rows to where they are added",
+            ),
             prepare_buffers,
         ),
         Transport(

@@ -36,14 +36,17 @@ struct alignas(16) Words {
   uint64_t first, second;
 };
 
+// What warps read and write begins at a line of 128 bytes: 512 bytes elsewhere are five lines on the link instead of
+// four.
 struct Buffer {
   uint32_t rounds[kPhases][kBlocks];  // so far; of this rank's blocks alone
   uint32_t word_rounds[kWordBlocks];
   int missing[kMostRanks];  // whether one of this rank's threads has said that a rank does not come
-  uint64_t flags[kPhases][kSlots][kMostRanks][kBlocks];
-  uint4 rows[kSlots][kBlocks][kStepVectors];  // dispatch: what this rank gives
-  uint4 parts[kSlots][kBlocks][kPartsVectors];  // combine: what this rank gets
-  Words words[kWordSlots][kMostRanks][kWordBlocks][2][kWordThreads];  // what this rank gets, by halves of vectors
+  alignas(128) uint64_t flags[kPhases][kSlots][kMostRanks][kBlocks];
+  alignas(128) uint4 rows[kSlots][kBlocks][kStepVectors];  // dispatch: what this rank gives
+  alignas(128) uint4 parts[kSlots][kBlocks][kPartsVectors];  // combine: what this rank gets
+  // What this rank gets, by halves of vectors.
+  alignas(128) Words words[kWordSlots][kMostRanks][kWordBlocks][2][kWordThreads];
 };
 
 // The ranks as a kernel sees them.
