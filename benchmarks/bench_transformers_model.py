@@ -8,7 +8,7 @@ A decode step is one token for each sequence of the batch, through a static cach
 `generate` does). "moe" is all MoE blocks of the model one after the other, "experts" their experts alone on ids that
 are given, each in a graph of its own: a router costs what lies between. "profile" says what routers and experts take
 within the decode step itself (see model_graphs.shares). `--own-router` leaves transformers' routers, `--apart` has
-routers that do not run their experts too.
+routers that do not run their experts too, `--turns` both in one process.
 
 One shape takes about three minutes on an H200, two of them compiling: `--compile ""` leaves that out, and
 `--batches "" --prefill 0` leaves out all the rest. Each line is written to `--out` when it is known. What Inductor has
@@ -136,12 +136,28 @@ def through_experts(model: Any, batch: int, before: Callable[[int, torch.Tensor]
     return run
 
 
+def in_turns(model: Any, batch: int, step: Decode, args: argparse.Namespace, note: Callable[..., None]) -> None:
+    """A step whose routers run their experts, and one whose routers do not, in a graph each and in turns."""
+    replays = {"decode": capture(step, step.rewind)}
+    joined = routers_apart(model)
+    step.rewind()
+    replays["decode apart"] = capture(step, step.rewind)
+    for module, layer in joined:
+        module.moeq_layer = layer
+    for turn in range(args.turns):
+        for what, replay in replays.items():
+            note(what=what, batch=batch, turn=turn, **timed(replay, args.rounds, step.rewind))
+
+
 def measure(model: Any, args: argparse.Namespace, note: Callable[..., None]) -> None:
     """Notes each line of the result when it is known."""
     begin = time.perf_counter()
     layers = len(find_experts(model))
     decodes = {batch: Decode(model, batch, args.cache) for batch in _numbers(args.batches)}
     for batch, step in decodes.items():
+        if args.turns:
+            in_turns(model, batch, step, args, note)
+            continue
         replay = capture(step, step.rewind)
         note(what="decode", batch=batch, **timed(replay, args.rounds, step.rewind))
         note(what="moe", batch=batch, **timed(capture(through_blocks(model, batch)), args.rounds))
@@ -211,6 +227,9 @@ def main() -> None:
     parser.add_argument("--turn", type=Path, help="a file that runs share which time one after the other")
     parser.add_argument("--own-router", action="store_true", help="leave transformers' routers as they are")
     parser.add_argument("--apart", action="store_true", help="routers in a launch of their own")
+    parser.add_argument(
+        "--turns", type=int, default=0, help="steps with routers both ways, in so many turns, and no more"
+    )
     parser.add_argument("--layers", type=int, help="how many, where not as many as the architecture has")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to see that it runs; also on a CPU")
     parser.add_argument("--out", type=Path)

@@ -169,10 +169,16 @@ def test_linears_are_processed_unless_they_are_taken(is_taken: bool) -> None:
     from torch_moe_ops.vllm.shared_experts import keep_until_prepared
 
     linear, processed = torch.nn.Linear(2, 2), []
-    method = SimpleNamespace(process_weights_after_loading=processed.append)
+
+    def create_weights(layer: Any, dtype: torch.dtype) -> None:
+        layer.register_parameter("input_scale", torch.nn.Parameter(torch.zeros(2, dtype=dtype)))
+
+    method = SimpleNamespace(process_weights_after_loading=processed.append, create_weights=create_weights)
     block = SimpleNamespace(gate_up_proj=linear, down_proj=torch.nn.Linear(2, 2))
     runners = {"attention": object(), "experts": SimpleNamespace(shared_experts=SimpleNamespace(_layer=block))}
     keep_until_prepared(method, runners, lambda runner: is_taken)
+    method.create_weights(linear, dtype=torch.float32)
+    assert linear.input_scale.isnan().all(), "whoever loads nothing can be told"
     method.process_weights_after_loading(linear)
     assert processed == ([] if is_taken else [linear])
 
