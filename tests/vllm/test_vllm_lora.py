@@ -13,7 +13,7 @@ from checkpoints_support import FIXTURES
 from safetensors.torch import save_file
 from torch import Tensor
 from vllm_checkpoints import graft
-from vllm_layers import FIXTURE_OF, LAYER, config_of, in_vllm, layer_of, load, routing_of
+from vllm_layers import FIXTURE_OF, LAYER, config_of, graph_of, in_vllm, layer_of, load, routing_of
 from vllm_reference import disagreements, reference_model
 from vllm_runs import INSTALLED, NOT_INSTALLED, run_vllm
 
@@ -132,13 +132,7 @@ def test_an_adapter_that_is_loaded_between_replays_is_served() -> None:
         def run() -> Tensor:
             return kernel.apply(x, *sizes, weights, ids, apply_router_weight_on_input=False, **given)
 
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            run()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = run()
+        graph, captured = graph_of(run)
     assert adapter.b13 is not None
     for target, value in zip(
         (*w13[0], *w13[1], *w2[0], *w2[1]),

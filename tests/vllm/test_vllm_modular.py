@@ -17,7 +17,7 @@ from checkpoints_support import FIXTURES
 from paths import PROGRAMS, ROOT
 from torch import Tensor
 from vllm_checkpoints import graft
-from vllm_layers import FIXTURE_OF, config_of, in_vllm, layer_of, load, routing_of, whole
+from vllm_layers import FIXTURE_OF, config_of, graph_of, in_vllm, layer_of, load, routing_of, whole
 from vllm_reference import disagreements, reference_model
 from vllm_runs import INSTALLED, NOT_INSTALLED
 
@@ -125,13 +125,7 @@ def test_the_kernel_is_captured_in_a_cuda_graph() -> None:
         def run() -> Tensor:
             return kernel.apply(x, *sizes, factors, ids, apply_router_weight_on_input=False, **given)
 
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            run()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = run()
+        graph, captured = graph_of(run)
     x.copy_(torch.randn_like(x))
     ids.copy_(ids.flip(0))
     graph.replay()
