@@ -200,7 +200,7 @@ def test_the_built_extension(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="CUDA's binary utilities come with Triton")
     if not LIBRARY.exists():
         pytest.skip("the CUDA extension is not built")
-    every = disassembled(LIBRARY, tmp_path)
+    every = list(disassembled(LIBRARY, tmp_path))
     kernels = [(name, sass) for name, sass in every if "4sm90" in name]
     assert any("combine_kernel" in name for name, _ in kernels)
     # Of any architecture: those whose code waits are launched dependent.
