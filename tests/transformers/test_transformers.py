@@ -487,3 +487,17 @@ def test_fp8_experts_of_transformers_run_attached_ones() -> None:
     moeq_transformers.attach_experts(theirs, CHECKPOINTS / name, act_format="none")
     assert not list(module.parameters())
     assert relative_l2(_logits(theirs, want["input_ids"]), want["logits_dequant"]) < F32
+
+
+def test_a_buffer_of_another_dtype_is_replaced() -> None:
+    """transformers before 5.21 leaves views of the file's dtype, whose base Dynamo would compare with them."""
+    from torch_moe_ops.transformers.quantizer import MoeqConfig, PackedExperts
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    base = torch.arange(4, dtype=torch.bfloat16)
+    model[0].register_buffer("correction", base[:2])
+    quantizer = PackedExperts(MoeqConfig("none"))
+    quantizer._dtypes = {"0.correction": torch.float32}
+    quantizer._check_loaded(model)
+    assert model[0].correction.dtype == torch.float32 and model[0].correction.tolist() == [0.0, 1.0]
+    assert model[0].correction._base is None
