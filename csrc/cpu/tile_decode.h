@@ -12,6 +12,13 @@ namespace moeq::cpu::MOEQ_ISA {
 
 constexpr int64_t kTileUnitBytes = kTileBytes / 2;
 
+// Sums of codes end with their group; scaled ones go over many.
+template <class P>
+MOEQ_INLINE int64_t group_of(int64_t unit, int64_t group) {
+  if constexpr (P::kScaled && P::kGroupUnits > 0) return unit / P::kGroupUnits;
+  return group;
+}
+
 // Pairs of floats that are bf16 numbers; what does not fit is cut off.
 MOEQ_INLINE void store_pairs(uint8_t* out, F32 even, F32 odd) {
   uint32_t low[16];
@@ -29,9 +36,27 @@ MOEQ_INLINE void store_pairs(uint8_t* out, F32 even, F32 odd) {
 MOEQ_INLINE void store_words(uint8_t* out, __m512i words) { _mm512_store_si512(out, words); }
 #endif
 
+// Codes with the scales of their unit, as numbers in registers: what a tile holds.
+template <class Codes>
+struct ScaledFloats {
+  Codes codes;
+  F32 scales;
+
+  template <int Pair>
+  MOEQ_INLINE F32 even() const {
+    return mul(codes.template even<Pair>(), scales);
+  }
+  template <int Pair>
+  MOEQ_INLINE F32 odd() const {
+    return mul(codes.template odd<Pair>(), scales);
+  }
+};
+
 // Codes alone: their scales meet the sums of a group.
 template <class Codes>
 struct CodeTiles {
+  using Floats = Codes;
+
   static MOEQ_INLINE void decode(const DotCall& call, int64_t unit, int64_t group, uint8_t* out) {
     const Codes codes(call, unit, group);
     unroll<8>([&](auto pair) __attribute__((always_inline)) {
@@ -48,12 +73,16 @@ struct CodeTiles {
 // Codes times powers of two. Below 2^-126 they count as zero, like every operand of a tile.
 template <class Codes>
 struct MxTiles {
+  struct Floats : ScaledFloats<Codes> {
+    MOEQ_INLINE Floats(const DotCall& call, int64_t unit, int64_t group)
+        : ScaledFloats<Codes>{Codes(call, unit, group), e8m0_scales(call.scale + group * kPanelRows)} {}
+  };
+
   static void decode_any(const DotCall& call, int64_t unit, int64_t group, uint8_t* out) {
-    const Codes codes(call, unit, group);
-    const F32 scales = e8m0_scales(call.scale + group * kPanelRows);
+    const Floats floats(call, unit, group);
     unroll<8>([&](auto pair) __attribute__((always_inline)) {
       constexpr int p = decltype(pair)::value;
-      store_pairs(out + 64 * p, mul(codes.template even<p>(), scales), mul(codes.template odd<p>(), scales));
+      store_pairs(out + 64 * p, floats.template even<p>(), floats.template odd<p>());
     });
   }
 
@@ -96,6 +125,16 @@ struct MxTiles {
 // e2m1 codes times e4m3 scales times 2^-112: a half float moved three bits to the right is such a bf16, so that
 // products of halves (exact: six bits, 2^-10 to 2880) need no other conversion. normalize_row owes the 2^112.
 struct Nvfp4Tiles {
+  struct Floats : ScaledFloats<Codes4<E2m1>> {
+    MOEQ_INLINE Floats(const DotCall& call, int64_t unit, int64_t group)
+        : ScaledFloats<Codes4<E2m1>>{Codes4<E2m1>(call, unit, group), scales_of(call.scale + group * kPanelRows)} {}
+
+    static MOEQ_INLINE F32 scales_of(const uint8_t* p) {
+      const float rest = 0x1p-104f;  // e4m3_scales divides by 256
+      return mul(e4m3_scales(p), broadcast(&rest));
+    }
+  };
+
 #ifdef MOEQ_BF16
   // Code times 256 as a half float, twice over, because the look-up reads five bits.
   alignas(64) static constexpr uint16_t kHalves[32] = {0x0000, 0x5800, 0x5c00, 0x5e00, 0x6000, 0x6200, 0x6400, 0x6600,
@@ -124,12 +163,10 @@ struct Nvfp4Tiles {
   }
 #else
   static MOEQ_INLINE void decode(const DotCall& call, int64_t unit, int64_t group, uint8_t* out) {
-    const Codes4<E2m1> codes(call, unit, group);
-    const float rest = 0x1p-104f;  // e4m3_scales divides by 256
-    const F32 scales = mul(e4m3_scales(call.scale + group * kPanelRows), broadcast(&rest));
+    const Floats floats(call, unit, group);
     unroll<8>([&](auto pair) __attribute__((always_inline)) {
       constexpr int p = decltype(pair)::value;
-      store_pairs(out + 64 * p, mul(codes.even<p>(), scales), mul(codes.odd<p>(), scales));
+      store_pairs(out + 64 * p, floats.even<p>(), floats.odd<p>());
     });
   }
 #endif
@@ -137,6 +174,8 @@ struct Nvfp4Tiles {
 
 // bf16 weights lie in memory as a tile takes them.
 struct PlainTiles {
+  using Floats = PlainBf16;
+
   static MOEQ_INLINE void decode(const DotCall& call, int64_t unit, int64_t, uint8_t* out) {
     std::memcpy(out, call.codes + unit * PlainBf16::kUnitBytes, PlainBf16::kUnitBytes);
   }

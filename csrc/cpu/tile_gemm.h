@@ -10,11 +10,74 @@
 #include "tile_decode.h"
 #include "tile_registers.h"
 #include "tile_rows.h"
+#include "tile_single.h"
 
 namespace moeq::cpu::MOEQ_ISA {
 
-constexpr int kMaxBlocks = 8;    // of 32 values of K, decoded before they are multiplied
-constexpr int kUnitsInPass = 4;  // decoded so where registers hold all sums: decoding overlaps multiplying
+constexpr int kMaxBlocks = 8;  // of 32 values of K, decoded before they are multiplied with more than kPassRows rows
+constexpr int kRingTiles = 4;  // a page: more would lie at the same place of two pages, which loads take for one
+constexpr int kTilesAhead = 3;  // decoded before the one that is multiplied: loads wait for stores to reach the cache
+
+template <class P>
+MOEQ_INLINE bool is_in_place(int64_t unit, int64_t end) {
+  return P::kInPlace && unit + 1 < end;
+}
+
+// Units `unit` and the one behind it of a panel as a tile; from `end` on they are zero.
+template <class P>
+MOEQ_INLINE void decode_tile(const DotCall& weights, int64_t ahead, int64_t unit, int64_t end, int64_t group,
+                             uint8_t* tile) {
+  const uint8_t* later = weights.codes + unit * P::Codes::kUnitBytes + ahead;
+#pragma GCC unroll 16
+  for (int line = 0; line < 2 * P::Codes::kUnitBytes; line += 64) prefetch(later + line);
+  if (is_in_place<P>(unit, end)) return;
+  P::Tiles::decode(weights, unit, group_of<P>(unit, group), tile);
+  if (unit + 1 < end) {
+    P::Tiles::decode(weights, unit + 1, group_of<P>(unit + 1, group), tile + kTileUnitBytes);
+  } else {
+    std::memset(tile + kTileUnitBytes, 0, kTileUnitBytes);
+  }
+}
+
+template <class P>
+MOEQ_INLINE const uint8_t* tile_of(const DotCall& weights, int64_t unit, int64_t end, const uint8_t* decoded) {
+  return is_in_place<P>(unit, end) ? weights.codes + unit * P::Codes::kUnitBytes : decoded;
+}
+
+// How far ahead of a unit weights are asked for: the same one of the panels that follow the call's. Tiles that lie in
+// memory are too long for that.
+template <class P, int Panels>
+MOEQ_INLINE int64_t prefetch_bytes(const TileCall& call) {
+  if constexpr (P::kInPlace || Panels == 1) return P::kPrefetchBytes;
+  return 2 * (call.panels[Panels - 1].codes - call.panels[0].codes);
+}
+
+// sums[panel] [rows of up to two tiles, 16] = products of units [begin, end). Panels take turns, so that one tile is
+// decoded while others wait in the ring.
+template <class P, int Panels, int Blocks>
+inline void multiply_in_registers(const TileCall& call, int64_t begin, int64_t end, int64_t group,
+                                  float* const (&sums)[Panels]) {
+  using Registers = TileSums<Panels, Blocks, Bf16Products>;
+  alignas(64) uint8_t ring[kRingTiles][kTileBytes];
+  const int64_t ahead = prefetch_bytes<P, Panels>(call);
+  const int64_t tiles = (end - begin + 1) / 2 * Panels;
+  auto decode = [&](int64_t index, auto panel) __attribute__((always_inline)) {
+    if (index >= tiles) return;
+    decode_tile<P>(call.panels[panel.value], ahead, begin + index / Panels * 2, end, group, ring[index % kRingTiles]);
+  };
+  Registers::zero();
+  unroll<kTilesAhead>([&](auto i) __attribute__((always_inline)) { decode(i.value, Index<i.value % Panels>{}); });
+  for (int64_t index = 0; index < tiles; index += Panels) {
+    const int64_t unit = begin + index / Panels * 2;
+    unroll<Panels>([&](auto panel) __attribute__((always_inline)) {
+      constexpr int p = panel.value;
+      decode(index + p + kTilesAhead, Index<(p + kTilesAhead) % Panels>{});
+      if constexpr (p == 0) Registers::load_rows(call.rows + unit * kUnit * 2, call.row_bytes);
+      Registers::template add_panel<p>(tile_of<P>(call.panels[p], unit, end, ring[(index + p) % kRingTiles]));
+    });
+  }
+  Registers::store(sums);
+}
 
 // Units [begin, end) of K, at most kMaxBlocks blocks, decoded.
 template <class P, int Panels>
@@ -23,84 +86,68 @@ struct DecodedUnits {
   int64_t begin;
   int64_t end;
 
-  // Sums of codes end with their group; scaled ones go over many.
-  static MOEQ_INLINE int64_t group_of(int64_t unit, int64_t group) {
-    if constexpr (P::kScaled && P::kGroupUnits > 0) return unit / P::kGroupUnits;
-    return group;
-  }
-
   MOEQ_INLINE void decode(const TileCall& call, int64_t first, int64_t last, int64_t group) {
     begin = first;
     end = last;
+    const int64_t ahead = prefetch_bytes<P, Panels>(call);
     for (int64_t unit = begin, block = 0; unit < end; unit += 2, ++block) {
       for (int panel = 0; panel < Panels; ++panel) {
-        const DotCall& weights = call.panels[panel];
-        const uint8_t* ahead = weights.codes + unit * P::Codes::kUnitBytes + P::kPrefetchBytes;
-#pragma GCC unroll 16
-        for (int line = 0; line < 2 * P::Codes::kUnitBytes; line += 64) prefetch(ahead + line);
-        if (P::kInPlace && unit + 1 < end) continue;
-        uint8_t* tile = tiles[block][panel];
-        P::Tiles::decode(weights, unit, group_of(unit, group), tile);
-        if (unit + 1 < end) {
-          P::Tiles::decode(weights, unit + 1, group_of(unit + 1, group), tile + kTileUnitBytes);
-        } else {
-          std::memset(tile + kTileUnitBytes, 0, kTileUnitBytes);
-        }
+        decode_tile<P>(call.panels[panel], ahead, unit, end, group, tiles[block][panel]);
       }
     }
   }
-
-  MOEQ_INLINE const uint8_t* tile(const TileCall& call, int64_t unit, int panel) const {
-    if (P::kInPlace && unit + 1 < end) return call.panels[panel].codes + unit * P::Codes::kUnitBytes;
-    return tiles[(unit - begin) / 2][panel];
-  }
-};
-
-// What sums do between two batches of decoded units.
-struct Stay {
-  bool fresh;   // they start at zero
-  bool loaded;  // they come from memory
-  bool stored;  // they go to memory
 };
 
 template <class P, int Panels, int Blocks>
-inline void add_units(const TileCall& call, const DecodedUnits<P, Panels>& units, int first, Stay stay,
+inline void add_units(const TileCall& call, const DecodedUnits<P, Panels>& units, int first, bool fresh,
                       float* const (&sums)[Panels]) {
   using Registers = TileSums<Panels, Blocks, Bf16Products>;
-  if (stay.fresh) Registers::zero();
-  if (stay.loaded) Registers::load(sums);
+  if (fresh) {
+    Registers::zero();
+  } else {
+    Registers::load(sums);
+  }
   const uint8_t* rows = call.rows + first * call.row_bytes;
-  for (int64_t unit = units.begin; unit < units.end; unit += 2) {
+  for (int64_t unit = units.begin, block = 0; unit < units.end; unit += 2, ++block) {
     const uint8_t* weights[Panels];
-    for (int panel = 0; panel < Panels; ++panel) weights[panel] = units.tile(call, unit, panel);
+    for (int panel = 0; panel < Panels; ++panel) {
+      weights[panel] = tile_of<P>(call.panels[panel], unit, units.end, units.tiles[block][panel]);
+    }
     Registers::add(weights, rows + unit * kUnit * 2, call.row_bytes);
   }
-  if (stay.stored) Registers::store(sums);
+  Registers::store(sums);
 }
 
-// sums[panel] [count, 16] = products of units [begin, end), whose block scales are in the tiles or come later.
+// The same for more rows than registers hold the sums of: those go to memory and back for every kMaxBlocks blocks.
 template <class P, int Panels>
-inline void multiply_units(const TileCall& call, int64_t begin, int64_t end, int64_t group,
-                           float* const (&sums)[Panels]) {
+inline void multiply_in_passes(const TileCall& call, int64_t begin, int64_t end, int64_t group,
+                               float* const (&sums)[Panels]) {
   DecodedUnits<P, Panels> units;
-  const bool one_pass = call.count <= kPassRows;  // then the sums stay in registers
-  const int64_t step = one_pass ? kUnitsInPass : 2 * kMaxBlocks;
-  for (int64_t unit = begin; unit < end; unit += step) {
-    const int64_t last = unit + step < end ? unit + step : end;
-    units.decode(call, unit, last, group);
+  for (int64_t unit = begin; unit < end; unit += 2 * kMaxBlocks) {
+    units.decode(call, unit, unit + 2 * kMaxBlocks < end ? unit + 2 * kMaxBlocks : end, group);
     for (int first = 0; first < call.count; first += kPassRows) {
       const int count = call.count - first < kPassRows ? call.count - first : kPassRows;
-      if (!one_pass) configure_rows(count);
-      const Stay stay = {unit == begin, unit > begin && !one_pass, last == end || !one_pass};
+      configure_rows(count);
       float* targets[Panels];
       for (int panel = 0; panel < Panels; ++panel) targets[panel] = sums[panel] + first * kPanelRows;
       if (count > kTileRows) {
-        add_units<P, Panels, 2>(call, units, first, stay, targets);
+        add_units<P, Panels, 2>(call, units, first, unit == begin, targets);
       } else {
-        add_units<P, Panels, 1>(call, units, first, stay, targets);
+        add_units<P, Panels, 1>(call, units, first, unit == begin, targets);
       }
     }
   }
+}
+
+// sums[panel] [count, 16] = products of units [begin, end), whose block scales are in the tiles or come later.
+// single: the operand row in float32, where it is one and weights are decoded.
+template <class P, int Panels>
+inline void multiply_units(const TileCall& call, const float* single, int64_t begin, int64_t end, int64_t group,
+                           float* const (&sums)[Panels]) {
+  if (single != nullptr) return multiply_single<P, Panels>(call, single, begin, end, group, sums);
+  if (call.count > kPassRows) return multiply_in_passes<P, Panels>(call, begin, end, group, sums);
+  if (call.count > kTileRows) return multiply_in_registers<P, Panels, 2>(call, begin, end, group, sums);
+  multiply_in_registers<P, Panels, 1>(call, begin, end, group, sums);
 }
 
 // The sums of one group of K join the results.
@@ -138,9 +185,11 @@ inline void multiply_panels(const TileCall& call) {
   const DotCall& first = call.panels[0];
   float* out[Panels];
   for (int panel = 0; panel < Panels; ++panel) out[panel] = call.panels[panel].out;
-  if (call.count <= kPassRows) configure_rows(call.count);
+  // Tiles as they lie in memory cost nothing to decode.
+  const float* single = !P::kInPlace && call.count == 1 ? widen_row(call) : nullptr;
+  if (single == nullptr && call.count <= kPassRows) configure_rows(call.count);
   if constexpr (P::kScaled) {
-    multiply_units<P, Panels>(call, 0, first.units, 0, out);
+    multiply_units<P, Panels>(call, single, 0, first.units, 0, out);
   } else {
     alignas(64) float sums[Panels][kTileCallRows * kPanelRows];
     float* parts[Panels];
@@ -148,12 +197,12 @@ inline void multiply_panels(const TileCall& call) {
     const int64_t group_units = P::kGroupUnits > 0 ? P::kGroupUnits : first.group_units;
     for (int64_t begin = 0, group = 0; begin < first.units; begin += group_units, ++group) {
       const int64_t end = begin + group_units < first.units ? begin + group_units : first.units;
-      multiply_units<P, Panels>(call, begin, end, group, parts);
+      multiply_units<P, Panels>(call, single, begin, end, group, parts);
       apply_scales<P, Panels>(call, group, parts);
     }
     finish_scales<P, Panels>(call);
   }
-  release_tiles();
+  if (single == nullptr) release_tiles();
 }
 
 template <class P>

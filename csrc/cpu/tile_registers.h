@@ -67,19 +67,27 @@ struct TileSums {
       store_tile<2 * b + p>(sums[p] + b * kTileRows * kPanelRows, 64);
     });
   }
-  // 64 bytes of each row: `weights` are tiles, one a panel; `rows` the operands of the first row at this K.
-  static MOEQ_INLINE void add(const uint8_t* const (&weights)[Panels], const uint8_t* rows, int64_t row_bytes) {
-    unroll<Panels>([&](auto panel) __attribute__((always_inline)) {
-      constexpr int p = decltype(panel)::value;
-      load_tile<kWeightTile + p>(weights[p], 64);
-    });
+  // 64 bytes of each row, from the operands of the first row at this K.
+  static MOEQ_INLINE void load_rows(const uint8_t* rows, int64_t row_bytes) {
     unroll<Blocks>([&](auto block) __attribute__((always_inline)) {
       constexpr int b = decltype(block)::value;
       load_tile<kRowTile + b>(rows + b * kTileRows * row_bytes, row_bytes);
     });
-    each([](auto panel, auto block) __attribute__((always_inline)) {
-      constexpr int p = decltype(panel)::value, b = decltype(block)::value;
-      Products::template add<2 * b + p, kRowTile + b, kWeightTile + p>();
+  }
+  // Those rows times a tile of weights of one panel.
+  template <int Panel>
+  static MOEQ_INLINE void add_panel(const uint8_t* weights) {
+    load_tile<kWeightTile + Panel>(weights, 64);
+    unroll<Blocks>([](auto block) __attribute__((always_inline)) {
+      constexpr int b = decltype(block)::value;
+      Products::template add<2 * b + Panel, kRowTile + b, kWeightTile + Panel>();
+    });
+  }
+  // `weights` are tiles, one a panel.
+  static MOEQ_INLINE void add(const uint8_t* const (&weights)[Panels], const uint8_t* rows, int64_t row_bytes) {
+    load_rows(rows, row_bytes);
+    unroll<Panels>([&](auto panel) __attribute__((always_inline)) {
+      add_panel<decltype(panel)::value>(weights[decltype(panel)::value]);
     });
   }
 };
