@@ -238,10 +238,10 @@ def test_rows_by_slot(
     assert torch.equal(found, again)
 
 
-@pytest.mark.parametrize(("rows", "takes"), [(2, "few"), (3, "by slot"), (17, "by slot")])
-def test_which_kernels_multiply_packed_weights(rows: int, takes: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the layer itself, but for so few rows of an expert that only Triton's leave out those nobody visits."""
-    case = replace(LAYER, tokens=rows * LAYER.experts, top_k=1)
+@pytest.mark.parametrize(("tokens", "takes"), [(2, "few"), (3, "by slot"), (65, "by slot")])
+def test_which_kernels_multiply_packed_weights(tokens: int, takes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the layer itself, but for so few rows that most experts have none, which only Triton's leave out."""
+    case = replace(LAYER, tokens=tokens, top_k=1, experts=int(2 / on_gpu.FEW_ROWS_BY_SLOT))
     raw = make_raw(case)
     call, sizes = make_call(case, "cuda_sm90")
     given = factors_of(raw, 1, 4, torch.bfloat16).to(DEVICE)
@@ -259,7 +259,7 @@ def test_which_kernels_multiply_packed_weights(rows: int, takes: str, monkeypatc
     lora_layer.lora_layer(call, taking, sizes, arguments)
     assert set(asked) == {takes}
     asked.clear()
-    if rows <= on_gpu.FEW_ROWS:  # where the layer's own kernels do not run it
+    if tokens <= on_gpu.FEW_ROWS * case.experts:  # where the layer's own kernels do not run it
         none = replace(taking, rows_by_slot=lambda p: None)
         lora_layer.lora_layer(call, none, sizes, arguments)
         assert set(asked) == {"few"}
