@@ -67,7 +67,11 @@ def test_every_loop_that_looks_at_other_blocks_is_bounded() -> None:
     found = polling_loops()
     assert {name for name, _ in found} >= {"decode_kernel.cuh", "decode_exchange.cuh", "decode_few_hidden.cuh"}
     assert len(found) >= 5
-    endless = [(name, loop) for name, loop in found if not re.search(r"\b(?:is_over|check_wait|give_up|patience\.wait)\(", loop)]
+    endless = [
+        (name, loop)
+        for name, loop in found
+        if not re.search(r"\b(?:is_over|check_wait|give_up|patience\.wait)\(", loop)
+    ]
     assert not endless
 
 
