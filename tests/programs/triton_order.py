@@ -19,12 +19,15 @@ import torch
 import triton
 from launch_order import Launch, faults
 from ptx_order import ptx_order
+from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
+from triton.compiler import ASTSource
 from triton_aot import record
 from triton_routing_aot import CASES as ROUTING_CASES
 from triton_routing_aot import compile_case
 
 from torch_moe_ops.core.schemes import SCHEMES
+from torch_moe_ops.transports.kernels import place_kernel
 
 CAPABILITY = 90
 _ONE: dict[str, Any] = {"tokens": 1, "hidden": 256, "inter": 128}
@@ -72,6 +75,26 @@ def check_routing() -> None:
             print("FAULT", case[3][0], fault)
 
 
+def check_places() -> None:
+    """The kernel in front of an exchange between ranks, which no layer's call launches."""
+    for ids in ("*i32", "*i64"):
+        pointers = {
+            "first_ptr": "*i32",
+            "count_ptr": "*i32",
+            "slots_ptr": "*i32",
+            "load_ptr": "*i64",
+            "places_ptr": "*i32",
+        }
+        numbers = dict.fromkeys(("pairs", "experts", "slots", "rank"), "i32")
+        constants = {"TOP_K": 8, "BLOCK": 256, "PDL": True}
+        signature = {"ids_ptr": ids} | pointers | numbers | dict.fromkeys(constants, "constexpr")
+        source = ASTSource(place_kernel, signature, constants)
+        order = ptx_order(triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32)).asm["ptx"])
+        print(ids, sum(1 for _ in order.of("load")), "place_kernel")
+        for fault in faults([Launch("place_kernel", order, ())]):
+            print("FAULT", ids, fault)
+
+
 def main(part: int, parts: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         triton.knobs.cache.dir = folder
@@ -80,6 +103,7 @@ def main(part: int, parts: int) -> None:
                 check(fields)
             if part == 0:
                 check_routing()
+                check_places()
 
 
 if __name__ == "__main__":
