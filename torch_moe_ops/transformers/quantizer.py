@@ -201,12 +201,7 @@ class PackedExperts(HfQuantizer):
         for name, parameter in model.named_parameters():
             if parameter.dtype != self._dtypes.get(name, parameter.dtype) and not stored_dtype(parameter.dtype):
                 parameter.data = parameter.data.to(self._dtypes[name])
-        for name, buffer in list(model.named_buffers()):
-            if buffer.dtype != self._dtypes.get(name, buffer.dtype) and not stored_dtype(buffer.dtype):
-                of, _, own = name.rpartition(
-                    "."
-                )  # another tensor: it may be a view, which Dynamo compares with its base
-                model.get_submodule(of)._buffers[own] = buffer.to(self._dtypes[name])
+        _cast_buffers(model, self._dtypes)
         for name, parameter in model.named_parameters():
             if stored_dtype(parameter.dtype):
                 raise ValueError(f"{path}: {name} must have been dequantized, got codes of dtype {parameter.dtype}")
@@ -254,3 +249,14 @@ def _check_layers(model: Any, index: CheckpointIndex, modules: list[ExpertsModul
             f"{index.path}: must name the experts of layers {nameless} of {type(model).__name__} "
             "'...experts.<e>.<projection>' or '...experts.<projection>', has none under such names"
         )
+
+
+def _cast_buffers(model: Any, dtypes: dict[str, torch.dtype]) -> None:
+    """Buffers of these names in these dtypes; one that several modules share stays one."""
+    cast: dict[int, torch.Tensor] = {}
+    for name, buffer in list(model.named_buffers(remove_duplicate=False)):
+        dtype = dtypes.get(name, buffer.dtype)
+        if buffer.dtype != dtype and not stored_dtype(buffer.dtype):
+            # Another tensor: it may be a view, which Dynamo compares with its base.
+            of, _, own = name.rpartition(".")
+            model.get_submodule(of)._buffers[own] = cast.setdefault(id(buffer), buffer.to(dtype))
