@@ -191,6 +191,7 @@ def keep_until_prepared(method: Any, runners: Mapping[str, Any], takes: Callable
     def unless_taken(linear: Any) -> None:
         is_taken = not linear._parameters or any(_is_shared_in(linear, r) and takes(r) for r in runners.values())
         if not is_taken:
+            _complete_input_scales(linear)
             process(linear)
 
     create = method.create_weights
@@ -203,6 +204,17 @@ def keep_until_prepared(method: Any, runners: Mapping[str, Any], takes: Callable
 
     method.process_weights_after_loading = unless_taken
     method.create_weights = with_marked_scales
+
+
+def _complete_input_scales(linear: Any) -> None:
+    """Give parts without an input scale that of the others: a file that holds them as one matrix has one scale.
+
+    vLLM takes the largest of all parts, which a NaN would be.
+    """
+    for name in _LINEAR_INPUT_SCALES:
+        scale = linear._parameters.get(name)
+        if scale is not None and not (missing := scale.data.isnan()).all():
+            scale.data[missing] = scale.data[~missing].max()
 
 
 def _is_shared_in(linear: Any, layer: Any) -> bool:
