@@ -56,7 +56,7 @@ def generate(folder: str, expert_parallel: bool, rank: int) -> dict[str, Any]:
 
     llm = LLM(folder, enforce_eager=True, enable_expert_parallel=expert_parallel, **OPTIONS)
     mine = prompts_of(folder)[rank::RANKS]
-    return {"prompts": mine, "tokens": greedy(llm, mine)}
+    return {"prompts": mine, "tokens": greedy(llm, mine, [])}
 
 
 def main() -> None:
