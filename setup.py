@@ -165,7 +165,10 @@ def cuda_flags(targets: list[str]) -> list[str]:
 def cuda_extension(cpp: Any) -> Any:
     return cpp.CUDAExtension(
         "torch_moe_ops._C_cuda",
-        [*sources("cuda", "*.cpp"), *sources("cuda", "*.cu"), *sources("cuda/expert_parallel", "*.cu")],
+        [
+            *(file for folder in ("cuda", "cuda/sm90/ops") for file in sources(folder, "*.cpp")),
+            *(file for folder in ("cuda", "cuda/expert_parallel") for file in sources(folder, "*.cu")),
+        ],
         extra_compile_args={
             "cxx": [*host_flags(), "-DUSE_CUDA"],
             "nvcc": cuda_flags(cuda_targets.flags(arches(cpp), generic=True)),

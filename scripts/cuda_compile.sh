@@ -2,7 +2,7 @@
 # Proves that every CUDA source compiles, on a machine without a GPU and with a CPU-only torch: objects, no linking.
 # Kernels of csrc/cuda/sm90 have to wait for those in front before they touch memory (tests/programs/sass_order.py).
 #
-# usage: scripts/cuda_compile.sh [source.cu ...]       (default: all of csrc/cuda)
+# usage: scripts/cuda_compile.sh [source ...]          (default: all of csrc/cuda; the host's .cpp by nvcc's host compiler)
 #   PYTHON       interpreter that has torch, and Triton for its nvdisasm  (default: python3)
 #   NVCC         compiler                               (default: nvcc in PATH, else in CUDA_HOME/bin)
 #   MOEQ_ARCHS   targets, e.g. "80 90a"                 (default: those of scripts/cuda_targets.py that nvcc knows)
@@ -52,7 +52,7 @@ flags=(-O3 -std=c++17 --fmad=false -DTORCH_TARGET_VERSION=0x020b000000000000 -DP
 
 sources=("$@")
 if [ ${#sources[@]} -eq 0 ]; then
-  mapfile -t sources < <(find csrc/cuda -name '*.cu' | sort)
+  mapfile -t sources < <(find csrc/cuda -name '*.cu' -o -name '*.cpp' | sort)
 fi
 
 failures=$objects/failures
@@ -68,7 +68,10 @@ fi
 compile() {
   local source=$1 name start=$SECONDS of_source=("${generic[@]}")
   name=$(basename "$source")
-  if [[ $source == */sm90/* ]]; then
+  local object=$objects/${name%.*}.o
+  if [[ $source == *.cpp ]]; then
+    of_source=()
+  elif [[ $source == */sm90/* ]]; then
     if [ -z "${hopper[0]}" ]; then
       echo "skip $source (90a is not among the architectures)"
       return 0
@@ -76,7 +79,7 @@ compile() {
     of_source=("${hopper[@]}")
   fi
   local log=$objects/$name.log
-  if "$nvcc" "${flags[@]}" "${of_source[@]}" -c "$source" -o "$objects/${name%.cu}.o" >"$log" 2>&1; then
+  if "$nvcc" "${flags[@]}" "${of_source[@]}" -c "$source" -o "$object" >"$log" 2>&1; then
     local report
     report=$("$python" scripts/ptxas_report.py "$log") || echo "no report of $source" | tee -a "$failures"
     echo "ok   $source ($((SECONDS - start)) s)${report:+$'\n'$report}"
@@ -84,8 +87,8 @@ compile() {
     if grep -o 'wgmma.mma_async instructions are serialized.*' "$log"; then
       echo "FAIL $source: ptxas serializes its products" | tee -a "$failures"
     fi
-    if [ -n "$disassembles" ] && [[ $source == */sm90/* ]]; then
-      "$python" tests/programs/sass_order.py "$objects/${name%.cu}.o" || echo "FAIL $source: does not wait as docs/design.md, section 11, wants it" | tee -a "$failures"
+    if [ -n "$disassembles" ] && [[ $source == */sm90/*.cu ]]; then
+      "$python" tests/programs/sass_order.py "$object" || echo "FAIL $source: does not wait as docs/design.md, section 11, wants it" | tee -a "$failures"
     fi
   else
     echo "FAIL $source" | tee -a "$failures"

@@ -1,30 +1,12 @@
-// What every launch needs: the argument checks that protect memory, the current stream, the element type.
+// What launches on activations of any element type need: the checks that protect memory, the type, the grid.
 #pragma once
 
-#include <cuda_runtime.h>
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/macros.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
-
+#include "launch.h"
 #include "load16.cuh"
 
 namespace moeq {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
 constexpr int kThreads = 256;
-
-// Kernels run on the caller's stream: on another one they would race with the producer of their input.
-inline cudaStream_t current_stream(const Tensor& tensor) {
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
-  return static_cast<cudaStream_t>(stream);
-}
 
 // Checks an activation matrix [rows, K] and gives it 16-byte alignment: a view may start anywhere.
 inline Tensor aligned_activations(const char* op, const Tensor& x) {

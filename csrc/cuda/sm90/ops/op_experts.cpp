@@ -1,7 +1,7 @@
 // moeq_C::experts_sm90: one layer's call on the Hopper kernels. Python has checked the arguments; what is checked here
 // guards memory.
 #include "../problem/rows_problem.h"
-#include "op_tiled_weights.cuh"
+#include "op_tiled_weights.h"
 
 namespace moeq::sm90 {
 namespace {

@@ -1,6 +1,6 @@
 // moeq_C::route_sm90: the routing launch by itself.
 #include "../../../boxed.h"
-#include "op_router.cuh"
+#include "op_router.h"
 
 namespace moeq::sm90 {
 namespace {

@@ -1,7 +1,7 @@
 // moeq_C::experts_hidden_sm90: router and experts of few tokens, in one launch where the kernel takes them.
 #include "../decode_few/decode_few_routed.h"
-#include "op_router_product.cuh"
-#include "op_tiled_weights.cuh"
+#include "op_router_product.h"
+#include "op_tiled_weights.h"
 
 namespace moeq::sm90 {
 namespace {

@@ -1,7 +1,6 @@
 // A router's logits and options, from what the op gets to the Router that the kernels read.
 #pragma once
-#include "op_arguments.cuh"
-#include "../routing/route.cuh"
+#include "op_arguments.h"
 
 namespace moeq::sm90 {
 

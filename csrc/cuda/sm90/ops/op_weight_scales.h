@@ -1,6 +1,6 @@
 // Float32 scales of e4m3 weights, from tensors.
 #pragma once
-#include "op_arguments.cuh"
+#include "op_arguments.h"
 #include "../layout/w4a8_layout.h"
 
 namespace moeq::sm90 {

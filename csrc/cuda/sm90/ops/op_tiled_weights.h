@@ -1,10 +1,10 @@
 // The weights of a call in the layout of layout.h, for the ops that run it.
 #pragma once
-#include "../formats/formats.cuh"
+#include "../layout/w4a8_layout.h"
 #include "../layout/layout.h"
-#include "op_layer.cuh"
+#include "op_layer.h"
 #include "../problem/rounded_problem.h"
-#include "op_weight_scales.cuh"
+#include "op_weight_scales.h"
 
 namespace moeq::sm90 {
 

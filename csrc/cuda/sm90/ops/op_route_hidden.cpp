@@ -1,6 +1,6 @@
 // moeq_C::route_hidden_sm90: router product and routing in one launch.
 #include "../../../boxed.h"
-#include "op_router_product.cuh"
+#include "op_router_product.h"
 #include "../launch/partition.h"
 #include "../routing/route_hidden.h"
 

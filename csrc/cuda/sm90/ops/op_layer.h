@@ -1,8 +1,8 @@
 // What the Hopper ops have in common: a call's tensors become a Problem, and a workspace is made for its launches.
 #pragma once
 #include "../../../boxed.h"
-#include "op_arguments.cuh"
-#include "op_router.cuh"
+#include "op_arguments.h"
+#include "op_router.h"
 #include "../launch/partition.h"
 
 namespace moeq::sm90 {

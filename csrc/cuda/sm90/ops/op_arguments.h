@@ -6,7 +6,7 @@
 #include <string>
 
 #include "../../../generated/calls.h"
-#include "../../launch.cuh"
+#include "../../launch.h"
 #include "../problem/problem.h"
 
 namespace moeq::sm90 {
