@@ -317,6 +317,21 @@ def test_another_word_is_refused_at_every_door() -> None:
             door()
 
 
+INT4 = moe.Problem("int4", device="cuda", capability=(9, 0), num_experts=160, hidden_size=5120, intermediate_size=1536)
+
+
+@pytest.mark.parametrize("groups", ("per 128", "per 32"))
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16", "float32"))
+@pytest.mark.parametrize("points", ("", " with zero points"))
+def test_int4_on_hopper_by_what_the_library_came_with(dtype: str, groups: str, points: str) -> None:
+    """Each form of the scales that is measured, on a layer that was not timed; none of "strict"."""
+    kind = f"{dtype} {groups}{points}"
+    not_measured = {"float16 per 32", "float32 per 32", "float32 per 32 with zero points"}
+    posed = dataclasses.replace(INT4, weight_scales=kind)
+    assert moe.explain(posed).chosen == ("triton" if kind in not_measured else "cuda_sm90_int4")
+    assert moe.explain(dataclasses.replace(posed, accuracy="strict")).chosen == "triton"
+
+
 def test_plug_ins_take_the_checkpoints_fp8_activations_where_a_backend_is_near_and_fast(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
