@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_moe_ops.backends.registry import Backend, Requirement, formats, one_of, register
+from torch_moe_ops.backends.registry import Backend, RemoteExperts, Requirement, formats, one_of, register
 from torch_moe_ops.backends.sm90 import byte_formats
 from torch_moe_ops.backends.sm90.choice import choice_of, decode_max_tokens, switches_of
 from torch_moe_ops.backends.sm90.common import (
@@ -42,6 +42,7 @@ from torch_moe_ops.tuning import tuned
 from torch_moe_ops.tuning.tuned_kernels import KERNELS, key_of
 
 _own = own_of["experts_sm90"]
+_own_remote = own_of["experts_sm90_remote"]
 _own_hidden = own_of["experts_hidden_sm90"]
 DECODE = 0  # of KERNELS
 FORMATS: dict[str, tuple[str, ...]] = {"nvfp4": ("nvfp4", "none", "fp8"), "mxfp4": ("none", "fp8", "mxfp8")} | {
@@ -71,8 +72,12 @@ def run_monolithic(call: ExpertsCall, routing: tuple[Any, ...], out: Tensor) -> 
 
 def _kernel(call: ExpertsCall, out: Tensor, top_k: int) -> int:
     tokens, hidden = out.shape
+    return _kernel_for(call, tokens, hidden, top_k, out.get_device())
+
+
+def _kernel_for(call: ExpertsCall, tokens: int, hidden: int, top_k: int, device: int) -> int:
     sizes = (call.w13.shape[0], top_k, hidden, call.w2.shape[2] * tile_k(call.scheme), call.all_experts())
-    return choice_of(out.get_device(), call.scheme, call.act_format, *sizes).kernel(tokens)
+    return choice_of(device, call.scheme, call.act_format, *sizes).kernel(tokens)
 
 
 def run_kernel(call: ExpertsCall, out: Tensor, kernel: int, router: Router = NO_ROUTER) -> None:
@@ -84,6 +89,33 @@ def run_kernel(call: ExpertsCall, out: Tensor, kernel: int, router: Router = NO_
     check_device(call)
     arguments = _own(own | {"quantize_intermediate": rounds, "kernel": kernel})
     torch.ops.moeq_C.experts_sm90(out, *for_kernels(call), *router, *arguments)
+
+
+def _takes_remote(call: ExpertsCall, rows: int) -> bool:
+    top_k = call.topk_ids.shape[1]
+    return _kernel_for(call, rows, call.hidden_states.shape[1], top_k, call.hidden_states.get_device()) != DECODE
+
+
+def _run_remote(call: ExpertsCall, where: dict[str, Any], parts: Tensor) -> None:
+    """RemoteExperts: prefill's kernels, which gather tokens and add up experts in launches of their own."""
+    rounds, top_k = call.act_format != "none", call.topk_ids.shape[1]
+    own: dict[str, Any] = {"act_format": call.act_format if rounds else "nvfp4"}
+    own |= {"quantize_hidden": rounds, "quantize_intermediate": rounds, "kernel": _kernel(call, parts, top_k)}
+    check_device(call)
+    torch.ops.moeq_C.experts_sm90_remote(parts, *for_kernels(call), *_own_remote(own | where))
+
+
+# What of the weights of GEMM1 is fetched into the L2 during an exchange: where experts have so many tokens in the mean
+# that most of them are chosen, and few enough for the rate of memory to decide.
+_SOON_BYTES, _SOON_MEAN = 24 << 20, (1, 64)
+
+
+def _soon(call: ExpertsCall, rows: int) -> tuple[Tensor, Tensor | None, int]:
+    w13, scale = call.w13, call.w13_scale
+    mean = rows * call.topk_ids.shape[1] / call.all_experts()
+    whole = w13.nbytes + (0 if scale is None else scale.nbytes)
+    wanted = _SOON_BYTES if _SOON_MEAN[0] <= mean <= _SOON_MEAN[1] else 0
+    return w13, scale, min(1024, 1024 * wanted // whole)
 
 
 def run_hidden(
@@ -272,6 +304,7 @@ def _register(name: str, schemes: dict[str, tuple[str, ...]], accuracy: str) -> 
             dequantize=dequantize,
             few_rows=few_rows,
             rows_by_slot=rows_by_slot,
+            remote=RemoteExperts(_takes_remote, _run_remote, _soon),
             accuracy=accuracy,
             by_name_only=frozenset({"mxfp8"}),
         )

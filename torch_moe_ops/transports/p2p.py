@@ -7,20 +7,31 @@ written to the other ranks both ways, as words that carry their round.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from itertools import accumulate
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
+from torch_moe_ops.core.call import ExpertsCall
 from torch_moe_ops.core.check import fail
 from torch_moe_ops.transports.exchange import Combine, Exchange, Rows
 from torch_moe_ops.transports.members import Wanted
 from torch_moe_ops.transports.nccl import over_tensor_parallel
-from torch_moe_ops.transports.symmetric import Buffers, buffers_of
+from torch_moe_ops.transports.symmetric import Buffers, Heap, buffers_of, heap_of
 
 MOST_RANKS = 8  # kMostRanks of buffer.cuh
 _VECTOR = 16  # bytes
 # Bytes of a rank's rows up to which they go as words, in a dispatch and in a combine: alike on all ranks.
 # Between four H200s words of 115 KB took 13.2 us both ways, with flags 15.8, and words of 229 KB 18.6 and 17.6.
 FEW = 131072
+
+
+# Bytes of a rank's rows from which experts that can do so exchange rows by themselves.
+REMOTE_FROM = 131073
+MOST_TOP_K = 32  # of a heap's places
 
 
 def reason_against(wanted: Wanted) -> str | None:
@@ -48,13 +59,23 @@ def reason_against(wanted: Wanted) -> str | None:
     return None
 
 
-def dispatch(rows: Rows, exchange: Exchange) -> tuple[Rows, Tensor]:
+class Beside(NamedTuple):
+    """What a dispatch does besides.
+
+    tables: first, count, slots and load of placing.py, where ids are to become places; soon: of RemoteExperts.
+    """
+
+    tables: tuple[Tensor, Tensor, Tensor, Tensor] | tuple[None, None, None, None] = (None, None, None, None)
+    soon: tuple[Tensor | None, Tensor | None, int] = (None, None, 0)
+
+
+def dispatch(rows: Rows, exchange: Exchange, beside: Beside = Beside()) -> tuple[Rows, Tensor]:  # noqa: B008 (a tuple)
     """As of nccl.py."""
     own = _buffers("ep_dispatch", exchange)
     given = [_aligned(t) for t in rows]
     received = [None if t is None else t.new_empty((exchange.rows, t.shape[1])) for t in rows]
     order = (own.addresses, own.rank, exchange.max_tokens, own.limit, FEW)
-    torch.ops.moeq_C.ep_p2p_dispatch(*given, *received, *order)
+    torch.ops.moeq_C.ep_p2p_dispatch(*given, *received, *order, *beside.tables, *beside.soon)
     return Rows(*received), rows.topk_ids.new_empty((0, exchange.world_size), dtype=torch.int32)  # type: ignore[arg-type]
 
 
@@ -69,6 +90,64 @@ def _aligned(t: Tensor | None) -> Tensor | None:
         return None
     whole = t.contiguous()
     return whole if whole.data_ptr() % _VECTOR == 0 else whole.clone()
+
+
+def room(hidden_size: int, max_tokens: int, ranks: int, partial_dtype: torch.dtype) -> tuple[int, ...]:
+    """Bytes of each part of a heap (symmetric.py) for calls of a layer."""
+    slots = ranks * max_tokens * MOST_TOP_K
+    return max_tokens * hidden_size * 2, slots * 4, slots * 4, ranks * max_tokens * hidden_size * partial_dtype.itemsize
+
+
+class AroundRemote(NamedTuple):
+    """What goes before and after experts that exchange rows by themselves, in one call."""
+
+    own: Buffers
+    heap: Heap
+    exchange: Exchange
+    partial_dtype: torch.dtype
+    beside: Beside
+
+    def run(
+        self, call: ExpertsCall, experts: Callable[[ExpertsCall, dict[str, Any], Tensor], None], out: Tensor
+    ) -> Tensor:
+        """`out`, filled. call: checked and complete, on this rank's tokens; experts: as of RemoteExperts."""
+        own, heap, exchange = self.own, self.heap, self.exchange
+        hidden, top_k = call.hidden_states.shape[1], call.topk_ids.shape[1]
+        whole = (exchange.rows, top_k)
+        places, weights = heap.part(1, torch.int32, whole), heap.part(2, torch.float32, whole)
+        mine, parts = (
+            heap.part(0, torch.bfloat16, (exchange.max_tokens, hidden)),
+            heap.part(3, self.partial_dtype, (exchange.rows, hidden)),
+        )
+        around = (own.addresses, heap.addresses, heap.sizes, own.rank)
+        given = (call.hidden_states, call.topk_ids, call.topk_weights, torch.empty_like(call.topk_ids))
+        order = (exchange.max_tokens, own.limit, *self.beside.tables, *self.beside.soon)
+        torch.ops.moeq_C.ep_p2p_stage(*given, *around, *order)
+        where = {"heaps": heap.addresses, "sizes": heap.sizes, "rank": own.rank}
+        experts(call._replace(hidden_states=mine, topk_ids=places, topk_weights=weights), where, parts)
+        torch.ops.moeq_C.ep_p2p_sum(parts, given[3], out, _ends(exchange.slots), *around, own.limit)
+        return out
+
+
+@cache
+def _ends(slots: tuple[int, ...]) -> Tensor:
+    return torch.tensor(list(accumulate(slots)), dtype=torch.int64, device="cpu")
+
+
+def around_remote(
+    call: ExpertsCall, exchange: Exchange, partial_dtype: torch.dtype, beside: Beside
+) -> AroundRemote | None:
+    """None where such rows are exchanged before and after the experts; the same on every rank."""
+    heap = heap_of(exchange.group)
+    hidden, top_k = call.hidden_states.shape[1], call.topk_ids.shape[1]
+    if heap is None or call.hidden_states.dtype is not torch.bfloat16 or top_k > MOST_TOP_K:
+        return None
+    if exchange.max_tokens * hidden * 2 < REMOTE_FROM:
+        return None
+    wanted = room(hidden, exchange.max_tokens, exchange.world_size, partial_dtype)
+    if any(has < wants for has, wants in zip(heap.room, wanted, strict=True)):
+        return None
+    return AroundRemote(buffers_of("ep_experts", exchange.group), heap, exchange, partial_dtype, beside)
 
 
 def combine(partial_rows: Tensor, exchange: Exchange, how: Combine) -> Tensor:
