@@ -14,15 +14,14 @@ STABLE_TORCH_LIBRARY_FRAGMENT(moeq_C, m) {
   m.def(
       "ep_p2p_dispatch(Tensor x, Tensor? scale, Tensor ids, Tensor weights, Tensor(a!) x_out, Tensor(b!)? scale_out, "
       "Tensor(c!) ids_out, Tensor(d!) weights_out, Tensor buffers, int rank, int max_tokens, float limit, "
-      "int few, Tensor? first=None, Tensor? count=None, Tensor? slots=None, Tensor(e!)? load=None, Tensor? soon=None, "
-      "Tensor? soon_too=None, int soon_parts=0) -> ()");
+      "int few) -> ()");
   m.def(
       "ep_p2p_combine(Tensor partial, Tensor(a!) out, Tensor buffers, int rank, float limit, int few) -> "
       "()");
   m.def(
       "ep_p2p_stage(Tensor tokens, Tensor ids, Tensor weights, Tensor(a!) places, Tensor buffers, Tensor heaps, Tensor "
       "sizes, int rank, int max_tokens, float limit, Tensor? first=None, Tensor? count=None, Tensor? slots=None, "
-      "Tensor(b!)? load=None, Tensor? soon=None, Tensor? soon_too=None, int soon_parts=0) -> ()");
+      "Tensor(b!)? load=None) -> ()");
   m.def(
       "ep_p2p_sum(Tensor parts, Tensor places, Tensor(a!) out, Tensor ends, Tensor buffers, Tensor heaps, Tensor "
       "sizes, int rank, float limit) -> ()");

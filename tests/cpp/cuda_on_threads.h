@@ -59,9 +59,6 @@ inline void __syncthreads() {
 }
 inline void __threadfence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 
-inline unsigned long long atomicAdd(unsigned long long* p, unsigned long long value) {
-  return reinterpret_cast<std::atomic<unsigned long long>*>(p)->fetch_add(value);
-}
 inline int atomicExch(int* p, int value) { return reinterpret_cast<std::atomic<int>*>(p)->exchange(value); }
 
 template <class T>

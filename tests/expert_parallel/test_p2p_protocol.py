@@ -41,7 +41,7 @@ def build(folder: Path, **constants: int) -> Path:
         pytest.skip("needs g++ with C++20")
     headers = [
         SOURCES / "expert_parallel" / f"{name}.cuh"
-        for name in ("buffer", "patience", "flags", "words", "placing", "prefetch", "dispatch", "combine")
+        for name in ("buffer", "patience", "flags", "words", "dispatch", "combine")
     ]
     for header in (*headers, SOURCES / "load16.cuh"):
         (folder / header.name).write_text(adapted(header.read_text(), SMALL | constants))

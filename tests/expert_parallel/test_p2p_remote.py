@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -80,26 +81,29 @@ def call_of(ranks: Ranks, rank: int, rows: tuple[Tensor, Tensor, Tensor], most: 
 
 def exchanged(ranks: Ranks, rows: list[tuple[Tensor, Tensor, Tensor]], most: int, partial: torch.dtype) -> list[Tensor]:
     """What every rank gets."""
-    outs, loads = [], []
     remote = BACKENDS["cuda_sm90"].remote
     assert remote is not None
+    found = [call_of(ranks, rank, rows[rank], most, partial) for rank in range(SIZE)]
+    around = [p2p.Around(ranks.buffers[r], ranks.heaps[r], found[r].exchange, partial) for r in range(SIZE)]
+    ready = [run.completed(one.call, one.plan, one.table, partial) for one in found]
+    outs = [one.result() for one in found]
+    staged = on_streams(ranks, lambda r: around[r].stage(ready[r], found[r].tables))
+    on_streams(ranks, lambda r: remote.run(*staged[r][0]))
+    on_streams(ranks, lambda r: around[r].add(staged[r][0].parts, staged[r][1], outs[r]))
+    for one, (_, ids, _) in zip(found, rows, strict=True):
+        assert torch.equal(one.tables.load, torch.bincount(ids[ids >= 0], minlength=one.tables.load.shape[0]))
+    return outs
+
+
+def on_streams(ranks: Ranks, part: Callable[[int], Any]) -> list[Any]:
+    """A part of a call of each rank. All of it ends before the next part: who waits holds multiprocessors here."""
+    torch.cuda.synchronize()
+    made = []
     for rank, stream in enumerate(ranks.streams):
-        found = call_of(ranks, rank, rows[rank], most, partial)
-        beside = p2p.Beside((*found.tables,), (found.call.w13, found.call.w13_scale, 1000))
-        around = p2p.AroundRemote(ranks.buffers[rank], ranks.heaps[rank], found.exchange, partial, beside)
-        loads.append(found.tables.load)
-        torch.cuda.synchronize()  # but for what other streams wait for, nothing is made in another one
         with torch.cuda.stream(stream):
-            ready = run.completed(found.call, found.plan, found.table, partial)
-            outs.append((around, ready, found.result()))
+            made.append(part(rank))
     torch.cuda.synchronize()
-    for stream, (around, ready, out) in zip(ranks.streams, outs, strict=True):
-        with torch.cuda.stream(stream):
-            around.run(ready, remote.run, out)
-    torch.cuda.synchronize()
-    for load, (_, ids, _) in zip(loads, rows, strict=True):
-        assert torch.equal(load, torch.bincount(ids[ids >= 0], minlength=load.shape[0]))
-    return [out for _, _, out in outs]
+    return made
 
 
 def by_hand(ranks: Ranks, rows: list[tuple[Tensor, Tensor, Tensor]], most: int, partial: torch.dtype) -> list[Tensor]:
@@ -118,6 +122,8 @@ CASES = {
     "nvfp4": (Case(experts=16, top_k=4, hidden=512, inter=256), 100),
     "odd top_k": (Case(experts=15, top_k=3, hidden=256, inter=192), 77),
     "mxfp4": (Case(scheme="mxfp4", experts=8, top_k=2, hidden=256, inter=128), 130),
+    "fp8 weights": (Case(scheme="fp8", experts=8, top_k=2, hidden=256, inter=128), 70),
+    "blocks of fp8 weights": (Case(scheme="fp8_block", experts=8, top_k=2, hidden=256, inter=128), 70),
     "W4A4": (
         Case(act_format="nvfp4", input_scale="tensor", experts=16, top_k=4, hidden=512, inter=256),
         100,

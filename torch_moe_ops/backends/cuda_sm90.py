@@ -45,6 +45,7 @@ _own = own_of["experts_sm90"]
 _own_remote = own_of["experts_sm90_remote"]
 _own_hidden = own_of["experts_hidden_sm90"]
 DECODE = 0  # of KERNELS
+_LEAST_OF_PREFILL = KERNELS.index("slim")
 FORMATS: dict[str, tuple[str, ...]] = {"nvfp4": ("nvfp4", "none", "fp8"), "mxfp4": ("none", "fp8", "mxfp8")} | {
     scheme: ("none",) for scheme in byte_formats.SCHEMES
 }
@@ -72,12 +73,8 @@ def run_monolithic(call: ExpertsCall, routing: tuple[Any, ...], out: Tensor) -> 
 
 def _kernel(call: ExpertsCall, out: Tensor, top_k: int) -> int:
     tokens, hidden = out.shape
-    return _kernel_for(call, tokens, hidden, top_k, out.get_device())
-
-
-def _kernel_for(call: ExpertsCall, tokens: int, hidden: int, top_k: int, device: int) -> int:
     sizes = (call.w13.shape[0], top_k, hidden, call.w2.shape[2] * tile_k(call.scheme), call.all_experts())
-    return choice_of(device, call.scheme, call.act_format, *sizes).kernel(tokens)
+    return choice_of(out.get_device(), call.scheme, call.act_format, *sizes).kernel(tokens)
 
 
 def run_kernel(call: ExpertsCall, out: Tensor, kernel: int, router: Router = NO_ROUTER) -> None:
@@ -91,31 +88,14 @@ def run_kernel(call: ExpertsCall, out: Tensor, kernel: int, router: Router = NO_
     torch.ops.moeq_C.experts_sm90(out, *for_kernels(call), *router, *arguments)
 
 
-def _takes_remote(call: ExpertsCall, rows: int) -> bool:
-    top_k = call.topk_ids.shape[1]
-    return _kernel_for(call, rows, call.hidden_states.shape[1], top_k, call.hidden_states.get_device()) != DECODE
-
-
 def _run_remote(call: ExpertsCall, where: dict[str, Any], parts: Tensor) -> None:
     """RemoteExperts: prefill's kernels, which gather tokens and add up experts in launches of their own."""
     rounds, top_k = call.act_format != "none", call.topk_ids.shape[1]
     own: dict[str, Any] = {"act_format": call.act_format if rounds else "nvfp4"}
-    own |= {"quantize_hidden": rounds, "quantize_intermediate": rounds, "kernel": _kernel(call, parts, top_k)}
+    kernel = max(_kernel(call, parts, top_k), _LEAST_OF_PREFILL)
+    own |= {"quantize_hidden": rounds, "quantize_intermediate": rounds, "kernel": kernel}
     check_device(call)
     torch.ops.moeq_C.experts_sm90_remote(parts, *for_kernels(call), *_own_remote(own | where))
-
-
-# What of the weights of GEMM1 is fetched into the L2 during an exchange: where experts have so many tokens in the mean
-# that most of them are chosen, and few enough for the rate of memory to decide.
-_SOON_BYTES, _SOON_MEAN = 24 << 20, (1, 64)
-
-
-def _soon(call: ExpertsCall, rows: int) -> tuple[Tensor, Tensor | None, int]:
-    w13, scale = call.w13, call.w13_scale
-    mean = rows * call.topk_ids.shape[1] / call.all_experts()
-    whole = w13.nbytes + (0 if scale is None else scale.nbytes)
-    wanted = _SOON_BYTES if _SOON_MEAN[0] <= mean <= _SOON_MEAN[1] else 0
-    return w13, scale, min(1024, 1024 * wanted // whole)
 
 
 def run_hidden(
@@ -196,16 +176,13 @@ def few_rows(p: Any, projection: Any, rows: Tensor, index: Tensor | None, addend
     return True
 
 
-_LEAST_BY_SLOT = KERNELS.index("slim")
-
-
 class _BySlot:
     """The kernels of prefill, one GEMM at a time (BySlot; csrc/cuda/sm90/gemm/gemm_rows.cuh)."""
 
     def __init__(self, p: Pass) -> None:
         call, x, sizes = p.call, p.x, p.sizes
         top_k = call.topk_ids.shape[1]
-        self.kernel = max(_kernel(call, x, top_k), _LEAST_BY_SLOT)
+        self.kernel = max(_kernel(call, x, top_k), _LEAST_OF_PREFILL)
         self.sized = torch.empty_like(x)
         self.arguments = for_kernels(call._replace(hidden_states=x, router_weight_on_input=False))
         count = (x.shape[0], top_k, sizes.num_experts, sizes.hidden_size, sizes.intermediate_size)
@@ -304,7 +281,7 @@ def _register(name: str, schemes: dict[str, tuple[str, ...]], accuracy: str) -> 
             dequantize=dequantize,
             few_rows=few_rows,
             rows_by_slot=rows_by_slot,
-            remote=RemoteExperts(_takes_remote, _run_remote, _soon),
+            remote=RemoteExperts(_run_remote),
             accuracy=accuracy,
             by_name_only=frozenset({"mxfp8"}),
         )

@@ -38,16 +38,11 @@ class Requirement:
 class RemoteExperts(NamedTuple):
     """Experts that read tokens, and write partial rows, in the memory of other GPUs (transports/p2p.py).
 
-    takes: (call, rows of all ranks) -> whether its kernels do so many rows of such a call.
     run: (call on the rows of all ranks, whose hidden states are this rank's part alone, arguments that say where the
         others' are, the partial rows that this rank gets from all) fills partial rows of all ranks.
-    soon: (call, rows of all ranks) -> weights and their scales, and of how many in 1024 parts of them kernels read the
-        beginning first, whichever experts are chosen: they are fetched during the exchange. 0: nothing.
     """
 
-    takes: Callable[[ExpertsCall, int], bool]
     run: Callable[[ExpertsCall, dict[str, Any], Tensor], None]
-    soon: Callable[[ExpertsCall, int], tuple[Tensor, Tensor | None, int]]
 
 
 @dataclass(frozen=True)

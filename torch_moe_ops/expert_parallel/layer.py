@@ -248,7 +248,10 @@ class ExpertParallel:
     def _prepare_remote(self) -> bool:
         """Whether the experts may exchange rows by themselves; then with memory for it. Collective."""
         plain = self.payload.quantize is None and not self.capacity and self._wire is None and not self.ranks.tp_name
-        if self.transport != "p2p" or not plain or BACKENDS[self.w.backend].remote is None:
+        if self.transport != "p2p" or not plain:
+            return False
+        able = BACKENDS[self.w.backend].remote is not None
+        if not all(agreed(self.ranks.group, self.w.device, able)):
             return False
         wanted = p2p.room(self.w.hidden_size, self.max_tokens_per_rank, self.ranks.size, self._computed)
         prepare_heap(self.ranks.group, self.w.device, wanted)

@@ -7,12 +7,12 @@ backend can, the experts read the tokens of other ranks, and write their partial
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from torch_moe_ops.backends.registry import RemoteExperts
 from torch_moe_ops.core.call import FIELDS, ExpertsCall
 from torch_moe_ops.core.check import check, describe, fail
 from torch_moe_ops.core.schemas import arguments
@@ -84,19 +84,20 @@ def _run(found: _Checked) -> Tensor:
     torch._C._increment_version((found.tables.load,))
     with like_a_kernel(call.hidden_states.device.type):
         remote = found.plan.backend.remote
-        if found.transport != "p2p" or remote is None:
-            return _in_steps(_placed(found), TRANSPORTS[found.transport].dispatch)
-        soon = remote.soon(call, exchange.rows)
-        beside = p2p.Beside((*found.tables,), soon)
-        if call.topk_ids.dtype != torch.int32:
-            found, beside = _placed(found), p2p.Beside(soon=soon)
-        around = None
-        if remote.takes(call, exchange.rows):
-            around = p2p.around_remote(call, exchange, found.partial_dtype, beside)
-        if around is None:
-            return _in_steps(found, partial(p2p.dispatch, beside=beside))
-        complete = run.completed(found.call, found.plan, found.table, found.partial_dtype)
-        return around.run(run.with_aligned(complete, None)[0], remote.run, found.result())
+        if found.transport == "p2p" and remote is not None:
+            around = p2p.around(call, exchange, found.partial_dtype)
+            if around is not None:
+                return _remote(found, around, remote)
+        return _in_steps(_placed(found))
+
+
+def _remote(found: _Checked, around: p2p.Around, remote: RemoteExperts) -> Tensor:
+    in_kernel = found.call.topk_ids.dtype == torch.int32
+    given = found if in_kernel else _placed(found)
+    call = run.with_aligned(run.completed(given.call, found.plan, found.table, found.partial_dtype), None)[0]
+    arguments, places = around.stage(call, found.tables if in_kernel else ())
+    remote.run(*arguments)
+    return around.add(arguments.parts, places, found.result())
 
 
 def _placed(found: _Checked) -> _Checked:
@@ -104,9 +105,9 @@ def _placed(found: _Checked) -> _Checked:
     return found._replace(call=found.call._replace(topk_ids=places))
 
 
-def _in_steps(found: _Checked, dispatch: Callable[[Rows, Exchange], tuple[Rows, Tensor]]) -> Tensor:
-    call = found.call
-    rows, positions = dispatch(
+def _in_steps(found: _Checked) -> Tensor:
+    call, transport = found.call, TRANSPORTS[found.transport]
+    rows, positions = transport.dispatch(
         Rows(call.hidden_states, None, call.topk_ids, call.topk_weights.to(torch.float32)), found.exchange
     )
     received = call._replace(
@@ -118,7 +119,7 @@ def _in_steps(found: _Checked, dispatch: Callable[[Rows, Exchange], tuple[Rows, 
     partial_rows = run.output(received, found.table.hidden_size)
     run.run_experts(received, found.plan, found.table, partial_rows)
     how = Combine(positions, call.hidden_states.shape[0], run.out_dtype(call))
-    return TRANSPORTS[found.transport].combine(partial_rows, found.exchange, how)
+    return transport.combine(partial_rows, found.exchange, how)
 
 
 def _make(devices: bool) -> Callable[..., Tensor]:

@@ -7,7 +7,7 @@ written to the other ranks both ways, as words that carry their round.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ FEW = 131072
 
 
 # Bytes of a rank's rows from which experts that can do so exchange rows by themselves.
-REMOTE_FROM = 131073
+REMOTE_FROM = 1 << 18
 MOST_TOP_K = 32  # of a heap's places
 
 
@@ -59,23 +59,13 @@ def reason_against(wanted: Wanted) -> str | None:
     return None
 
 
-class Beside(NamedTuple):
-    """What a dispatch does besides.
-
-    tables: first, count, slots and load of placing.py, where ids are to become places; soon: of RemoteExperts.
-    """
-
-    tables: tuple[Tensor, Tensor, Tensor, Tensor] | tuple[None, None, None, None] = (None, None, None, None)
-    soon: tuple[Tensor | None, Tensor | None, int] = (None, None, 0)
-
-
-def dispatch(rows: Rows, exchange: Exchange, beside: Beside = Beside()) -> tuple[Rows, Tensor]:  # noqa: B008 (a tuple)
+def dispatch(rows: Rows, exchange: Exchange) -> tuple[Rows, Tensor]:
     """As of nccl.py."""
     own = _buffers("ep_dispatch", exchange)
     given = [_aligned(t) for t in rows]
     received = [None if t is None else t.new_empty((exchange.rows, t.shape[1])) for t in rows]
     order = (own.addresses, own.rank, exchange.max_tokens, own.limit, FEW)
-    torch.ops.moeq_C.ep_p2p_dispatch(*given, *received, *order, *beside.tables, *beside.soon)
+    torch.ops.moeq_C.ep_p2p_dispatch(*given, *received, *order)
     return Rows(*received), rows.topk_ids.new_empty((0, exchange.world_size), dtype=torch.int32)  # type: ignore[arg-type]
 
 
@@ -98,35 +88,49 @@ def room(hidden_size: int, max_tokens: int, ranks: int, partial_dtype: torch.dty
     return max_tokens * hidden_size * 2, slots * 4, slots * 4, ranks * max_tokens * hidden_size * partial_dtype.itemsize
 
 
-class AroundRemote(NamedTuple):
-    """What goes before and after experts that exchange rows by themselves, in one call."""
+class Around(NamedTuple):
+    """What goes before and after experts that exchange rows by themselves, in one call of a layer."""
 
     own: Buffers
     heap: Heap
     exchange: Exchange
     partial_dtype: torch.dtype
-    beside: Beside
 
-    def run(
-        self, call: ExpertsCall, experts: Callable[[ExpertsCall, dict[str, Any], Tensor], None], out: Tensor
-    ) -> Tensor:
-        """`out`, filled. call: checked and complete, on this rank's tokens; experts: as of RemoteExperts."""
-        own, heap, exchange = self.own, self.heap, self.exchange
-        hidden, top_k = call.hidden_states.shape[1], call.topk_ids.shape[1]
-        whole = (exchange.rows, top_k)
-        places, weights = heap.part(1, torch.int32, whole), heap.part(2, torch.float32, whole)
-        mine, parts = (
-            heap.part(0, torch.bfloat16, (exchange.max_tokens, hidden)),
-            heap.part(3, self.partial_dtype, (exchange.rows, hidden)),
+    def _names(self) -> tuple[Tensor, Tensor, Tensor, int]:
+        return self.own.addresses, self.heap.addresses, self.heap.sizes, self.own.rank
+
+    def stage(self, call: ExpertsCall, tables: Sequence[Tensor]) -> tuple[Remote, Tensor]:
+        """Tokens, places and weights to where the experts of all ranks find them; and the places of this rank's tokens.
+
+        call: checked, complete and aligned, on this rank's tokens; tables: first, count, slots and load of placing.py,
+        none where its ids are places.
+        """
+        most, hidden, top_k = self.exchange.max_tokens, call.hidden_states.shape[1], call.topk_ids.shape[1]
+        places = torch.empty_like(call.topk_ids)
+        given = (call.hidden_states, call.topk_ids, call.topk_weights, places)
+        torch.ops.moeq_C.ep_p2p_stage(*given, *self._names(), most, self.own.limit, *tables)
+        rows = (self.exchange.rows, top_k)
+        on_rows = call._replace(
+            hidden_states=self.heap.part(0, call.hidden_states.dtype, (most, hidden)),
+            topk_ids=self.heap.part(1, torch.int32, rows),
+            topk_weights=self.heap.part(2, torch.float32, rows),
         )
-        around = (own.addresses, heap.addresses, heap.sizes, own.rank)
-        given = (call.hidden_states, call.topk_ids, call.topk_weights, torch.empty_like(call.topk_ids))
-        order = (exchange.max_tokens, own.limit, *self.beside.tables, *self.beside.soon)
-        torch.ops.moeq_C.ep_p2p_stage(*given, *around, *order)
-        where = {"heaps": heap.addresses, "sizes": heap.sizes, "rank": own.rank}
-        experts(call._replace(hidden_states=mine, topk_ids=places, topk_weights=weights), where, parts)
-        torch.ops.moeq_C.ep_p2p_sum(parts, given[3], out, _ends(exchange.slots), *around, own.limit)
+        where = {"heaps": self.heap.addresses, "sizes": self.heap.sizes, "rank": self.own.rank}
+        parts = self.heap.part(3, self.partial_dtype, (self.exchange.rows, hidden))
+        return Remote(on_rows, where, parts), places
+
+    def add(self, parts: Tensor, places: Tensor, out: Tensor) -> Tensor:
+        """`out`, filled with the sums of the partial rows that all ranks have written."""
+        torch.ops.moeq_C.ep_p2p_sum(parts, places, out, _ends(self.exchange.slots), *self._names(), self.own.limit)
         return out
+
+
+class Remote(NamedTuple):
+    """The arguments of RemoteExperts.run."""
+
+    call: ExpertsCall
+    where: dict[str, Any]
+    parts: Tensor
 
 
 @cache
@@ -134,10 +138,8 @@ def _ends(slots: tuple[int, ...]) -> Tensor:
     return torch.tensor(list(accumulate(slots)), dtype=torch.int64, device="cpu")
 
 
-def around_remote(
-    call: ExpertsCall, exchange: Exchange, partial_dtype: torch.dtype, beside: Beside
-) -> AroundRemote | None:
-    """None where such rows are exchanged before and after the experts; the same on every rank."""
+def around(call: ExpertsCall, exchange: Exchange, partial_dtype: torch.dtype) -> Around | None:
+    """None where such rows are exchanged in steps of their own. By what is the same on every rank alone."""
     heap = heap_of(exchange.group)
     hidden, top_k = call.hidden_states.shape[1], call.topk_ids.shape[1]
     if heap is None or call.hidden_states.dtype is not torch.bfloat16 or top_k > MOST_TOP_K:
@@ -147,7 +149,7 @@ def around_remote(
     wanted = room(hidden, exchange.max_tokens, exchange.world_size, partial_dtype)
     if any(has < wants for has, wants in zip(heap.room, wanted, strict=True)):
         return None
-    return AroundRemote(buffers_of("ep_experts", exchange.group), heap, exchange, partial_dtype, beside)
+    return Around(buffers_of("ep_experts", exchange.group), heap, exchange, partial_dtype)
 
 
 def combine(partial_rows: Tensor, exchange: Exchange, how: Combine) -> Tensor:

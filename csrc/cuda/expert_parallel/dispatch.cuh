@@ -8,8 +8,6 @@
 // for theirs.
 #pragma once
 #include "flags.cuh"
-#include "placing.cuh"
-#include "prefetch.cuh"
 #include "words.cuh"
 
 namespace moeq::ep {
@@ -22,7 +20,6 @@ struct Segment {
   int64_t part_bytes;  // max_tokens * row_bytes
   int64_t first;  // vector
   uint32_t fill;  // four bytes of rows that stand for no token
-  int top_k;  // of ids that become places, else 0
 };
 
 constexpr int kSegments = 4;
@@ -32,8 +29,6 @@ struct DispatchArgs {
   Ranks ranks;
   Share share;
   uint32_t tokens;
-  Placing placing;
-  Soon soon;
 };
 
 __device__ __forceinline__ uint32_t byte_of(const uint4& vector, int i) {
@@ -66,23 +61,6 @@ __device__ __forceinline__ uint4 load_given(const Segment& segment, int64_t byte
     if (i < left) {
       const int shift = 8 * (i % 4);
       words[i / 4] = (words[i / 4] & ~(0xffu << shift)) | static_cast<uint32_t>(segment.given[byte + i]) << shift;
-    }
-  }
-  return make_uint4(words[0], words[1], words[2], words[3]);
-}
-
-// What the others get of this rank's rows: places instead of ids where that is asked for.
-__device__ __forceinline__ uint4 load_sent(const DispatchArgs& args, const Segment& segment, int64_t byte) {
-  const uint4 given = load_given(segment, byte, args.tokens);
-  if (segment.top_k == 0) {
-    return given;
-  }
-  uint32_t words[4] = {given.x, given.y, given.z, given.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int64_t slot = byte / 4 + i;
-    if (slot < static_cast<int64_t>(args.tokens) * segment.top_k) {
-      words[i] = static_cast<uint32_t>(place_of(args.placing, static_cast<int32_t>(words[i]), slot / segment.top_k));
     }
   }
   return make_uint4(words[0], words[1], words[2], words[3]);
@@ -130,7 +108,7 @@ __device__ __forceinline__ void give(const DispatchArgs& args, int step, uint32_
   const Mine mine(args, step);
   uint4 loaded[Mine::kCount];
   mine.for_each_located(
-      [&](int j, const Segment& segment, int64_t byte) { loaded[j] = load_sent(args, segment, byte); });
+      [&](int j, const Segment& segment, int64_t byte) { loaded[j] = load_given(segment, byte, args.tokens); });
   uint4* rows = args.ranks.buffer(args.ranks.rank)->rows[round % kSlots][blockIdx.x];
   mine.for_each([&](int j, int64_t) { rows[j * kBlockThreads + threadIdx.x] = loaded[j]; });
   tell(args.ranks, kDispatch, round, args.tokens);
@@ -155,7 +133,6 @@ __global__ void __launch_bounds__(kBlockThreads) dispatch_kernel(const __grid_co
   uint32_t* rounds = &ranks.buffer(ranks.rank)->rounds[kDispatch][blockIdx.x];
   const uint32_t start = *rounds + 1;
   give(args, 0, start);
-  prefetch(args.soon);
   for (int step = 0; step < args.share.steps; ++step) {
     const uint32_t round = start + step;
     if (step + 1 < args.share.steps) {
@@ -183,11 +160,10 @@ __global__ void __launch_bounds__(kWordThreads) dispatch_words_kernel(const __gr
   const bool inside = vector < args.share.vectors;
   int64_t byte = 0;
   const Segment& segment = locate(args, inside ? vector : 0, byte);
-  const uint4 given = inside ? load_sent(args, segment, byte) : filling(segment);
+  const uint4 given = inside ? load_given(segment, byte, args.tokens) : filling(segment);
   for (int turn = 1; turn < ranks.size; ++turn) {
     round.give((ranks.rank + turn) % ranks.size, given, inside);
   }
-  prefetch(args.soon);
   if (inside) {
     store_received(segment, ranks.rank, byte, given);
     uint4 taken[most_ranks];

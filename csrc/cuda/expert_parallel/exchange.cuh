@@ -6,7 +6,6 @@
 #include "../launch.cuh"
 #include "buffer.cuh"
 #include "placing.cuh"
-#include "prefetch.cuh"
 
 namespace moeq::ep {
 
@@ -84,24 +83,6 @@ inline Placing placing_of(const char* op, const OptionalTensor& first, const Opt
           static_cast<int>(first->size(0)),
           static_cast<int>(slots->size(0)),
           static_cast<int>(rank)};
-}
-
-// The first `parts` of 1024 of each tensor.
-inline Soon soon_of(const char* op, const OptionalTensor& one, const OptionalTensor& other, int64_t parts) {
-  Soon soon{};
-  MOEQ_CHECK(op, parts >= 0 && parts <= 1024, "soon_parts must be 0 to 1024, got ", parts);
-  int at = 0;
-  for (const OptionalTensor* t : {&one, &other}) {
-    if (t->has_value()) {
-      MOEQ_CHECK(op, (*t)->is_cuda() && (*t)->is_contiguous(), "what is read soon must be contiguous CUDA tensors");
-      const int64_t bytes = (*t)->numel() * static_cast<int64_t>((*t)->element_size());
-      const auto address = reinterpret_cast<uintptr_t>((*t)->const_data_ptr());
-      soon.parts[at] = reinterpret_cast<const uint8_t*>((address + 15) / 16 * 16);
-      soon.bytes[at] = address % 16 == 0 ? bytes / 1024 * parts / 16 * 16 : 0;
-      ++at;
-    }
-  }
-  return soon;
 }
 
 inline bool aligned16(const Tensor& t) { return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0; }

@@ -28,8 +28,7 @@ Segment segment_of(const Tensor& given, const Tensor& received, int64_t max_toke
                   row_bytes,
                   max_tokens * row_bytes,
                   vectors,
-                  fill,
-                  0};
+                  fill};
   vectors += (segment.part_bytes + 15) / 16;
   return segment;
 }
@@ -52,9 +51,7 @@ void launch(const DispatchArgs& args, int64_t few, cudaStream_t stream) {
 void dispatch(const Tensor& x, const std::optional<Tensor>& scale, const Tensor& ids, const Tensor& weights,
               const Tensor& x_out, const std::optional<Tensor>& scale_out, const Tensor& ids_out,
               const Tensor& weights_out, const Tensor& buffers, int64_t rank, int64_t max_tokens, double limit,
-              int64_t few, const OptionalTensor& first, const OptionalTensor& count, const OptionalTensor& slots,
-              const OptionalTensor& load, const OptionalTensor& soon, const OptionalTensor& soon_too,
-              int64_t soon_parts) {
+              int64_t few) {
   const Ranks ranks = ranks_of(kOp, buffers, rank, limit);
   const int64_t tokens = x.size(0), rows = max_tokens * ranks.size;
   MOEQ_CHECK(kOp, tokens <= max_tokens && max_tokens >= 1 && max_tokens < (int64_t{1} << 31), "max_tokens must be in ",
@@ -67,7 +64,7 @@ void dispatch(const Tensor& x, const std::optional<Tensor>& scale, const Tensor&
     check_pair("scale", *scale, *scale_out, tokens, rows);
   }
   int64_t vectors = 0;
-  Segment of_ids = segment_of(ids, ids_out, max_tokens, 0xffffffffu, vectors);
+  const Segment of_ids = segment_of(ids, ids_out, max_tokens, 0xffffffffu, vectors);
   const Segment of_weights = segment_of(weights, weights_out, max_tokens, 0, vectors);
   const Segment of_x = segment_of(x, x_out, max_tokens, 0, vectors);
   Segment of_scale{};
@@ -75,11 +72,8 @@ void dispatch(const Tensor& x, const std::optional<Tensor>& scale, const Tensor&
   if (scale.has_value()) {
     of_scale = segment_of(*scale, *scale_out, max_tokens, 0, vectors);
   }
-  const Placing placing = placing_of(kOp, first, count, slots, load, rank);
-  of_ids.top_k = placing.first == nullptr ? 0 : static_cast<int>(ids.size(1));
-  MOEQ_CHECK(kOp, ids.scalar_type() == ScalarType::Int || placing.first == nullptr, "ids must be int32");
-  const DispatchArgs args{{of_ids, of_weights, of_x, of_scale}, ranks,   Share(vectors, kStepVectors),
-                          static_cast<uint32_t>(tokens),        placing, soon_of(kOp, soon, soon_too, soon_parts)};
+  const DispatchArgs args{
+      {of_ids, of_weights, of_x, of_scale}, ranks, Share(vectors, kStepVectors), static_cast<uint32_t>(tokens)};
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   launch(args, few, current_stream(x));
 }

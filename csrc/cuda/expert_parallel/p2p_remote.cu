@@ -42,7 +42,7 @@ constexpr const char* kSum = "ep_p2p_sum";
 void stage(const Tensor& tokens, const Tensor& ids, const Tensor& weights, const Tensor& places, const Tensor& buffers,
            const Tensor& heaps, const Tensor& sizes, int64_t rank, int64_t max_tokens, double limit,
            const OptionalTensor& first, const OptionalTensor& count, const OptionalTensor& slots,
-           const OptionalTensor& load, const OptionalTensor& soon, const OptionalTensor& soon_too, int64_t soon_parts) {
+           const OptionalTensor& load) {
   const Ranks ranks = ranks_of(kStage, buffers, rank, limit);
   const Heaps at = heaps_of(kStage, heaps, sizes, ranks);
   for (const auto& [name, t] :
@@ -78,20 +78,19 @@ void stage(const Tensor& tokens, const Tensor& ids, const Tensor& weights, const
                        static_cast<int>(top_k),
                        at,
                        ranks,
-                       placing_of(kStage, first, count, slots, load, rank),
-                       soon_of(kStage, soon, soon_too, soon_parts)};
+                       placing_of(kStage, first, count, slots, load, rank)};
   const torch::stable::accelerator::DeviceGuard guard(tokens.get_device_index());
-  launch_early(stage_kernel, args, kAllBlocks, kBlockThreads, current_stream(tokens));
+  launch_early(stage_kernel, args, kAllBlocks, kRemoteThreads, current_stream(tokens));
 }
 
 template <class Element>
 void launch_sum(const SumArgs& args, cudaStream_t stream) {
   if (args.ranks.size <= 2) {
-    launch_early(sum_kernel<Element, 2>, args, kAllBlocks, kBlockThreads, stream);
+    launch_early(sum_kernel<Element, 2>, args, kAllBlocks, kRemoteThreads, stream);
   } else if (args.ranks.size <= 4) {
-    launch_early(sum_kernel<Element, 4>, args, kAllBlocks, kBlockThreads, stream);
+    launch_early(sum_kernel<Element, 4>, args, kAllBlocks, kRemoteThreads, stream);
   } else {
-    launch_early(sum_kernel<Element, 8>, args, kAllBlocks, kBlockThreads, stream);
+    launch_early(sum_kernel<Element, 8>, args, kAllBlocks, kRemoteThreads, stream);
   }
 }
 

@@ -9,9 +9,10 @@
 #pragma once
 #include "combine.cuh"
 #include "placing.cuh"
-#include "prefetch.cuh"
 
 namespace moeq::ep {
+
+constexpr int kRemoteThreads = 1024;  // of a block, one a multiprocessor
 
 struct Heaps {
   int64_t addresses[kMostRanks];
@@ -33,7 +34,6 @@ struct StageArgs {
   Heaps heaps;
   Ranks ranks;
   Placing placing;
-  Soon soon;
 };
 
 // Places and weights of a slot of this rank's tokens, or of no token, to everybody.
@@ -54,7 +54,7 @@ __device__ __forceinline__ void give_slot(const StageArgs& args, int64_t slot) {
   }
 }
 
-__global__ void __launch_bounds__(kBlockThreads) stage_kernel(const __grid_constant__ StageArgs args) {
+__global__ void __launch_bounds__(kRemoteThreads) stage_kernel(const __grid_constant__ StageArgs args) {
   constexpr int kAtOnce = 4;
   wait_for_previous_kernel();
   allow_next_kernel();
@@ -62,8 +62,8 @@ __global__ void __launch_bounds__(kBlockThreads) stage_kernel(const __grid_const
   const Ranks& ranks = args.ranks;
   uint32_t* rounds = &ranks.buffer(ranks.rank)->rounds[kDispatch][blockIdx.x];
   const uint32_t round = *rounds + 1;
-  const int64_t threads = int64_t{gridDim.x} * kBlockThreads;
-  const int64_t first = int64_t{blockIdx.x} * kBlockThreads + threadIdx.x;
+  const int64_t threads = int64_t{gridDim.x} * kRemoteThreads;
+  const int64_t first = int64_t{blockIdx.x} * kRemoteThreads + threadIdx.x;
   for (int64_t slot = first; slot < int64_t{args.max_tokens} * args.top_k; slot += threads) {
     give_slot(args, slot);
   }
@@ -84,7 +84,6 @@ __global__ void __launch_bounds__(kBlockThreads) stage_kernel(const __grid_const
     }
   }
   tell(ranks, kDispatch, round, 0);
-  prefetch(args.soon);
   await(ranks, kDispatch, round, told);
   if (threadIdx.x == 0) {
     *rounds = round;
@@ -164,8 +163,8 @@ __device__ __forceinline__ void add_parts(const SumArgs& args, int token, int fi
 
 // A warp adds pieces of rows.
 template <class Element, int most_ranks>
-__global__ void __launch_bounds__(kBlockThreads) sum_kernel(const __grid_constant__ SumArgs args) {
-  constexpr int kAtOnce = 2;
+__global__ void __launch_bounds__(kRemoteThreads) sum_kernel(const __grid_constant__ SumArgs args) {
+  constexpr int kAtOnce = 8 / most_ranks;  // as many loads under way, whatever the number of ranks
   wait_for_previous_kernel();
   allow_next_kernel();
   __shared__ uint32_t told[kMostRanks];
@@ -175,9 +174,9 @@ __global__ void __launch_bounds__(kBlockThreads) sum_kernel(const __grid_constan
   tell(ranks, kCombine, round, 0);
   await(ranks, kCombine, round, told);
   const int pieces = (args.row_vectors + 32 * kAtOnce - 1) / (32 * kAtOnce);
-  const int64_t warps = int64_t{gridDim.x} * (kBlockThreads / 32);
+  const int64_t warps = int64_t{gridDim.x} * (kRemoteThreads / 32);
   const int64_t all = int64_t{args.tokens} * pieces;
-  for (int64_t piece = (int64_t{blockIdx.x} * kBlockThreads + threadIdx.x) / 32; piece < all; piece += warps) {
+  for (int64_t piece = (int64_t{blockIdx.x} * kRemoteThreads + threadIdx.x) / 32; piece < all; piece += warps) {
     const int token = static_cast<int>(piece / pieces);
     const int first = static_cast<int>(piece % pieces) * 32 * kAtOnce + static_cast<int>(threadIdx.x % 32);
     add_parts<Element, most_ranks, kAtOnce>(args, token, first, ranks_of_token(args, token));
