@@ -101,25 +101,34 @@ struct SumArgs {
   Ranks ranks;
 };
 
-// The ranks that have experts of a token, and have given a partial row: a bit each. By a whole warp.
-__device__ __forceinline__ uint32_t ranks_of_token(const SumArgs& args, int token) {
-  uint32_t mine = 0;
-  for (int j = static_cast<int>(threadIdx.x % 32); j < args.top_k; j += 32) {
-    const int place = args.places[static_cast<int64_t>(token) * args.top_k + j];
-    int start = 0;
-#pragma unroll
-    for (int rank = 0; rank < kMostRanks; ++rank) {
-      if (rank < args.ranks.size) {
-        mine |= static_cast<uint32_t>(place >= start && place < args.ends[rank]) << rank;
-        start = args.ends[rank];
-      }
-    }
-  }
+__device__ __forceinline__ uint32_t or_of_warp(uint32_t mine) {
 #pragma unroll
   for (int lanes = 16; lanes > 0; lanes /= 2) {
     mine |= __shfl_xor_sync(0xffffffffu, mine, lanes);
   }
   return mine;
+}
+
+// The ranks that have a place of a token's slots first, first + step, ...: a bit each.
+__device__ __forceinline__ uint32_t ranks_of_slots(const SumArgs& args, int token, int first, int step) {
+  uint32_t found = 0;
+  for (int j = first; j < args.top_k; j += step) {
+    const int place = args.places[static_cast<int64_t>(token) * args.top_k + j];
+    int start = 0;
+#pragma unroll
+    for (int rank = 0; rank < kMostRanks; ++rank) {
+      if (rank < args.ranks.size) {
+        found |= static_cast<uint32_t>(place >= start && place < args.ends[rank]) << rank;
+        start = args.ends[rank];
+      }
+    }
+  }
+  return found;
+}
+
+// The ranks that have given a partial row of a token. By a whole warp.
+__device__ __forceinline__ uint32_t ranks_of_token(const SumArgs& args, int token) {
+  return or_of_warp(ranks_of_slots(args, token, threadIdx.x % 32, 32));
 }
 
 // One vector of a token: the sum of the ranks that gave it, in ascending order.
