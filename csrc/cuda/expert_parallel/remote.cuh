@@ -12,7 +12,7 @@
 
 namespace moeq::ep {
 
-constexpr int kRemoteThreads = 1024;  // of a block, one a multiprocessor
+constexpr int kRemoteThreads = 512;  // of a block
 
 struct Heaps {
   int64_t addresses[kMostRanks];
@@ -173,7 +173,7 @@ __device__ __forceinline__ void add_parts(const SumArgs& args, int token, int fi
 // A warp adds pieces of rows.
 template <class Element, int most_ranks>
 __global__ void __launch_bounds__(kRemoteThreads) sum_kernel(const __grid_constant__ SumArgs args) {
-  constexpr int kAtOnce = 8 / most_ranks;  // as many loads under way, whatever the number of ranks
+  constexpr int kAtOnce = most_ranks > 4 ? 1 : 2;  // as registers allow
   wait_for_previous_kernel();
   allow_next_kernel();
   __shared__ uint32_t told[kMostRanks];

@@ -12,7 +12,7 @@ namespace {
 constexpr int kThreads = kMaxExperts;   // one an expert
 constexpr int kBatch = 8;
 constexpr int kClusterBlocks = kPortableCluster;
-constexpr int kSlotsOfOneBlock = kThreads * kBatch;   // more than that: a cluster
+constexpr int kSlotsOfOneBlock = 2 * kThreads * kBatch;   // more than that: a cluster
 
 __device__ void list_tiles(const Schedule& schedule, int expert, int start, int count, int first, int tiles) {
   const int groups = (count + 7) / 8;
