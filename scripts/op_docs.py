@@ -19,7 +19,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "ops.md"
 
 HEADER = """# Ops of `torch.ops.moeq`
 
-Made by `scripts/op_docs.py` from the schemas. All ops are pure (except `.out`, and the counter of `ep_place`), return
+Made by `scripts/op_docs.py` from the schemas. All ops are pure (except `.out`, and the counter of `ep_place` and `ep_experts`), return
 fresh contiguous tensors, have fakes, and are capturable where their backend is. Errors are `RuntimeError`s of the form
 `moeq::<op>: <argument> must <requirement>, got <value>`. Pairs hold exactly:
 `X_moe(x, logits, ...) == X_moe_routed(x, *route(logits, ...), ...)`.
@@ -82,6 +82,9 @@ OTHER_OPS = {
     "expert here. Collective. Rows that stand for no token have the expert -1; an absent scale comes back as [0, 0].",
     "ep_combine": "The ranks' partial rows back to the ranks of the tokens, added in float32 in ascending rank order. "
     "Collective.",
+    "ep_experts": "`ep_place`, `ep_dispatch`, the routed op of a scheme and `ep_combine` in one, of unquantized hidden "
+    "states; with transport p2p, kernels that can do so read tokens, and write partial rows, in other GPUs' memory. "
+    "Collective. `num_experts` and `local_expert_offset` count slots.",
     "host_experts": "A layer whose experts lie partly on a device and partly on the host; both parts run at once, and "
     "are added in float32 on the device. `moe.HostExperts` makes such a layer and calls this op.",
     "swizzle_scale": "Block scales in the 128x4 tiling that NVIDIA's kernels read, zeros in the padding.",
@@ -163,7 +166,9 @@ ARGUMENTS = {
     "transposed": "x @ W instead of x @ W.T.",
     "first": "int32 [num_experts]: where in `slots` the places of an expert begin.",
     "count": "int32 [num_experts]: how many places follow; row t takes number (t + rank) modulo count.",
-    "slots": "ep_place: int32 [places], slots of all ranks numbered through. ep_dispatch, ep_combine with a capacity: "
+    "slots_of_ranks": "Experts on each rank.",
+    "partial_dtype": "In which partial rows travel: float32, bfloat16 or float16.",
+    "slots": "ep_place, ep_experts: int32 [places], slots of all ranks numbered through. ep_dispatch, ep_combine with a capacity: "
     "experts on each rank.",
     "places": "int32 [num_tokens, top_k]: the slots of a token's experts, as ep_place makes them; what is no slot "
     "contributes nothing.",
@@ -186,7 +191,7 @@ ARGUMENTS = {
     "gscale": "float32, [] or one per row [...]: multiplies x before it is rounded.",
     "rule": 'Of the block exponent: "rceil" (never clips), "floor" (OCP), "even".',
     "group": "quantize_fp8: values of K that share a scale; 0: the whole row; the last group may be partial. "
-    "ep_dispatch, ep_combine: name of a process group of torch.distributed.",
+    "ep_dispatch, ep_experts, ep_combine: name of a process group of torch.distributed.",
     "scale": "[..., rows, cols], any dtype of 1 or 2 bytes.",
     "swizzled": "[..., padded rows * padded cols].",
     "rows": "Before padding.",

@@ -18,9 +18,17 @@ STABLE_TORCH_LIBRARY_FRAGMENT(moeq_C, m) {
   m.def(
       "ep_p2p_combine(Tensor partial, Tensor(a!) out, Tensor buffers, int rank, float limit, int few) -> "
       "()");
+  m.def(
+      "ep_p2p_stage(Tensor tokens, Tensor ids, Tensor weights, Tensor(a!) places, Tensor buffers, Tensor heaps, Tensor "
+      "sizes, int rank, int max_tokens, float limit, Tensor? first=None, Tensor? count=None, Tensor? slots=None, "
+      "Tensor(b!)? load=None) -> ()");
+  m.def(
+      "ep_p2p_sum(Tensor parts, Tensor places, Tensor(a!) out, Tensor ends, Tensor buffers, Tensor heaps, Tensor "
+      "sizes, int rank, float limit) -> ()");
   m.def("ep_p2p_buffer_bytes() -> int");
   m.def(moeq::ExpertsSm90Call::kSchema);
   m.def(moeq::ExpertsHiddenSm90Call::kSchema);
+  m.def(moeq::ExpertsSm90RemoteCall::kSchema);
   m.def(moeq::ExpertsSm90RowsCall::kSchema);
   m.def("experts_sm90_rows_kept(int tokens, int top_k, int experts, int hidden, int inter) -> int");
   m.def(moeq::ExpertsSm90Bf16Call::kSchema);

@@ -133,6 +133,28 @@ struct ExpertsSm90RowsCall : LayerCall {
       OptionalTensor, OptionalTensor, Tensor, bool, int64_t>;
 };
 
+struct ExpertsSm90RemoteCall : LayerCall {
+  std::string act_format;
+  bool quantize_hidden;
+  bool quantize_intermediate;
+  int64_t kernel;
+  Tensor heaps;
+  Tensor sizes;
+  int64_t rank;
+  static constexpr const char* kSchema =
+      "experts_sm90_remote(Tensor(a!) out, Tensor hidden_states, Tensor? hidden_states_scale, Tensor? topk_ids, "
+      "Tensor? topk_weights, Tensor w13, Tensor? w13_scale, Tensor? w13_zero_point, Tensor? g1_alphas, Tensor? "
+      "w13_bias, Tensor w2, Tensor? w2_scale, Tensor? w2_zero_point, Tensor? g2_alphas, Tensor? w2_bias, Tensor? "
+      "a1_gscale, Tensor? a2_gscale, str activation, float swiglu_alpha, float swiglu_beta, float swiglu_limit, int "
+      "local_expert_offset, bool router_weight_on_input, str act_format, bool quantize_hidden, bool "
+      "quantize_intermediate, int kernel, Tensor heaps, Tensor sizes, int rank) -> ()";
+  using Types = std::tuple<
+      Tensor, Tensor, OptionalTensor, OptionalTensor, OptionalTensor, Tensor, OptionalTensor, OptionalTensor,
+      OptionalTensor, OptionalTensor, Tensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
+      OptionalTensor, OptionalTensor, std::string, double, double, double, int64_t, bool, std::string, bool, bool,
+      int64_t, Tensor, Tensor, int64_t>;
+};
+
 struct ExpertsSm90Bf16Call : LayerCall {
   static constexpr const char* kSchema =
       "experts_sm90_bf16(Tensor(a!) out, Tensor hidden_states, Tensor? hidden_states_scale, Tensor? topk_ids, Tensor? "

@@ -38,7 +38,7 @@ struct Block {
   uint32_t shared[8] = {};
 };
 
-inline thread_local Index threadIdx, blockIdx;
+inline thread_local Index threadIdx, blockIdx, gridDim;
 inline thread_local Block* block;
 
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
@@ -59,6 +59,9 @@ inline void __syncthreads() {
 }
 inline void __threadfence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 
+inline unsigned long long atomicAdd(unsigned long long* p, unsigned long long value) {
+  return reinterpret_cast<std::atomic<unsigned long long>*>(p)->fetch_add(value);
+}
 inline int atomicExch(int* p, int value) { return reinterpret_cast<std::atomic<int>*>(p)->exchange(value); }
 
 template <class T>

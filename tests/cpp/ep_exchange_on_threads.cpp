@@ -13,6 +13,7 @@
 //
 #include "combine.cuh"
 #include "dispatch.cuh"
+#include "remote.cuh"
 
 using namespace moeq::ep;
 
@@ -44,9 +45,10 @@ void launch(const Args& args, unsigned of_blocks, unsigned of_threads, Kernel ke
   for (unsigned b = 0; b < of_blocks; ++b) {
     blocks.push_back(std::make_unique<Block>(of_threads));
     for (unsigned t = 0; t < of_threads; ++t) {
-      threads.emplace_back([&args, kernel, b, t, of = blocks.back().get()] {
+      threads.emplace_back([&args, kernel, b, t, of_blocks, of = blocks.back().get()] {
         threadIdx.x = t;
         blockIdx.x = b;
+        gridDim.x = of_blocks;
         block = of;
         be_late();
         kernel(args);
@@ -133,6 +135,91 @@ int64_t wrong_combine(const Call& call, int number, Ranks ranks) {
   return wrong;
 }
 
+constexpr int kMostRows = 9, kMostTopK = 8, kMostHidden = 320, kPlacesOfRank = 3;
+constexpr int64_t kTokenBytes = int64_t{kMostRows} * kMostHidden * 4;
+constexpr int64_t kSlotBytes = int64_t{kMostRanks} * kMostRows * kMostTopK * 4;
+constexpr int64_t kHeapBytes = kTokenBytes + 2 * kSlotBytes + kMostRanks * kTokenBytes;
+
+int32_t place_of_slot(int call, int rank, int size, int64_t slot) {
+  return static_cast<int32_t>((call * 7 + rank * 5 + slot * 3 + slot / 5) % (kPlacesOfRank * size + 1)) - 1;
+}
+
+// What experts do between the kernels: this rank's, on the tokens of all ranks.
+int64_t wrong_experts(const Call& call, int number, const Heaps& heaps, const Ranks& ranks) {
+  const auto* places = reinterpret_cast<const int32_t*>(heaps.addresses[ranks.rank] + heaps.places_at);
+  const auto* weights = reinterpret_cast<const float*>(heaps.addresses[ranks.rank] + heaps.weights_at);
+  int64_t wrong = 0;
+  for (int64_t row = 0; row < call.rows; ++row) {
+    for (int from = 0; from < ranks.size; ++from) {
+      bool mine = false;
+      for (int j = 0; j < call.top_k; ++j) {
+        const int64_t at = (row * ranks.size + from) * call.top_k + j, slot = row * call.top_k + j;
+        const bool real = row < call.tokens[from];
+        const int32_t want = real ? place_of_slot(number, from, ranks.size, slot) : -1;
+        wrong += places[at] != want || weights[at] != (real ? partial_value(number, from, slot) : 0.0f);
+        mine |= want >= 0 && want / kPlacesOfRank == ranks.rank;
+      }
+      const auto* token = reinterpret_cast<const float*>(heaps.addresses[from]) + row * call.hidden;
+      auto* part = reinterpret_cast<float*>(heaps.addresses[from] + heaps.parts_at) +
+                   (static_cast<int64_t>(ranks.rank) * call.rows + row) * call.hidden;
+      be_late();
+      for (int i = 0; mine && i < call.hidden; ++i) {
+        wrong += token[i] != partial_value(number, from, row * call.hidden + i);
+        part[i] = partial_value(number + 1, ranks.rank, row * call.hidden + i);
+      }
+    }
+  }
+  return wrong;
+}
+
+int64_t wrong_remote(const Call& call, int number, const Ranks& ranks, const std::vector<int64_t>& addresses) {
+  const int64_t tokens = call.tokens[ranks.rank], slots = tokens * call.top_k, values = tokens * call.hidden;
+  std::vector<float> x(values + 4), weights(slots + 4), out(values + 8, -99.0f);
+  std::vector<int32_t> ids(slots + 4), places(slots + 4);
+  for (int64_t i = 0; i < values; ++i) {
+    x[i] = partial_value(number, ranks.rank, i);
+  }
+  for (int64_t i = 0; i < slots; ++i) {
+    ids[i] = place_of_slot(number, ranks.rank, ranks.size, i);
+    weights[i] = partial_value(number, ranks.rank, i);
+  }
+  Heaps heaps{{}, kTokenBytes, kTokenBytes + kSlotBytes, kTokenBytes + 2 * kSlotBytes};
+  std::copy(addresses.begin(), addresses.end(), heaps.addresses);
+  const StageArgs stage{reinterpret_cast<uint4*>(x.data()),
+                        values / 4,
+                        ids.data(),
+                        weights.data(),
+                        places.data(),
+                        static_cast<int>(tokens),
+                        call.rows,
+                        call.top_k,
+                        heaps,
+                        ranks,
+                        {}};
+  launch(stage, kBlocks, kRemoteThreads, [](const StageArgs& a) { stage_kernel(a); });
+  int64_t wrong = wrong_experts(call, number, heaps, ranks);
+  SumArgs sum{places.data(), out.data(), Out::kFloat32,   static_cast<int>(tokens),
+              call.rows,     call.top_k, call.hidden / 4, {},
+              heaps,         ranks};
+  for (int rank = 0; rank < ranks.size; ++rank) {
+    sum.ends[rank] = kPlacesOfRank * (rank + 1);
+  }
+  launch(sum, kBlocks, kRemoteThreads, [](const SumArgs& a) { sum_kernel<moeq::Float32, 8>(a); });
+  for (int64_t i = 0; i < values + 8; ++i) {
+    float want = i < values ? 0.0f : -99.0f;
+    for (int rank = 0; i < values && rank < ranks.size; ++rank) {
+      bool given = false;
+      for (int j = 0; j < call.top_k; ++j) {
+        const int32_t place = place_of_slot(number, ranks.rank, ranks.size, i / call.hidden * call.top_k + j);
+        given |= place >= 0 && place / kPlacesOfRank == rank;
+      }
+      want += given ? partial_value(number + 1, rank, i) : 0.0f;
+    }
+    wrong += out[i] != want;
+  }
+  return wrong;
+}
+
 }  // namespace
 
 int main(int, char** argv) {
@@ -161,6 +248,11 @@ int main(int, char** argv) {
       }
     }
   }
+  std::vector<std::vector<uint4>> heaps(size, std::vector<uint4>(kHeapBytes / sizeof(uint4)));
+  std::vector<int64_t> heap_addresses;
+  for (auto& heap : heaps) {
+    heap_addresses.push_back(reinterpret_cast<int64_t>(heap.data()));
+  }
   std::vector<Call> calls;
   for (int c = 0; c < number_of_calls; ++c) {
     const bool few = below(2);
@@ -180,6 +272,9 @@ int main(int, char** argv) {
         std::copy(addresses.begin(), addresses.end(), group.buffers);
         wrong += wrong_dispatch(calls[c], c, group);
         wrong += wrong_combine(calls[c], c, group);
+        for (int again = 0; again <= c % 3; ++again) {
+          wrong += wrong_remote(calls[(c + again) % number_of_calls], c + again, group, heap_addresses);
+        }
       }
     });
   }

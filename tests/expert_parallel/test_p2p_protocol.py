@@ -13,7 +13,7 @@ from paths import CPP, ROOT
 SOURCES = ROOT / "csrc" / "cuda"
 # Small blocks, so that some calls take many steps.
 SMALL = {"kBlocks": 3, "kBlockThreads": 8, "kStepVectors": 32, "kPartsVectors": 64}
-SMALL |= {"kWordBlocks": 2, "kWordThreads": 16, "kRenewal": 4}
+SMALL |= {"kRemoteThreads": 32, "kWordBlocks": 2, "kWordThreads": 16, "kRenewal": 4}
 CALLS = "12"
 
 
@@ -25,10 +25,13 @@ def adapted(text: str, constants: dict[str, int]) -> str:
         ("store_release", "store_flag(flag, value)"),
         ("load_acquire", "return load_flag(flag)"),
         ("nanoseconds", "return clock_ns()"),
+        ("or_of_warp", "return mine"),
         ("store_words", "store_words_of(target, words)"),
         ("load_words", "return load_words_of(source)"),
     ):
         text = re.sub(rf"({function}\([^)]*\)) {{\n.*?\n}}\n", rf"\1 {{ {call}; }}\n", text, flags=re.DOTALL)
+    # Lanes have nothing from each other here: each looks at all slots.
+    text = text.replace("threadIdx.x % 32, 32));", "0, 1));")
     text = re.sub(r"__shared__ uint32_t (\w+)\[kMostRanks\];", r"uint32_t* \1 = block->shared;", text)
     text = re.sub(r'extern "C" [^;]*__assert_fail[^;]*;', "", text)
     text = re.sub(r"struct Float16 {.*?\n};\n", "", text, flags=re.DOTALL)
@@ -41,7 +44,7 @@ def build(folder: Path, **constants: int) -> Path:
         pytest.skip("needs g++ with C++20")
     headers = [
         SOURCES / "expert_parallel" / f"{name}.cuh"
-        for name in ("buffer", "patience", "flags", "words", "dispatch", "combine")
+        for name in ("buffer", "patience", "flags", "words", "placing", "dispatch", "combine", "remote")
     ]
     for header in (*headers, SOURCES / "load16.cuh"):
         (folder / header.name).write_text(adapted(header.read_text(), SMALL | constants))

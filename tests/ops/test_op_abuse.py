@@ -130,7 +130,9 @@ def _fits(op: str, sample: Sample, name: str, what: str, new: Tensor | None) -> 
         return new.shape[1] == given[name].shape[1]  # any number of tokens: nothing else has a row for each
     if op == "moe_hidden" and name in ("router_bias", "routing_bias") and what == "flat":
         return True  # as they are
-    if "moe" in op:
+    if op == "ep_experts" and name == "slots":
+        return new.ndim == 1 and bool(new.numel())  # any number of places
+    if "moe" in op or op == "ep_experts":
         return name == "lora_ids" and what == "flat"  # as it is
     return len(given) == 1 or what.startswith(("dimension", "a dimension", "flat"))  # any rows, on any device
 
@@ -144,9 +146,9 @@ def _is_optional(op: str, name: str, given: dict[str, Tensor]) -> bool:
 
 def _other_dtypes(op: str, name: str, given: dict[str, Tensor]) -> tuple[torch.dtype, ...]:
     family, packed = _family(op), "hidden_states_scale" in given
-    if given[name].dtype == torch.float8_e4m3fn and ("moe" in op or op == "grouped_linear"):
+    if given[name].dtype == torch.float8_e4m3fn and ("moe" in op or op in ANY_SCHEME):
         return (torch.uint8,)
-    if op.startswith(("ep_", "host_")):
+    if op.startswith(("ep_", "host_")) and (op not in ANY_SCHEME or (op, name) in _EXCHANGED):
         return _EXCHANGED.get((op, name), ())
     if name in ("x", "router_logits", "shared_expert_weights", "lora_a13", "lora_b13", "lora_a2", "lora_b2") or (
         name == "hidden_states" and family and not packed
@@ -164,12 +166,14 @@ def _other_dtypes(op: str, name: str, given: dict[str, Tensor]) -> tuple[torch.d
     return ()
 
 
-ANY_SCHEME = ("grouped_linear", "moe_routed_lora", "moe_hidden")
+ANY_SCHEME = ("grouped_linear", "moe_routed_lora", "moe_hidden", "ep_experts")
 
 
 # What may be exchanged between ranks or with the host, besides the dtype of the sample.
 _EXCHANGED = {
     ("ep_place", "topk_ids"): (torch.int32, torch.int64),
+    ("ep_experts", "topk_ids"): (torch.int32, torch.int64),
+    ("ep_experts", "hidden_states"): FLOATS,
     ("ep_dispatch", "hidden_states"): (*FLOATS, torch.uint8, torch.int8, torch.float8_e4m3fn),
     ("ep_dispatch", "hidden_states_scale"): (torch.float32, torch.uint8, torch.float8_e4m3fn),
     ("ep_combine", "partial_rows"): FLOATS,

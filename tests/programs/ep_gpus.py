@@ -27,7 +27,7 @@ from torch import Tensor  # noqa: E402
 import torch_moe_ops as moe  # noqa: E402
 
 REPLAYS = 1000
-MAX_TOKENS = 64
+MAX_TOKENS = 128  # rows of which go by the kernels for many
 TRANSPORT = sys.argv[1]
 SIZES = {"experts": 16, "top_k": 4, "hidden": 1024, "inter": 512, "tokens": 96}
 LAYERS = {

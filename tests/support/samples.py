@@ -396,6 +396,24 @@ def _ep_combine(device: str) -> list[Sample]:
     ]
 
 
+def _ep_experts(device: str) -> list[Sample]:
+    found = []
+    for case in (Case(tokens=5), Case(tokens=5, scheme="none", bias=True), Case(tokens=5, scheme="int4")):
+        x, ids, weights = make_batch(case, device)
+        w = moe.prepare(make_raw(case, device), act_format="none", backend="reference")
+        tables = [t.to(device) for t in moe.ExpertPlacement.contiguous(case.experts, 1).tables(0).values()]
+        names = arguments("ep_experts")[0]
+        given = {name: getattr(w, name, None) for name in names[names.index("w13") :]}
+        given |= dict(zip(("first", "count", "slots"), tables, strict=True))
+        given |= dict(zip(("transport", "group", "world_size", "max_tokens"), _exchange(device, 8), strict=True))
+        given |= {"load": torch.zeros(case.experts, dtype=torch.int64, device=device), "rank": 0}
+        given |= {"slots_of_ranks": [case.experts], "partial_dtype": torch.float32}
+        for rows in (x, x[:0]):
+            batch = {"hidden_states": rows, "topk_ids": ids[: len(rows)], "topk_weights": weights[: len(rows)]}
+            found.append((tuple((given | batch)[name] for name in names), {}))
+    return found
+
+
 def host_layer(device: str) -> moe.HostExperts:
     """One layer a device for the whole process: its op knows it by a name."""
     if device not in _HOST_LAYERS:
@@ -432,6 +450,7 @@ SAMPLES: dict[str, Callable[[str], list[Sample]]] = {
     "ep_place": _ep_place,
     "ep_dispatch": _ep_dispatch,
     "ep_combine": _ep_combine,
+    "ep_experts": _ep_experts,
     "host_experts": _host_experts,
     "swizzle_scale": _swizzle,
     "unswizzle_scale": _unswizzle,

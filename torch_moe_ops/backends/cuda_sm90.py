@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_moe_ops.backends.registry import Backend, Requirement, formats, one_of, register
+from torch_moe_ops.backends.registry import Backend, RemoteExperts, Requirement, formats, one_of, register
 from torch_moe_ops.backends.sm90 import byte_formats
 from torch_moe_ops.backends.sm90.choice import choice_of, decode_max_tokens, switches_of
 from torch_moe_ops.backends.sm90.common import (
@@ -42,8 +42,10 @@ from torch_moe_ops.tuning import tuned
 from torch_moe_ops.tuning.tuned_kernels import KERNELS, key_of
 
 _own = own_of["experts_sm90"]
+_own_remote = own_of["experts_sm90_remote"]
 _own_hidden = own_of["experts_hidden_sm90"]
 DECODE = 0  # of KERNELS
+_LEAST_OF_PREFILL = KERNELS.index("slim")
 FORMATS: dict[str, tuple[str, ...]] = {"nvfp4": ("nvfp4", "none", "fp8"), "mxfp4": ("none", "fp8", "mxfp8")} | {
     scheme: ("none",) for scheme in byte_formats.SCHEMES
 }
@@ -84,6 +86,16 @@ def run_kernel(call: ExpertsCall, out: Tensor, kernel: int, router: Router = NO_
     check_device(call)
     arguments = _own(own | {"quantize_intermediate": rounds, "kernel": kernel})
     torch.ops.moeq_C.experts_sm90(out, *for_kernels(call), *router, *arguments)
+
+
+def _run_remote(call: ExpertsCall, where: dict[str, Any], parts: Tensor) -> None:
+    """RemoteExperts: prefill's kernels, which gather tokens and add up experts in launches of their own."""
+    rounds, top_k = call.act_format != "none", call.topk_ids.shape[1]
+    own: dict[str, Any] = {"act_format": call.act_format if rounds else "nvfp4"}
+    kernel = max(_kernel(call, parts, top_k), _LEAST_OF_PREFILL)
+    own |= {"quantize_hidden": rounds, "quantize_intermediate": rounds, "kernel": kernel}
+    check_device(call)
+    torch.ops.moeq_C.experts_sm90_remote(parts, *for_kernels(call), *_own_remote(own | where))
 
 
 def run_hidden(
@@ -164,16 +176,13 @@ def few_rows(p: Any, projection: Any, rows: Tensor, index: Tensor | None, addend
     return True
 
 
-_LEAST_BY_SLOT = KERNELS.index("slim")
-
-
 class _BySlot:
     """The kernels of prefill, one GEMM at a time (BySlot; csrc/cuda/sm90/gemm/gemm_rows.cuh)."""
 
     def __init__(self, p: Pass) -> None:
         call, x, sizes = p.call, p.x, p.sizes
         top_k = call.topk_ids.shape[1]
-        self.kernel = max(_kernel(call, x, top_k), _LEAST_BY_SLOT)
+        self.kernel = max(_kernel(call, x, top_k), _LEAST_OF_PREFILL)
         self.sized = torch.empty_like(x)
         self.arguments = for_kernels(call._replace(hidden_states=x, router_weight_on_input=False))
         count = (x.shape[0], top_k, sizes.num_experts, sizes.hidden_size, sizes.intermediate_size)
@@ -272,6 +281,7 @@ def _register(name: str, schemes: dict[str, tuple[str, ...]], accuracy: str) -> 
             dequantize=dequantize,
             few_rows=few_rows,
             rows_by_slot=rows_by_slot,
+            remote=RemoteExperts(_run_remote),
             accuracy=accuracy,
             by_name_only=frozenset({"mxfp8"}),
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +35,16 @@ class Requirement:
     of_format: bool = False
 
 
+class RemoteExperts(NamedTuple):
+    """Experts that read tokens, and write partial rows, in the memory of other GPUs (transports/p2p.py).
+
+    run: (call on the rows of all ranks, whose hidden states are this rank's part alone, arguments that say where the
+        others' are, the partial rows that this rank gets from all) fills partial rows of all ranks.
+    """
+
+    run: Callable[[ExpertsCall, dict[str, Any], Tensor], None]
+
+
 @dataclass(frozen=True)
 class Backend:
     """One way to run the experts.
@@ -47,6 +57,7 @@ class Backend:
         False, or None here: moeq::route and `run` do it.
     run_hidden: (call, a RouterProduct that the router's kernel takes, the arguments of moeq::route behind the logits,
         out) -> ids and weights, its logits filled too; None where it does not run, or here: the router, and `run`, do.
+    remote: for expert parallelism within a host; None: rows are exchanged before and after `run`.
     delegate: the backend whose kernels run what this one's do not, "" where there is none; `notes` says what that is.
     decode: as restore, but -> {"w13", "w2": numbers [E, rows, K] without alphas}, which gradients are made with.
         None: what `restore` gives is decoded.
@@ -78,6 +89,7 @@ class Backend:
     by_name_only: frozenset[str] = frozenset()
     run_monolithic: Callable[[ExpertsCall, tuple[Any, ...], Tensor], bool] | None = None
     run_hidden: Callable[[ExpertsCall, Any, tuple[Any, ...], Tensor], tuple[Tensor, Tensor] | None] | None = None
+    remote: RemoteExperts | None = None
     bias_layout: BiasLayout | None = None
     delegate: str = ""
     decode: Callable[[Mapping[str, Tensor], Sizes], dict[str, Tensor]] | None = None

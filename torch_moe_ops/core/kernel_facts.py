@@ -146,6 +146,15 @@ OWN_ARGUMENTS: dict[str, dict[str, str]] = {
         "second": "bool",
         "kernel": "int",
     },
+    "experts_sm90_remote": {
+        "act_format": "str",
+        "quantize_hidden": "bool",
+        "quantize_intermediate": "bool",
+        "kernel": "int",
+        "heaps": "Tensor",
+        "sizes": "Tensor",
+        "rank": "int",
+    },
     "experts_sm90_bf16": {},
     "experts_sm90_w4a8": {"weights": "str", "decode_tokens": "int"},
 }

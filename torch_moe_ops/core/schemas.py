@@ -117,6 +117,14 @@ _LORA_GRADIENTS = ", ".join(
 )
 
 
+# Every routed op with the tables of ep_place, and an exchange around it.
+_EXCHANGED = (
+    "Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Tensor first, Tensor count, Tensor slots, "
+    f"Tensor(a!) load, {_ANY_WEIGHTS}, {_INPUT_SCALES}, int rank, {_EXCHANGE}, int[] slots_of_ranks, "
+    f"ScalarType partial_dtype, {_ANY_OPTIONS}"
+)
+
+
 # Bodies: ops/moe.py and ops/moe_routed.py of the experts, the other files of ops/ of the rest.
 SCHEMAS: dict[str, str] = {
     "route": (
@@ -156,6 +164,7 @@ SCHEMAS: dict[str, str] = {
         'int[] slots=[], int capacity=0, str tp_group="", int tp_size=1, '
         "ScalarType? wire_dtype=None) -> Tensor"
     ),
+    "ep_experts": f"({_EXCHANGED}) -> Tensor",
     "host_experts": (
         "(Tensor hidden_states, Tensor places, Tensor topk_weights, str layer, ScalarType? out_dtype=None) -> Tensor"
     ),

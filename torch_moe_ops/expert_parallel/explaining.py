@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from torch_moe_ops.expert_parallel.payload import bytes_of_row
 from torch_moe_ops.prepared.explaining import explain as explain_weights
+from torch_moe_ops.transports import p2p
 from torch_moe_ops.transports.partial_rows import GROUP, WIRE_DTYPES, bytes_of_partial_row
 from torch_moe_ops.transports.registry import TRANSPORTS
 
@@ -47,6 +48,11 @@ def _lines(ep: Any) -> list[str]:
     row = bytes_of_row(ep.w, ep.payload, torch.bfloat16)
     lines.append(f"payload: {ep.payload.name}, {row} bytes a row of bfloat16 hidden states: {ep.payload.reason}")
     lines.append(f"combine: {_combine(ep)}, added in float32 in ascending rank order")
+    if ep.in_one_op:
+        kib = p2p.REMOTE_FROM // 1024
+        lines.append(
+            f"from {kib} KiB a rank on, prefill's kernels read other ranks' tokens and write their partial rows"
+        )
     replicas = f", replicas: {placement.replicas}" if placement.has_replicas else ""
     slots = f"{placement.num_experts} experts in {placement.num_slots} slots, {placement.slots_of_ranks} on the ranks"
     lines.append(f"placement: {slots}{replicas}")

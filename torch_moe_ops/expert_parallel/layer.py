@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torch_moe_ops.backends.registry import BACKENDS
 from torch_moe_ops.config.parallel import FusedMoEParallelConfig
+from torch_moe_ops.core.call import FIELDS
 from torch_moe_ops.expert_parallel import explaining, rebalancing
 from torch_moe_ops.expert_parallel.adapters import check_adapters, share_of_lora, with_owners, without_owners
 from torch_moe_ops.expert_parallel.agreement import agreed, agreed_placement, told_to_all
@@ -23,8 +25,10 @@ from torch_moe_ops.prepared.lora import Lora
 from torch_moe_ops.prepared.prepared_weights import PreparedWeights
 from torch_moe_ops.prepared.shared_experts import check_router_columns
 from torch_moe_ops.routing.options import Routing
+from torch_moe_ops.transports import p2p
 from torch_moe_ops.transports.members import Wanted, member
 from torch_moe_ops.transports.registry import choose
+from torch_moe_ops.transports.symmetric import prepare_heap
 from torch_moe_ops.weights.raw_weights import RawWeights
 
 
@@ -97,6 +101,7 @@ class ExpertParallel:
         }
         self.placement = agreed_placement(self.ranks.group, w, given, settings)
         chosen.prepare(self.ranks.group, w.device)
+        self.in_one_op = self._prepare_remote()
         with torch.inference_mode(False):  # they are written later, in that mode and outside of it
             self._first, self._count, self._slots = (
                 table.to(w.device, copy=True) for table in self.placement.tables(self.ranks.rank).values()
@@ -204,8 +209,10 @@ class ExpertParallel:
         most = self.max_tokens_per_rank
         rows_of_a_rank = check_call(hidden_states, self.w.hidden_size, most, max_tokens, self.capacity)
         check_adapters(lora, lora_ids, hidden_states, self.w)
-        places = torch.ops.moeq.ep_place(topk_ids, self._first, self._count, self._slots, self.load, self.ranks.rank)
         topk_weights = topk_weights.to(torch.float32)
+        if self.in_one_op and lora is None:
+            return self._in_one_op(hidden_states, topk_ids, topk_weights, rows_of_a_rank, out_dtype)
+        places = torch.ops.moeq.ep_place(topk_ids, *self._tables(), self.ranks.rank)
         if lora_ids is not None:
             places, topk_weights = with_owners(places, topk_weights, lora_ids)
         quantize = self.payload.quantize if lora is None else None  # adapters see what is not quantized
@@ -236,6 +243,54 @@ class ExpertParallel:
             self.ranks.tp_name,
             self.ranks.tp_size,
             self._wire,
+        )
+
+    def _prepare_remote(self) -> bool:
+        """Whether the experts may exchange rows by themselves; then with memory for it. Collective."""
+        plain = self.payload.quantize is None and not self.capacity and self._wire is None and not self.ranks.tp_name
+        if self.transport != "p2p" or not plain:
+            return False
+        able = BACKENDS[self.w.backend].remote is not None
+        if not all(agreed(self.ranks.group, self.w.device, able)):
+            return False
+        wanted = p2p.room(self.w.hidden_size, self.max_tokens_per_rank, self.ranks.size, self._computed)
+        prepare_heap(self.ranks.group, self.w.device, wanted)
+        return True
+
+    def _tables(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self._first, self._count, self._slots, self.load
+
+    def _in_one_op(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        rows_of_a_rank: int,
+        out_dtype: torch.dtype | None,
+    ) -> Tensor:
+        w = self.w
+        constants = (w.swiglu_alpha, w.swiglu_beta, w.swiglu_limit)
+        return torch.ops.moeq.ep_experts(
+            hidden_states,
+            topk_ids,
+            topk_weights,
+            *self._tables(),
+            *(getattr(w, name) for name in FIELDS[FIELDS.index("w13") : FIELDS.index("backend")]),
+            self.ranks.rank,
+            *self._exchange,
+            rows_of_a_rank,
+            self.placement.slots_of_ranks,
+            self._computed,
+            w.backend,
+            w.scheme,
+            w.act_format,
+            w.activation,
+            *(w.constants() if torch.compiler.is_compiling() else constants),
+            w.num_experts,
+            w.local_expert_offset,
+            w.router_weight_on_input,
+            w.weight_policy,
+            hidden_states.dtype if out_dtype is None else out_dtype,
         )
 
     def fused(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch_moe_ops import backends  # the expert ops look backends up by name
 from torch_moe_ops.ops import (
+    ep_experts,
     expert_parallel,
     grouped_linear,
     host_experts,
@@ -19,6 +20,7 @@ from torch_moe_ops.ops import (
 
 __all__ = [
     "backends",
+    "ep_experts",
     "expert_parallel",
     "grouped_linear",
     "host_experts",

@@ -26,8 +26,9 @@ _SCALES = (torch.float32, torch.uint8, torch.float8_e4m3fn)
 Dispatched = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def _check_place(topk_ids: Tensor, first: Tensor, count: Tensor, slots: Tensor, load: Tensor, rank: int) -> None:
-    op = "ep_place"
+def check_place(
+    topk_ids: Tensor, first: Tensor, count: Tensor, slots: Tensor, load: Tensor, rank: int, op: str = "ep_place"
+) -> None:
     for name, t in zip(
         ("topk_ids", "first", "count", "slots", "load"), (topk_ids, first, count, slots, load), strict=True
     ):
@@ -52,7 +53,7 @@ def _check_place(topk_ids: Tensor, first: Tensor, count: Tensor, slots: Tensor, 
 
 
 def _place(topk_ids: Tensor, first: Tensor, count: Tensor, slots: Tensor, load: Tensor, rank: int) -> Tensor:
-    _check_place(topk_ids, first, count, slots, load, rank)
+    check_place(topk_ids, first, count, slots, load, rank)
     with like_a_kernel(topk_ids.device.type):
         placed = place(topk_ids, first, count, slots, load, rank)
     torch._C._increment_version((load,))
@@ -60,7 +61,7 @@ def _place(topk_ids: Tensor, first: Tensor, count: Tensor, slots: Tensor, load: 
 
 
 def _place_fake(topk_ids: Tensor, first: Tensor, count: Tensor, slots: Tensor, load: Tensor, rank: int) -> Tensor:
-    _check_place(topk_ids, first, count, slots, load, rank)
+    check_place(topk_ids, first, count, slots, load, rank)
     return topk_ids.new_empty(topk_ids.shape, dtype=torch.int32)
 
 
@@ -71,7 +72,7 @@ def _check_ids(op: str, topk_ids: Tensor, dtypes: tuple[torch.dtype, ...]) -> No
         fail(op, "topk_ids", f"have one of the dtypes {[str(d) for d in dtypes]}", topk_ids.dtype)
 
 
-def _check_exchange(op: str, transport: str, exchange: Exchange) -> None:
+def check_exchange(op: str, transport: str, exchange: Exchange) -> None:
     if transport not in TRANSPORTS:
         fail(op, "transport", f"be one of {list(TRANSPORTS)}", transport)
     for name, least in (("world_size", 1), ("max_tokens", 1), ("capacity", 0)):
@@ -81,7 +82,7 @@ def _check_exchange(op: str, transport: str, exchange: Exchange) -> None:
         fail(op, "slots", f"have an element for each of {exchange.world_size} ranks", exchange.slots)
 
 
-def _check_group(op: str, name: str, group: str, size: int) -> None:
+def check_group(op: str, name: str, group: str, size: int) -> None:
     """Of what runs: a group of another size would leave memory unwritten, or ranks waiting."""
     found = group_of(group).size()
     if found != size:
@@ -92,7 +93,7 @@ def _check_dispatch(rows: Rows, transport: str, exchange: Exchange) -> None:
     op = "ep_dispatch"
     for name in ("hidden_states", "topk_ids", "topk_weights"):
         check_given(op, name, getattr(rows, name))
-    _check_exchange(op, transport, exchange)
+    check_exchange(op, transport, exchange)
     _check_ids(op, rows.topk_ids, (torch.int32,))
     if rows.topk_weights.ndim != 2 or rows.topk_weights.shape[1] != rows.topk_ids.shape[1]:
         fail(op, "topk_weights", f"have shape {tuple(rows.topk_ids.shape)} like topk_ids", rows.topk_weights.shape)
@@ -152,7 +153,7 @@ def _dispatch(*args: Any, **kwargs: Any) -> Dispatched:
     x, capacity = rows.hidden_states, exchange.capacity
     if capacity and x.is_cuda and torch.cuda.is_current_stream_capturing():
         fail("ep_dispatch", "capacity", "be 0 in a CUDA graph: an overflow is told by the host", capacity)
-    _check_group("ep_dispatch", "world_size", exchange.group, exchange.world_size)
+    check_group("ep_dispatch", "world_size", exchange.group, exchange.world_size)
     with like_a_kernel(x.device.type):
         return _with_scale(*TRANSPORTS[transport].dispatch(rows, exchange))
 
@@ -168,7 +169,7 @@ def _check_combine(partial_rows: Tensor, transport: str, exchange: Exchange, how
     op = "ep_combine"
     for name, t in (("partial_rows", partial_rows), ("positions", how.positions)):
         check_given(op, name, t)
-    _check_exchange(op, transport, exchange)
+    check_exchange(op, transport, exchange)
     if partial_rows.ndim != 2 or partial_rows.dtype not in FLOATS:
         text = f"be [rows, hidden_size] of one of the dtypes {[str(d) for d in FLOATS]}"
         fail(op, "partial_rows", text, f"{partial_rows.dtype} {tuple(partial_rows.shape)}")
@@ -218,9 +219,9 @@ def _combine(*args: Any, **kwargs: Any) -> Tensor:
         rows, transport, exchange, how = _bind_combine(*args, **kwargs)
     except RuntimeError as error:
         raise RuntimeError(f"{error}{ALONE}") from None
-    _check_group("ep_combine", "world_size", exchange.group, exchange.world_size)
+    check_group("ep_combine", "world_size", exchange.group, exchange.world_size)
     if how.tp_group:
-        _check_group("ep_combine", "tp_size", how.tp_group, how.tp_size)
+        check_group("ep_combine", "tp_size", how.tp_group, how.tp_size)
     with like_a_kernel(rows.device.type):
         return TRANSPORTS[transport].combine(rows.contiguous(), exchange, how)
 

@@ -48,8 +48,9 @@ __device__ __forceinline__ void store_narrow(void* out, int64_t element, const f
   }
 }
 
-template <int count>
-__device__ __forceinline__ void store_sum(const CombineArgs& args, int64_t element, const float (&values)[count]) {
+// args: out and out_type.
+template <class Args, int count>
+__device__ __forceinline__ void store_sum(const Args& args, int64_t element, const float (&values)[count]) {
   if (args.out_type == Out::kBfloat16) {
     return store_narrow<Out::kBfloat16>(args.out, element, values);
   }

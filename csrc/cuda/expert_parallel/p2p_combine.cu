@@ -3,25 +3,12 @@
 
 #include "combine.cuh"
 #include "exchange.cuh"
+#include "out_type.cuh"
 
 namespace moeq::ep {
 namespace {
 
 constexpr const char* kOp = "ep_p2p_combine";
-
-Out out_type_of(const Tensor& out) {
-  switch (out.scalar_type()) {
-    case ScalarType::Float:
-      return Out::kFloat32;
-    case ScalarType::BFloat16:
-      return Out::kBfloat16;
-    case ScalarType::Half:
-      return Out::kFloat16;
-    default:
-      MOEQ_CHECK(kOp, false, "out must have dtype float32, bfloat16 or float16");
-      return Out::kFloat32;
-  }
-}
 
 template <class Element, int most_ranks>
 void launch(CombineArgs args, int64_t few, cudaStream_t stream) {
@@ -62,7 +49,7 @@ void combine(const Tensor& partial, const Tensor& out, const Tensor& buffers, in
   const CombineArgs args{static_cast<const uint4*>(partial.const_data_ptr()),
                          out.mutable_data_ptr(),
                          out.numel(),
-                         out_type_of(out),
+                         out_type_of(kOp, out),
                          ranks,
                          Share(vectors, kPartsVectors)};
   const torch::stable::accelerator::DeviceGuard guard(partial.get_device_index());

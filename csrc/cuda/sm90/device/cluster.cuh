@@ -1,4 +1,4 @@
-// Blocks of a cluster: who one is, barriers among them, and stores into each other's shared memory.
+// Blocks of a cluster: who one is, barriers among them, and accesses to each other's shared memory.
 #pragma once
 #include <cstdint>
 
@@ -35,6 +35,12 @@ __device__ __forceinline__ uint32_t address_in_block(uint32_t shared, int rank) 
 
 __device__ __forceinline__ void store_in_cluster(uint32_t address, float value) {
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+
+__device__ __forceinline__ int load_in_cluster(uint32_t address) {
+  int value;
+  asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
 }
 
 }  // namespace moeq::sm90

@@ -8,6 +8,7 @@ namespace {
 
 constexpr const char* kOp = "experts_sm90";
 constexpr const char* kRowsOp = "experts_sm90_rows";
+constexpr const char* kRemoteOp = "experts_sm90_remote";
 
 // Functions that take a shape of tiles, with that given.
 template <class AnyProblem, size_t (*workspace)(const AnyProblem&, Shape), cudaError_t (*run)(const AnyProblem&, Shape),
@@ -56,6 +57,52 @@ void experts_sm90(const ExpertsSm90Call& call) {
     bind_tiled_weights(kOp, problem, call);
     check_rounding(problem, layer);
     problem.x_factor = floats_of(kOp, "hidden_states_scale", call.hidden_states_scale, problem.tokens, call.out);
+  });
+}
+
+// Where the ranks' tokens and partial rows are: see csrc/cuda/expert_parallel/remote.cuh.
+RemoteRows remote_rows_of(const ExpertsSm90RemoteCall& call) {
+  const auto is_numbers = [](const Tensor& t) {
+    return t.is_cpu() && t.dim() == 1 && t.is_contiguous() && t.scalar_type() == ScalarType::Long;
+  };
+  STD_TORCH_CHECK(is_numbers(call.heaps) && is_numbers(call.sizes) && call.sizes.size(0) == 3, "moeq_C::", kRemoteOp,
+                  ": heaps and sizes must be vectors of int64 on the CPU, sizes of 3");
+  const int64_t ranks = call.heaps.size(0), tokens = call.out.size(0);
+  STD_TORCH_CHECK(ranks >= 1 && ranks <= kMostRemoteRanks && tokens % ranks == 0, "moeq_C::", kRemoteOp,
+                  ": heaps must have 1 to ", kMostRemoteRanks, " elements that divide the rows of out, got ", ranks);
+  STD_TORCH_CHECK(call.rank >= 0 && call.rank < ranks, "moeq_C::", kRemoteOp, ": rank must be in 0 ... ", ranks - 1,
+                  ", got ", call.rank);
+  const auto* heaps = static_cast<const int64_t*>(call.heaps.const_data_ptr());
+  const auto* sizes = static_cast<const int64_t*>(call.sizes.const_data_ptr());
+  const int64_t parts = sizes[0] + sizes[1] + sizes[2];
+  const int64_t of_rank = call.out.numel() / ranks * static_cast<int64_t>(call.out.element_size());
+  STD_TORCH_CHECK(reinterpret_cast<int64_t>(call.out.const_data_ptr()) == heaps[call.rank] + parts,
+                  "moeq_C::", kRemoteOp, ": out must be the partial rows of this rank's heap");
+  RemoteRows remote{};
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    remote.x[rank] = heaps[rank];
+    remote.out[rank] = heaps[rank] + parts + call.rank * of_rank;
+  }
+  remote.ranks = static_cast<int>(ranks);
+  return remote;
+}
+
+// As experts_sm90 on a kernel of prefill's, of the tokens in the heaps of all ranks: out [ranks * rows, hidden] is what
+// this rank's heap has room for, filled by all ranks, hidden_states [rows, hidden] this rank's part of the tokens.
+void experts_sm90_remote(const ExpertsSm90RemoteCall& call) {
+  RoundedProblem p{};
+  p.act_format = named<ActFormat>(kRemoteOp, "act_format", call.act_format);
+  STD_TORCH_CHECK(call.kernel > 0 && call.kernel < kKernelCount && !call.hidden_states_scale.has_value(),
+                  "moeq_C::", kRemoteOp, ": kernel must be one of prefill's, hidden states without scales, got kernel ",
+                  call.kernel);
+  Layer layer(kRemoteOp, call);
+  layer.quantize_hidden = call.quantize_hidden;
+  layer.quantize_intermediate = call.quantize_intermediate;
+  layer.hidden_elements = call.out.numel() / (call.heaps.size(0) > 0 ? call.heaps.size(0) : 1);
+  run_layer(p, layer, kKernels[call.kernel], [&](RoundedProblem& problem) {
+    problem.remote = remote_rows_of(call);
+    bind_tiled_weights(kRemoteOp, problem, call);
+    check_rounding(problem, layer);
   });
 }
 
@@ -137,6 +184,7 @@ int64_t experts_sm90_rows_kept(int64_t tokens, int64_t top_k, int64_t experts, i
 
 STABLE_TORCH_LIBRARY_IMPL(moeq_C, CUDA, m) {
   m.impl("experts_sm90", MOEQ_BOX(moeq::ExpertsSm90Call, moeq::sm90::experts_sm90));
+  m.impl("experts_sm90_remote", MOEQ_BOX(moeq::ExpertsSm90RemoteCall, moeq::sm90::experts_sm90_remote));
   m.impl("experts_sm90_rows", MOEQ_BOX(moeq::ExpertsSm90RowsCall, moeq::sm90::experts_sm90_rows));
 }
 

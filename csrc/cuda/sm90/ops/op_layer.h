@@ -16,6 +16,7 @@ struct Layer {
   const RouterCall* router = nullptr;   // where the op takes one; without logits it does not count
   bool quantize_hidden = false, quantize_intermediate = false;
   bool fills_out = true;  // else it only has the sizes
+  int64_t hidden_elements = 0;  // of hidden states; 0: as many as `out` has
   ScalarType hidden_type = ScalarType::BFloat16;
 
   Layer(const char* name, const LayerCall& arguments) : op(name), call(arguments) {}
@@ -124,7 +125,8 @@ void run_layer(AnyProblem& p, const Layer& layer, const Kernels<AnyProblem>& ker
   // A view may start anywhere; the kernels move 16 bytes at a time.
   const Tensor& given = layer.call.hidden_states;
   const Tensor x = is_aligned(given) ? given : torch::stable::clone(given);
-  p.x = data_of<void>(layer.op, "hidden_states", x, layer.hidden_type, out.numel(), out);
+  p.x = data_of<void>(layer.op, "hidden_states", x, layer.hidden_type,
+                      layer.hidden_elements > 0 ? layer.hidden_elements : out.numel(), out);
   const bool direct = !layer.fills_out || is_aligned(out);
   Tensor aligned_out = direct ? out : torch::stable::empty_like(out);
   p.out = layer.fills_out ? aligned_out.mutable_data_ptr() : nullptr;

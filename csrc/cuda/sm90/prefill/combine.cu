@@ -28,9 +28,9 @@ struct Piece {
   }
 };
 
-__device__ void store(const Problem& p, int64_t at, const float (&sum)[kColumns]) {
+__device__ void store(const Problem& p, void* out, int64_t at, const float (&sum)[kColumns]) {
   if (p.out_type == OutType::kFloat32) {
-    float4* to = reinterpret_cast<float4*>(static_cast<float*>(p.out) + at);
+    float4* to = reinterpret_cast<float4*>(static_cast<float*>(out) + at);
     to[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
     to[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
     return;
@@ -46,11 +46,24 @@ __device__ void store(const Problem& p, int64_t at, const float (&sum)[kColumns]
       words[i] = *reinterpret_cast<const uint32_t*>(&pair);
     }
   }
-  *reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.out) + at) = make_uint4(words[0], words[1], words[2], words[3]);
+  *reinterpret_cast<uint4*>(static_cast<uint16_t*>(out) + at) = make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// A row for another rank goes to its memory, unless the token has no expert here, which that rank knows as well.
+template <bool remote>
+__device__ __forceinline__ void store_row(const CombineArgs& args, int token, int column, bool any,
+                                          const float (&sum)[kColumns]) {
+  const Problem& p = args.problem;
+  if constexpr (!remote) {
+    store(p, p.out, static_cast<int64_t>(token) * p.hidden + column, sum);
+  } else if (any) {
+    const RemoteRow at = remote_row(args.remote, token);
+    store(p, reinterpret_cast<void*>(args.remote.out[at.rank]), at.row * p.hidden + column, sum);
+  }
 }
 
 // Grid: (tokens, pieces of a row).
-template <bool wide>
+template <bool wide, bool remote>
 __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ CombineArgs args) {
   wait_for_previous_kernel();
   allow_next_kernel();
@@ -59,6 +72,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
   const int64_t token = blockIdx.x;
   if (column >= p.hidden) return;
   float sum[kColumns] = {};
+  bool any = false;
   for (int first = 0; first < p.top_k; first += kAtOnce) {
     Piece<wide> pieces[kAtOnce];
     float weights[kAtOnce];
@@ -67,6 +81,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
     for (int i = 0; i < kAtOnce; i++) {
       const int64_t slot = token * p.top_k + first + i;
       mine[i] = first + i < p.top_k && local_expert(p, slot) >= 0;
+      any |= mine[i];
       if (mine[i]) {
         pieces[i].load(args.y, slot * p.hidden + column);
         weights[i] = p.weight_on_input ? 1.0f : p.topk_weights[slot];
@@ -79,7 +94,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
       for (int c = 0; c < kColumns; c++) sum[c] = __fadd_rn(sum[c], __fmul_rn(weights[i], pieces[i].value(c)));
     }
   }
-  store(p, token * p.hidden + column, sum);
+  store_row<remote>(args, blockIdx.x, column, any, sum);
   if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0 && args.overdue != nullptr && *args.overdue != 0) {
     give_up("gemm_kernel", "thread blocks waited some seconds for the intermediate of others, in vain");
   }
@@ -91,8 +106,10 @@ cudaError_t launch_combine(const CombineArgs& args) {
   const Problem& p = args.problem;
   const int pieces = (p.hidden + kThreads * kColumns - 1) / (kThreads * kColumns);
   const int threads = pieces > 1 ? kThreads : (p.hidden / kColumns + 31) / 32 * 32;
-  return launch_dependent(args.y_wide ? combine_kernel<true> : combine_kernel<false>, args, dim3(p.tokens, pieces),
-                          threads, 0);
+  const auto kernel = args.remote.ranks == 0 ? args.y_wide ? combine_kernel<true, false> : combine_kernel<false, false>
+                      : args.y_wide          ? combine_kernel<true, true>
+                                             : combine_kernel<false, true>;
+  return launch_dependent(kernel, args, dim3(p.tokens, pieces), threads, 0);
 }
 
 }  // namespace moeq::sm90

@@ -101,7 +101,8 @@ Plan make_plan(const RoundedProblem& p, Shape shape) {
   gemm = gemms_of(without_e4m3(p), schedule, variant.block_tiles);
   const int rows = gemm.rows;
   OperandArgs& operand = plan.operand;
-  operand = {p, schedule, nullptr, nullptr, nullptr, rows, gemm.hidden_padded, variant.max_width, p.act_format};
+  operand = {p,    schedule,           nullptr,           nullptr,      nullptr,
+             rows, gemm.hidden_padded, variant.max_width, p.act_format, p.remote};
   operand.operand = arena.take<__nv_bfloat16>(int64_t{rows} * gemm.hidden_padded);
   place_factors(p, arena, plan);
   gemm.operand = operand.operand;
@@ -115,7 +116,7 @@ Plan make_plan(const RoundedProblem& p, Shape shape) {
   gemm.h = arena.take<__nv_bfloat16>(int64_t{rows} * gemm.inter_padded);
   gemm.y = arena.take<uint8_t>(int64_t{slots} * p.hidden * result_bytes(p));
   plan.requantize = {p, schedule, gemm.h_wide, gemm.h, h_factor, rows, gemm.inter_padded, p.act_format};
-  plan.combine = {p, gemm.y, gemm.y_wide, schedule.overdue};
+  plan.combine = {p, gemm.y, gemm.y_wide, schedule.overdue, p.remote};
   plan.bytes = arena.used();
   return plan;
 }
@@ -152,9 +153,11 @@ cudaError_t run_piece(const RoundedProblem& p, Shape shape) {
   return error;
 }
 
-// Of tokens whose codes have scales.
-RoundedProblem with_factors(const RoundedProblem& whole, RoundedProblem piece) {
-  if (whole.x_factor != nullptr) piece.x_factor += (piece.topk_ids - whole.topk_ids) / whole.top_k;
+// What belongs to a piece's tokens besides what every problem has.
+RoundedProblem with_own(const RoundedProblem& whole, RoundedProblem piece) {
+  const int64_t first = (piece.topk_ids - whole.topk_ids) / whole.top_k;
+  if (whole.x_factor != nullptr) piece.x_factor += first;
+  piece.remote.first = static_cast<int>(first);
   return piece;
 }
 
@@ -170,7 +173,7 @@ size_t prefill_workspace(const RoundedProblem& p, Shape shape) {
 cudaError_t prefill_run(const RoundedProblem& p, Shape shape) {
   if (p.experts > kMaxExperts) return cudaErrorInvalidValue;
   return run_in_pieces(p, tokens_of_piece(p),
-                       [&](const RoundedProblem& piece) { return run_piece(with_factors(p, piece), shape); });
+                       [&](const RoundedProblem& piece) { return run_piece(with_own(p, piece), shape); });
 }
 
 }  // namespace moeq::sm90

@@ -41,6 +41,7 @@ struct OperandArgs {
   int hidden_padded;
   int max_width;  // tokens of a tile
   ActFormat act_format;
+  RemoteRows remote;
 };
 
 // The intermediate where GEMM1 does not round it: with a scale of its own per row, or to e4m3.
@@ -60,6 +61,7 @@ struct CombineArgs {
   const void* y;  // [slots, hidden]: bfloat16, or float32 if y_wide
   bool y_wide;
   const int* overdue;  // of the schedule; null: no kernel before waits
+  RemoteRows remote;
 };
 
 cudaError_t launch_schedule(const OperandArgs& args);

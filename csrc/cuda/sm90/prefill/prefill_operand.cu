@@ -8,6 +8,7 @@ namespace {
 constexpr int kThreads = 256;
 
 // 16 values of K of a token for each of its experts.
+template <bool remote>
 __global__ void __launch_bounds__(kThreads) operand_kernel(const __grid_constant__ OperandArgs args) {
   wait_for_previous_kernel();
   allow_next_kernel();
@@ -17,7 +18,11 @@ __global__ void __launch_bounds__(kThreads) operand_kernel(const __grid_constant
   const bool real = unit < int64_t{p.tokens} * blocks_per_row;   // the same for a quad
   const int token = real ? unit / blocks_per_row : 0, block = real ? unit % blocks_per_row : threadIdx.x % 4;
   float x[16];
-  load_token(args, token, block * 16, x);
+  if constexpr (!remote) {
+    load_token(args, token, block * 16, x);
+  } else {
+    load_remote_units(args, unit, blocks_per_row, token, x);
+  }
   uint4 pieces[2];
   if (p.a1 != ActScale::kExpert) {
     if (p.a1 != ActScale::kNone) {
@@ -66,7 +71,8 @@ cudaError_t launch_operand(const OperandArgs& args) {
     if (error != cudaSuccess) return error;
   }
   const int64_t units = int64_t{args.problem.tokens} * (args.hidden_padded / 16);
-  return launch_dependent(operand_kernel, args, static_cast<unsigned>((units + kThreads - 1) / kThreads), kThreads, 0);
+  const auto kernel = args.remote.ranks == 0 ? operand_kernel<false> : operand_kernel<true>;
+  return launch_dependent(kernel, args, static_cast<unsigned>((units + kThreads - 1) / kThreads), kThreads, 0);
 }
 
 }  // namespace moeq::sm90

@@ -3,12 +3,14 @@
 #pragma once
 #include "../../../generated/sm90_act_formats.h"
 #include "problem.h"
+#include "remote_rows.h"
 
 namespace moeq::sm90 {
 
 struct RoundedProblem : Problem {
   ActFormat act_format;    // what `a1` and `a2` round to; of mxfp8 they are kNone or kToken
   const float* x_factor;   // [tokens]: multiplies GEMM1's sums, where x holds values of codes; null: 1
+  RemoteRows remote;       // of prefill_run alone
 };
 
 inline bool rounds_to_e4m3(const RoundedProblem& p) {
