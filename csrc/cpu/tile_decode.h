@@ -52,10 +52,36 @@ struct ScaledFloats {
   }
 };
 
+// The products of one value with every code: looked up by the codes of all panels that meet the value.
+template <class Table>
+struct CodeProducts {
+  F32 of_code;
+
+  explicit MOEQ_INLINE CodeProducts(const float* value)
+      : of_code(mul(load_f32(reinterpret_cast<const uint8_t*>(Table::kValues)), broadcast(value))) {}
+
+  template <int Shift>
+  MOEQ_INLINE F32 of(Words codes) const {
+    return look_up<Shift>(codes, of_code);
+  }
+};
+struct NoProducts {};
+
+// Of a decoder of four-bit codes by a table.
+template <class Codes>
+struct ProductsOf {
+  using Type = NoProducts;
+};
+template <class Table>
+struct ProductsOf<Codes4<Table>> {
+  using Type = CodeProducts<Table>;
+};
+
 // Codes alone: their scales meet the sums of a group.
 template <class Codes>
 struct CodeTiles {
   using Floats = Codes;
+  using Products = NoProducts;
 
   static MOEQ_INLINE void decode(const DotCall& call, int64_t unit, int64_t group, uint8_t* out) {
     const Codes codes(call, unit, group);
@@ -73,10 +99,27 @@ struct CodeTiles {
 // Codes times powers of two. Below 2^-126 they count as zero, like every operand of a tile.
 template <class Codes>
 struct MxTiles {
+  using Products = typename ProductsOf<Codes>::Type;
   struct Floats : ScaledFloats<Codes> {
     MOEQ_INLINE Floats(const DotCall& call, int64_t unit, int64_t group)
-        : ScaledFloats<Codes>{Codes(call, unit, group), e8m0_scales(call.scale + group * kPanelRows)} {}
+        : ScaledFloats<Codes>{Codes(call, unit, group), scales_of(call.scale + group * kPanelRows)} {}
   };
+
+  static MOEQ_INLINE F32 scales_of(const uint8_t* scale) { return e8m0_scales(scale); }
+
+  // Whether every code that is not zero stays a normal number with these scales: they are 2^-117 to 2^119.
+  static MOEQ_INLINE bool are_moderate(const uint8_t* scale) {
+    constexpr uint8_t kFirst = 10;
+    constexpr uint8_t kCount = 237;
+#ifdef MOEQ_BF16
+    const __m128i above = _mm_sub_epi8(load_bytes(scale), _mm_set1_epi8(kFirst));
+    return _mm_cmpge_epu8_mask(above, _mm_set1_epi8((char)kCount)) == 0;
+#else
+    bool all = true;
+    for (int i = 0; i < kPanelRows; ++i) all &= static_cast<uint8_t>(scale[i] - kFirst) < kCount;
+    return all;
+#endif
+  }
 
   static void decode_any(const DotCall& call, int64_t unit, int64_t group, uint8_t* out) {
     const Floats floats(call, unit, group);
@@ -89,17 +132,11 @@ struct MxTiles {
 #ifdef MOEQ_BF16
   static constexpr bool kHasNan = Codes::kUnitBytes == Codes8<E4m3Bytes>::kUnitBytes;
 
-  // Scales with which every code that is not zero stays a normal number: 2^-117 to 2^119.
-  static MOEQ_INLINE bool are_moderate(__m128i scales) {
-    const __m128i above = _mm_sub_epi8(scales, _mm_set1_epi8(10));
-    return _mm_cmpgt_epu8_mask(above, _mm_set1_epi8((char)236)) == 0;
-  }
-
   static MOEQ_INLINE void decode(const DotCall& call, int64_t unit, int64_t group, uint8_t* out) {
-    const __m128i scales = load_bytes(call.scale + group * kPanelRows);
+    const uint8_t* scales = call.scale + group * kPanelRows;
     if (__builtin_expect(!are_moderate(scales), 0)) return decode_any(call, unit, group, out);
     const Codes codes(call, unit, group);
-    const __m512i wide = _mm512_cvtepu8_epi32(scales);
+    const __m512i wide = _mm512_cvtepu8_epi32(load_bytes(scales));
     const __m512i both = _mm512_or_si512(wide, _mm512_slli_epi32(wide, 16));
     const __m512i exponents = _mm512_slli_epi16(_mm512_sub_epi16(both, _mm512_set1_epi16(127)), 7);
     unroll<8>([&](auto pair) __attribute__((always_inline)) {
@@ -125,15 +162,17 @@ struct MxTiles {
 // e2m1 codes times e4m3 scales times 2^-112: a half float moved three bits to the right is such a bf16, so that
 // products of halves (exact: six bits, 2^-10 to 2880) need no other conversion. normalize_row owes the 2^112.
 struct Nvfp4Tiles {
+  using Products = CodeProducts<E2m1>;
   struct Floats : ScaledFloats<Codes4<E2m1>> {
     MOEQ_INLINE Floats(const DotCall& call, int64_t unit, int64_t group)
         : ScaledFloats<Codes4<E2m1>>{Codes4<E2m1>(call, unit, group), scales_of(call.scale + group * kPanelRows)} {}
-
-    static MOEQ_INLINE F32 scales_of(const uint8_t* p) {
-      const float rest = 0x1p-104f;  // e4m3_scales divides by 256
-      return mul(e4m3_scales(p), broadcast(&rest));
-    }
   };
+
+  static MOEQ_INLINE F32 scales_of(const uint8_t* scale) {
+    const float rest = 0x1p-104f;  // e4m3_scales divides by 256
+    return mul(e4m3_scales(scale), broadcast(&rest));
+  }
+  static MOEQ_INLINE bool are_moderate(const uint8_t*) { return true; }
 
 #ifdef MOEQ_BF16
   // Code times 256 as a half float, twice over, because the look-up reads five bits.
@@ -175,6 +214,7 @@ struct Nvfp4Tiles {
 // bf16 weights lie in memory as a tile takes them.
 struct PlainTiles {
   using Floats = PlainBf16;
+  using Products = NoProducts;
 
   static MOEQ_INLINE void decode(const DotCall& call, int64_t unit, int64_t, uint8_t* out) {
     std::memcpy(out, call.codes + unit * PlainBf16::kUnitBytes, PlainBf16::kUnitBytes);

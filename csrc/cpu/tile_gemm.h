@@ -139,16 +139,28 @@ inline void multiply_in_passes(const TileCall& call, int64_t begin, int64_t end,
   }
 }
 
-// sums[panel] [count, 16] = products of units [begin, end), whose block scales are in the tiles or come later.
-// single: the operand row in float32, where it is one and weights are decoded.
-template <class P, int Panels>
-inline void multiply_units(const TileCall& call, const float* single, int64_t begin, int64_t end, int64_t group,
-                           float* const (&sums)[Panels]) {
-  if (single != nullptr) return multiply_single<P, Panels>(call, single, begin, end, group, sums);
-  if (call.count > kPassRows) return multiply_in_passes<P, Panels>(call, begin, end, group, sums);
-  if (call.count > kTileRows) return multiply_in_registers<P, Panels, 2>(call, begin, end, group, sums);
-  multiply_in_registers<P, Panels, 1>(call, begin, end, group, sums);
-}
+// How panels are multiplied with the rows of a call: sums[panel] [count, 16] = products of units [begin, end), whose
+// block scales are in the weights or come later.
+struct ByTiles {
+  static constexpr int kRows = kTileCallRows;
+
+  template <class P, int Panels>
+  void multiply(const TileCall& call, int64_t begin, int64_t end, int64_t group, float* const (&sums)[Panels]) const {
+    if (call.count > kPassRows) return multiply_in_passes<P, Panels>(call, begin, end, group, sums);
+    if (call.count > kTileRows) return multiply_in_registers<P, Panels, 2>(call, begin, end, group, sums);
+    multiply_in_registers<P, Panels, 1>(call, begin, end, group, sums);
+  }
+};
+struct WithoutTiles {
+  static constexpr int kRows = 1;
+  WideRow row;
+
+  template <class P, int Panels>
+  void multiply(const TileCall& call, int64_t begin, int64_t end, int64_t group, float* const (&sums)[Panels]) const {
+    const WithoutSubnormals scope;
+    multiply_row<P, Panels>(call.panels, row, begin, end, group, sums);
+  }
+};
 
 // The sums of one group of K join the results.
 template <class P, int Panels>
@@ -180,35 +192,43 @@ inline void finish_scales(const TileCall& call) {
   }
 }
 
-template <class P, int Panels>
-inline void multiply_panels(const TileCall& call) {
+template <class P, int Panels, class Engine>
+inline void multiply_panels(const TileCall& call, const Engine& engine) {
   const DotCall& first = call.panels[0];
   float* out[Panels];
   for (int panel = 0; panel < Panels; ++panel) out[panel] = call.panels[panel].out;
-  // Tiles as they lie in memory cost nothing to decode.
-  const float* single = !P::kInPlace && call.count == 1 ? widen_row(call) : nullptr;
-  if (single == nullptr && call.count <= kPassRows) configure_rows(call.count);
   if constexpr (P::kScaled) {
-    multiply_units<P, Panels>(call, single, 0, first.units, 0, out);
+    engine.template multiply<P, Panels>(call, 0, first.units, 0, out);
   } else {
-    alignas(64) float sums[Panels][kTileCallRows * kPanelRows];
+    alignas(64) float sums[Panels][Engine::kRows * kPanelRows];
     float* parts[Panels];
     for (int panel = 0; panel < Panels; ++panel) parts[panel] = sums[panel];
     const int64_t group_units = P::kGroupUnits > 0 ? P::kGroupUnits : first.group_units;
     for (int64_t begin = 0, group = 0; begin < first.units; begin += group_units, ++group) {
       const int64_t end = begin + group_units < first.units ? begin + group_units : first.units;
-      multiply_units<P, Panels>(call, single, begin, end, group, parts);
+      engine.template multiply<P, Panels>(call, begin, end, group, parts);
       apply_scales<P, Panels>(call, group, parts);
     }
     finish_scales<P, Panels>(call);
   }
-  if (single == nullptr) release_tiles();
+}
+
+// The panels of a call, Panels at a time, and fewer at the end.
+template <class P, int Panels, class Engine>
+inline void multiply_all(TileCall call, const Engine& engine) {
+  for (; call.num_panels >= Panels; call.num_panels -= Panels, call.panels += Panels) {
+    multiply_panels<P, Panels>(call, engine);
+  }
+  if constexpr (Panels > 1) multiply_all<P, Panels / 2>(call, engine);
 }
 
 template <class P>
 void multiply(const TileCall& call) {
-  if (call.num_panels == 2) return multiply_panels<P, 2>(call);
-  multiply_panels<P, 1>(call);
+  // Tiles as they lie in memory cost nothing to decode.
+  if (!P::kInPlace && call.count == 1) return multiply_all<P, kTileCallPanels>(call, WithoutTiles{widen_row(call)});
+  if (call.count <= kPassRows) configure_rows(call.count);
+  multiply_all<P, 2>(call, ByTiles{});
+  release_tiles();
 }
 
 // How tiles take the weights W. kScaled: its block scales are in the tiles, and one sum goes over all of K.
@@ -245,8 +265,15 @@ Dot tile_dot() {
   using Policy = typename TilesOf<W>::Policy;
   constexpr bool normalized = std::is_same_v<typename Policy::Tiles, Nvfp4Tiles>;
   constexpr bool plain = std::is_same_v<typename W::Codes, PlainBf16>;
-  if constexpr (plain) return {nullptr, OperandType::kBFloat16, multiply<TilePolicy<W, PlainTiles, true, true>>};
-  return {nullptr, OperandType::kBFloat16, multiply<Policy>, normalized ? normalize_row : nullptr};
+  Dot dot{nullptr, OperandType::kBFloat16};
+  if constexpr (plain) {
+    dot.tile = multiply<TilePolicy<W, PlainTiles, true, true>>;
+    return dot;
+  }
+  dot.tile = multiply<Policy>;
+  if (normalized) dot.finish = normalize_row;
+  dot.few_rows = 1;
+  return dot;
 }
 
 }  // namespace moeq::cpu::MOEQ_ISA
