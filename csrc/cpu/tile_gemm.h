@@ -151,14 +151,15 @@ struct ByTiles {
     multiply_in_registers<P, Panels, 1>(call, begin, end, group, sums);
   }
 };
+template <int Rows>
 struct WithoutTiles {
-  static constexpr int kRows = 1;
-  WideRow row;
+  static constexpr int kRows = Rows;
+  WideRows rows;
 
   template <class P, int Panels>
   void multiply(const TileCall& call, int64_t begin, int64_t end, int64_t group, float* const (&sums)[Panels]) const {
     const WithoutSubnormals scope;
-    multiply_row<P, Panels>(call.panels, row, begin, end, group, sums);
+    multiply_rows<P, Panels, Rows>(call.panels, rows, begin, end, group, sums);
   }
 };
 
@@ -224,8 +225,9 @@ inline void multiply_all(TileCall call, const Engine& engine) {
 
 template <class P>
 void multiply(const TileCall& call) {
-  // Tiles as they lie in memory cost nothing to decode.
-  if (!P::kInPlace && call.count == 1) return multiply_all<P, kTileCallPanels>(call, WithoutTiles{widen_row(call)});
+  if constexpr (!P::kInPlace) {  // tiles as they lie in memory cost nothing to decode
+    if (call.count == 1) return multiply_all<P, kTileCallPanels>(call, WithoutTiles<1>{widen_rows(call)});
+  }
   if (call.count <= kPassRows) configure_rows(call.count);
   multiply_all<P, 2>(call, ByTiles{});
   release_tiles();
