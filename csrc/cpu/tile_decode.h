@@ -36,7 +36,36 @@ MOEQ_INLINE void store_pairs(uint8_t* out, F32 even, F32 odd) {
 MOEQ_INLINE void store_words(uint8_t* out, __m512i words) { _mm512_store_si512(out, words); }
 #endif
 
-// Codes with the scales of their unit, as numbers in registers: what a tile holds.
+// Codes as numbers in registers.
+template <class Codes>
+struct FloatsOf {
+  using Type = Codes;
+};
+
+#ifdef MOEQ_BF16
+// Where a look-up gives pairs in bf16, those are taken apart: fewer instructions than a conversion of bytes.
+template <class Codes>
+struct PairFloats {
+  Codes codes;
+
+  MOEQ_INLINE PairFloats(const DotCall& call, int64_t unit, int64_t group) : codes(call, unit, group) {}
+
+  template <int Pair>
+  MOEQ_INLINE F32 even() const {
+    return low_bf16(codes.template pair<Pair>());
+  }
+  template <int Pair>
+  MOEQ_INLINE F32 odd() const {
+    return high_bf16(codes.template pair<Pair>());
+  }
+};
+template <class Bytes>
+struct FloatsOf<Codes8<Bytes>> {
+  using Type = PairFloats<Codes8<Bytes>>;
+};
+#endif
+
+// Codes with the scales of their unit: what a tile holds.
 template <class Codes>
 struct ScaledFloats {
   Codes codes;
@@ -80,7 +109,7 @@ struct ProductsOf<Codes4<Table>> {
 // Codes alone: their scales meet the sums of a group.
 template <class Codes>
 struct CodeTiles {
-  using Floats = Codes;
+  using Floats = typename FloatsOf<Codes>::Type;
   using Products = NoProducts;
 
   static MOEQ_INLINE void decode(const DotCall& call, int64_t unit, int64_t group, uint8_t* out) {
@@ -100,9 +129,10 @@ struct CodeTiles {
 template <class Codes>
 struct MxTiles {
   using Products = typename ProductsOf<Codes>::Type;
-  struct Floats : ScaledFloats<Codes> {
+  using Numbers = typename FloatsOf<Codes>::Type;
+  struct Floats : ScaledFloats<Numbers> {
     MOEQ_INLINE Floats(const DotCall& call, int64_t unit, int64_t group)
-        : ScaledFloats<Codes>{Codes(call, unit, group), scales_of(call.scale + group * kPanelRows)} {}
+        : ScaledFloats<Numbers>{Numbers(call, unit, group), scales_of(call.scale + group * kPanelRows)} {}
   };
 
   static MOEQ_INLINE F32 scales_of(const uint8_t* scale) { return e8m0_scales(scale); }
