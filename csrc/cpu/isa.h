@@ -23,7 +23,7 @@ struct DotCall {
 using DotFn = void (*)(const DotCall&);
 
 constexpr int kTileCallRows = 128;  // rows that one tile call takes at most
-constexpr int kTileCallPanels = 4;  // panels of one with few rows
+constexpr int kTileCallPanels = 16;  // panels of one with few rows
 
 // The same by matrix tiles: some panels of an expert, decoded once for all of its rows.
 struct TileCall {

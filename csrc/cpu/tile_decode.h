@@ -81,36 +81,23 @@ struct ScaledFloats {
   }
 };
 
-// The products of one value with every code: looked up by the codes of all panels that meet the value.
-template <class Table>
-struct CodeProducts {
-  F32 of_code;
+// How one row is multiplied without tiles (tile_single.h): weights as tiles have them; the products of a value with
+// every code looked up by the codes of all panels; or codes, whose sums of a block of 32 meet its power of two.
+enum class SingleRow { kWeights, kProducts, kScaleLast };
 
-  explicit MOEQ_INLINE CodeProducts(const float* value)
-      : of_code(mul(load_f32(reinterpret_cast<const uint8_t*>(Table::kValues)), broadcast(value))) {}
-
-  template <int Shift>
-  MOEQ_INLINE F32 of(Words codes) const {
-    return look_up<Shift>(codes, of_code);
-  }
-};
-struct NoProducts {};
-
-// Of a decoder of four-bit codes by a table.
-template <class Codes>
-struct ProductsOf {
-  using Type = NoProducts;
-};
-template <class Table>
-struct ProductsOf<Codes4<Table>> {
-  using Type = CodeProducts<Table>;
+// Powers of two between which values of a row must lie, or be zero, for the second and the third.
+template <SingleRow kind>
+struct Moderate {
+  static constexpr SingleRow kSingleRow = kind;
+  // Products of values and codes stay normal numbers, 2^-123 to 2^126; or sums of a block do, before scales and after.
+  static constexpr int kModerateFrom = kind == SingleRow::kProducts ? -122 : -64;
+  static constexpr int kModerateTo = kind == SingleRow::kProducts ? 123 : 41;
 };
 
 // Codes alone: their scales meet the sums of a group.
 template <class Codes>
-struct CodeTiles {
+struct CodeTiles : Moderate<SingleRow::kWeights> {
   using Floats = typename FloatsOf<Codes>::Type;
-  using Products = NoProducts;
 
   static MOEQ_INLINE void decode(const DotCall& call, int64_t unit, int64_t group, uint8_t* out) {
     const Codes codes(call, unit, group);
@@ -127,8 +114,7 @@ struct CodeTiles {
 
 // Codes times powers of two. Below 2^-126 they count as zero, like every operand of a tile.
 template <class Codes>
-struct MxTiles {
-  using Products = typename ProductsOf<Codes>::Type;
+struct MxTiles : Moderate<SingleRow::kScaleLast> {
   using Numbers = typename FloatsOf<Codes>::Type;
   struct Floats : ScaledFloats<Numbers> {
     MOEQ_INLINE Floats(const DotCall& call, int64_t unit, int64_t group)
@@ -137,19 +123,20 @@ struct MxTiles {
 
   static MOEQ_INLINE F32 scales_of(const uint8_t* scale) { return e8m0_scales(scale); }
 
-  // Whether every code that is not zero stays a normal number with these scales: they are 2^-117 to 2^119.
-  static MOEQ_INLINE bool are_moderate(const uint8_t* scale) {
-    constexpr uint8_t kFirst = 10;
-    constexpr uint8_t kCount = 237;
+  // Whether all scales of a group are First to First + Count - 1, as stored.
+  template <uint8_t First, uint8_t Count>
+  static MOEQ_INLINE bool lie_within(const uint8_t* scale) {
 #ifdef MOEQ_BF16
-    const __m128i above = _mm_sub_epi8(load_bytes(scale), _mm_set1_epi8(kFirst));
-    return _mm_cmpge_epu8_mask(above, _mm_set1_epi8((char)kCount)) == 0;
+    const __m128i above = _mm_sub_epi8(load_bytes(scale), _mm_set1_epi8(First));
+    return _mm_cmpge_epu8_mask(above, _mm_set1_epi8((char)Count)) == 0;
 #else
     bool all = true;
-    for (int i = 0; i < kPanelRows; ++i) all &= static_cast<uint8_t>(scale[i] - kFirst) < kCount;
+    for (int i = 0; i < kPanelRows; ++i) all &= static_cast<uint8_t>(scale[i] - First) < Count;
     return all;
 #endif
   }
+  // 2^-40 to 2^40: with moderate rows, no sum of products leaves the normal numbers, before its scale and after it.
+  static MOEQ_INLINE bool are_moderate(const uint8_t* scale) { return lie_within<87, 81>(scale); }
 
   static void decode_any(const DotCall& call, int64_t unit, int64_t group, uint8_t* out) {
     const Floats floats(call, unit, group);
@@ -164,7 +151,8 @@ struct MxTiles {
 
   static MOEQ_INLINE void decode(const DotCall& call, int64_t unit, int64_t group, uint8_t* out) {
     const uint8_t* scales = call.scale + group * kPanelRows;
-    if (__builtin_expect(!are_moderate(scales), 0)) return decode_any(call, unit, group, out);
+    // 2^-117 to 2^119, with which every code that is not zero stays a normal number.
+    if (__builtin_expect(!lie_within<10, 237>(scales), 0)) return decode_any(call, unit, group, out);
     const Codes codes(call, unit, group);
     const __m512i wide = _mm512_cvtepu8_epi32(load_bytes(scales));
     const __m512i both = _mm512_or_si512(wide, _mm512_slli_epi32(wide, 16));
@@ -191,8 +179,8 @@ struct MxTiles {
 
 // e2m1 codes times e4m3 scales times 2^-112: a half float moved three bits to the right is such a bf16, so that
 // products of halves (exact: six bits, 2^-10 to 2880) need no other conversion. normalize_row owes the 2^112.
-struct Nvfp4Tiles {
-  using Products = CodeProducts<E2m1>;
+struct Nvfp4Tiles : Moderate<SingleRow::kProducts> {
+  using Table = E2m1;
   struct Floats : ScaledFloats<Codes4<E2m1>> {
     MOEQ_INLINE Floats(const DotCall& call, int64_t unit, int64_t group)
         : ScaledFloats<Codes4<E2m1>>{Codes4<E2m1>(call, unit, group), scales_of(call.scale + group * kPanelRows)} {}
@@ -202,7 +190,6 @@ struct Nvfp4Tiles {
     const float rest = 0x1p-104f;  // e4m3_scales divides by 256
     return mul(e4m3_scales(scale), broadcast(&rest));
   }
-  static MOEQ_INLINE bool are_moderate(const uint8_t*) { return true; }
 
 #ifdef MOEQ_BF16
   // Code times 256 as a half float, twice over, because the look-up reads five bits.
@@ -242,9 +229,8 @@ struct Nvfp4Tiles {
 };
 
 // bf16 weights lie in memory as a tile takes them.
-struct PlainTiles {
+struct PlainTiles : Moderate<SingleRow::kWeights> {
   using Floats = PlainBf16;
-  using Products = NoProducts;
 
   static MOEQ_INLINE void decode(const DotCall& call, int64_t unit, int64_t, uint8_t* out) {
     std::memcpy(out, call.codes + unit * PlainBf16::kUnitBytes, PlainBf16::kUnitBytes);

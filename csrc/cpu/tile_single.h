@@ -32,16 +32,17 @@ class WithoutSubnormals {
 struct WideRows {
   const float* values;
   int64_t stride;
-  bool are_moderate;  // no product of a value with a code leaves the normal numbers: all are zero or 2^-122 to 2^122
+  bool are_moderate;  // magnitudes lie within the bounds of the tiles' kind, or are zero
 };
 
+template <class Tiles>
 inline WideRows widen_rows(const TileCall& call) {
   static thread_local std::vector<float> values;
   const int64_t size = call.panels[0].units * kUnit;
   const int64_t stride = size + kUnit;
   if (values.size() < static_cast<size_t>(call.count * stride)) values.resize(static_cast<size_t>(call.count * stride));
-  constexpr int kSmallest = (127 - 122) << 7;
-  constexpr int kLargest = (127 + 122) << 7;
+  constexpr int kSmallest = (127 + Tiles::kModerateFrom) << 7;
+  constexpr int kEnd = (127 + Tiles::kModerateTo) << 7;
   IVec outside = isplat(0);
   for (int row = 0; row < call.count; ++row) {
     const uint8_t* operand = call.rows + row * call.row_bytes;
@@ -52,7 +53,7 @@ inline WideRows widen_rows(const TileCall& call) {
       const IVec wide = __builtin_convertvector(halves, IVec);
       const IVec is_normal = (wide & isplat(0x7f80)) != isplat(0);
       const IVec magnitude = wide & isplat(0x7fff);
-      outside |= is_normal & ((magnitude < isplat(kSmallest)) | (magnitude > isplat(kLargest)));
+      outside |= is_normal & ((magnitude < isplat(kSmallest)) | (magnitude >= isplat(kEnd)));
       store(out + k, (Vec)((wide << 16) & is_normal));
     }
   }
@@ -68,18 +69,19 @@ struct Chains {
   F32 odd[Panels][Rows];
 };
 
-// One panel after the other: weights are made of codes and scales, then multiplied.
-template <class P, int Panels, int Rows>
+// One panel after the other: weights are made of codes and scales, then multiplied. Numbers: Floats of the tiles, or
+// codes alone.
+template <class Numbers, int Panels, int Rows>
 MOEQ_INLINE void add_weights(Chains<Panels, Rows>& chains, const DotCall* weights, const WideRows& rows, int64_t unit,
                              int64_t group) {
   const float* x = rows.values + unit * kUnit;
   unroll<Panels>([&](auto panel) __attribute__((always_inline)) {
     constexpr int i = decltype(panel)::value;
-    const typename P::Tiles::Floats codes(weights[i], unit, group_of<P>(unit, group));
+    const Numbers numbers(weights[i], unit, group);
     unroll<8>([&](auto pair) __attribute__((always_inline)) {
       constexpr int p = decltype(pair)::value;
-      const F32 even = codes.template even<p>();
-      const F32 odd = codes.template odd<p>();
+      const F32 even = numbers.template even<p>();
+      const F32 odd = numbers.template odd<p>();
       unroll<Rows>([&](auto row) __attribute__((always_inline)) {
         constexpr int r = decltype(row)::value;
         const float* values = x + r * rows.stride + 2 * p;
@@ -90,23 +92,39 @@ MOEQ_INLINE void add_weights(Chains<Panels, Rows>& chains, const DotCall* weight
   });
 }
 
-// The same sums, with (code * value) * scale for (code * scale) * value, which are the same exact products.
-template <class P, int Panels>
+// The products of one value with every code.
+template <class Table>
+struct CodeProducts {
+  F32 of_code;
+
+  explicit MOEQ_INLINE CodeProducts(const float* value)
+      : of_code(mul(load_f32(reinterpret_cast<const uint8_t*>(Table::kValues)), broadcast(value))) {}
+
+  template <int Shift>
+  MOEQ_INLINE F32 of(Words codes) const {
+    return look_up<Shift>(codes, of_code);
+  }
+};
+
+// The same sums, with (code * value) * scale for (code * scale) * value: the same exact products, of fewer
+// multiplications the more panels there are.
+template <class Tiles, int Panels>
 MOEQ_INLINE void add_products(Chains<Panels, 1>& chains, const DotCall* weights, const WideRows& rows, int64_t unit,
                               int64_t group) {
-  using Products = typename P::Tiles::Products;
+  using Products = CodeProducts<typename Tiles::Table>;
+  constexpr int64_t kUnitBytes = Codes4<typename Tiles::Table>::kUnitBytes;
   const float* x = rows.values + unit * kUnit;
   F32 scales[Panels];
   unroll<Panels>([&](auto panel) __attribute__((always_inline)) {
     constexpr int i = decltype(panel)::value;
-    scales[i] = P::Tiles::scales_of(weights[i].scale + group_of<P>(unit, group) * kPanelRows);
+    scales[i] = Tiles::scales_of(weights[i].scale + group * kPanelRows);
   });
   unroll<2>([&](auto half) __attribute__((always_inline)) {
     constexpr int h = decltype(half)::value;
     Words codes[Panels];
     unroll<Panels>([&](auto panel) __attribute__((always_inline)) {
       constexpr int i = decltype(panel)::value;
-      codes[i] = load_words(weights[i].codes + unit * P::Codes::kUnitBytes + 64 * h);
+      codes[i] = load_words(weights[i].codes + unit * kUnitBytes + 64 * h);
     });
     unroll<4>([&](auto pair) __attribute__((always_inline)) {
       constexpr int p = decltype(pair)::value;
@@ -119,14 +137,6 @@ MOEQ_INLINE void add_products(Chains<Panels, 1>& chains, const DotCall* weights,
       });
     });
   });
-}
-
-template <class P, int Panels>
-MOEQ_INLINE bool have_moderate_scales(const DotCall* weights, int64_t unit, int64_t group) {
-  bool all = true;
-  for (int i = 0; i < Panels; ++i)
-    all &= P::Tiles::are_moderate(weights[i].scale + group_of<P>(unit, group) * kPanelRows);
-  return all;
 }
 
 // Asks for the same units of the panels that follow: what the processor foresees by itself ends with a page.
@@ -155,36 +165,130 @@ struct PanelsAhead {
   }
 };
 
-// sums[panel] [16] = products of units [begin, end): 32 values of K at a time, the even ones and the odd ones in chains
-// of their own, whose sum joins the accumulator.
+// All of K of some panels, once for a group of scales that meet sums, or once.
 template <class P, int Panels, int Rows>
-__attribute__((noinline)) void multiply_rows(const DotCall* weights, const WideRows& rows, int64_t begin, int64_t end,
-                                             int64_t group, float* const* sums) {
-  constexpr bool kLooksUp = Rows == 1 && !std::is_same_v<typename P::Tiles::Products, NoProducts>;
-  const PanelsAhead<P, Panels> later(weights);
-  using Registers = F32[Panels][Rows];
-  const auto each = [](const auto& f) __attribute__((always_inline)) {
+struct RowSums {
+  static constexpr bool kProducts = P::Tiles::kSingleRow == SingleRow::kProducts && Rows == 1;
+  static constexpr bool kScaleLast = P::Tiles::kSingleRow == SingleRow::kScaleLast;
+  using Sums = F32[Panels][Rows];
+
+  const DotCall* weights;
+  const WideRows& rows;
+
+  template <class F>
+  static MOEQ_INLINE void each(const F& f) {
     unroll<Panels * Rows>([&](auto i) __attribute__((always_inline)) { f(i.value / Rows, i.value % Rows); });
-  };
-  Registers acc;
-  each([&](int i, int r) __attribute__((always_inline)) { acc[i][r] = zero(); });
-  for (int64_t block = begin; block < end; block += 2) {
-    Chains<Panels, Rows> chains;
-    each([&](int i, int r) __attribute__((always_inline)) { chains.even[i][r] = chains.odd[i][r] = zero(); });
-    for (int64_t unit = block; unit < block + 2 && unit < end; ++unit) {
-      later.prefetch_unit(weights, unit, group_of<P>(unit, group));
-      if constexpr (kLooksUp) {
-        if (__builtin_expect(rows.are_moderate && have_moderate_scales<P, Panels>(weights, unit, group), 1)) {
-          add_products<P, Panels>(chains, weights, rows, unit, group);
+  }
+  static MOEQ_INLINE void clear(Sums& sums) {
+    each([&](int i, int r) __attribute__((always_inline)) { sums[i][r] = zero(); });
+  }
+
+  MOEQ_INLINE bool has_moderate_scales(int64_t group) const {
+    bool all = true;
+    for (int i = 0; i < Panels; ++i) all &= P::Tiles::are_moderate(weights[i].scale + group * kPanelRows);
+    return all;
+  }
+
+  MOEQ_INLINE void add_unit(Chains<Panels, Rows>& chains, bool scale_last, int64_t unit, int64_t group) const {
+    if constexpr (kProducts) {
+      if (__builtin_expect(rows.are_moderate, 1)) {
+        return add_products<typename P::Tiles, Panels>(chains, weights, rows, unit, group);
+      }
+    }
+    if constexpr (kScaleLast) {
+      if (__builtin_expect(scale_last, 1)) {
+        return add_weights<typename P::Tiles::Numbers, Panels, Rows>(chains, weights, rows, unit, group);
+      }
+    }
+    add_weights<typename P::Tiles::Floats, Panels, Rows>(chains, weights, rows, unit, group);
+  }
+
+  // sums += products of units [begin, end): 32 values of K at a time, the even ones and the odd ones in chains of their
+  // own, whose sum joins the accumulator.
+  MOEQ_INLINE void add(Sums& sums, const PanelsAhead<P, Panels>& later, int64_t begin, int64_t end,
+                       int64_t group) const {
+    for (int64_t block = begin; block < end; block += 2) {
+      Chains<Panels, Rows> chains;
+      clear(chains.even);
+      clear(chains.odd);
+      bool scale_last = false;
+      if constexpr (kScaleLast) {
+        static_assert(P::kGroupUnits == 2, "a block of 32 has one scale");
+        scale_last = rows.are_moderate && has_moderate_scales(group_of<P>(block, group));
+      }
+      for (int64_t unit = block; unit < block + 2 && unit < end; ++unit) {
+        later.prefetch_unit(weights, unit, group_of<P>(unit, group));
+        add_unit(chains, scale_last, unit, group_of<P>(unit, group));
+      }
+      if constexpr (kScaleLast) {
+        if (__builtin_expect(scale_last, 1)) {
+          // The power of two leaves every rounding before it as it was.
+          each([&](int i, int r) __attribute__((always_inline)) {
+            const F32 scale = P::Tiles::scales_of(weights[i].scale + group_of<P>(block, group) * kPanelRows);
+            sums[i][r] = fma(scale, cpu::MOEQ_ISA::add(chains.even[i][r], chains.odd[i][r]), sums[i][r]);
+          });
           continue;
         }
       }
-      add_weights<P, Panels, Rows>(chains, weights, rows, unit, group);
+      each([&](int i, int r) __attribute__((always_inline)) {
+        sums[i][r] = cpu::MOEQ_ISA::add(sums[i][r], cpu::MOEQ_ISA::add(chains.even[i][r], chains.odd[i][r]));
+      });
     }
-    each([&](int i, int r)
-             __attribute__((always_inline)) { acc[i][r] = add(acc[i][r], add(chains.even[i][r], chains.odd[i][r])); });
   }
-  each([&](int i, int r) __attribute__((always_inline)) { store(sums[i] + r * kPanelRows, acc[i][r]); });
+};
+
+// Products alone without subnormal numbers, not what they are multiplied with.
+template <class Engine, class Ahead>
+__attribute__((noinline)) void add_group(const Engine& engine, typename Engine::Sums& part, const Ahead& later,
+                                         int64_t begin, int64_t end, int64_t group) {
+  engine.add(part, later, begin, end, group);
+}
+template <class Engine, class Ahead>
+__attribute__((noinline)) void add_group_flushed(const Engine& engine, typename Engine::Sums& part, const Ahead& later,
+                                                 int64_t begin, int64_t end, int64_t group) {
+  const WithoutSubnormals scope;
+  add_group(engine, part, later, begin, end, group);
+}
+
+// out [Rows, 16] of each panel.
+template <class P, int Panels, int Rows>
+inline void multiply_rows(const TileCall& call, const WideRows& rows) {
+  using Engine = RowSums<P, Panels, Rows>;
+  const DotCall& first = call.panels[0];
+  const Engine engine{call.panels, rows};
+  const PanelsAhead<P, Panels> later(call.panels);
+  typename Engine::Sums sums;
+  Engine::clear(sums);
+  if constexpr (P::kScaled) {
+    engine.add(sums, later, 0, first.units, 0);
+  } else {
+    DotCall scales[Panels];
+    for (int i = 0; i < Panels; ++i) {
+      scales[i] = call.panels[i];
+      for (int row = 0; row < Rows; ++row) {
+        scales[i].row_scales[row] = call.group_scales == nullptr ? nullptr : call.group_scales + row * call.groups;
+      }
+    }
+    const int64_t group_units = P::kGroupUnits > 0 ? P::kGroupUnits : first.group_units;
+    for (int64_t begin = 0, group = 0; begin < first.units; begin += group_units, ++group) {
+      typename Engine::Sums part;
+      Engine::clear(part);
+      const int64_t end = begin + group_units < first.units ? begin + group_units : first.units;
+      if constexpr (P::kFlushed) {
+        engine.add(part, later, begin, end, group);
+      } else {
+        add_group_flushed(engine, part, later, begin, end, group);
+      }
+      unroll<Panels>([&](auto panel) __attribute__((always_inline)) {
+        P::Scale::template apply<Rows>(sums[panel.value], part[panel.value], scales[panel.value], group);
+      });
+    }
+    unroll<Panels>([&](auto panel) __attribute__((always_inline)) {
+      P::Scale::template finish<Rows>(sums[panel.value], scales[panel.value]);
+    });
+  }
+  Engine::each([&](int i, int r)
+                   __attribute__((always_inline)) { store(call.panels[i].out + r * kPanelRows, sums[i][r]); });
 }
 
 }  // namespace moeq::cpu::MOEQ_ISA
