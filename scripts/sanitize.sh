@@ -17,5 +17,6 @@ preload=$(g++ -print-file-name=libasan.so):$(g++ -print-file-name=libubsan.so)
 LD_PRELOAD=$preload ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
   PYTHONPATH=$copy "$python" -m pytest -q -p no:cacheprovider tests/backends/cpu/test_cpu_kernels.py \
   tests/backends/cpu/test_cpu_schemes.py tests/backends/cpu/test_cpu_integers.py tests/backends/cpu/test_cpu_e2m1.py \
+  tests/backends/cpu/test_cpu_tiles.py tests/backends/cpu/test_cpu_row_blocks.py \
   tests/host_experts/test_host_experts.py tests/ops/test_op_abuse.py tests/ops/test_plans.py
 echo "sanitize: clean"

@@ -91,6 +91,10 @@ class Chunk {
   bool tiled() const { return dot_.tile != nullptr; }
   int rows_at_once() const { return dot_.rows > 0 ? dot_.rows : isa_.tile; }
   bool takes_tiles(const Segment& segment) const { return tiled() && segment.end - segment.begin >= dot_.tile_rows; }
+  // Panels of a tile call.
+  int64_t panels_at_once(const Segment& segment) const {
+    return segment.end - segment.begin <= dot_.few_rows ? kTileCallPanels : 2;
+  }
   // Where a slot's operand lies; the row from which it is made.
   int64_t input_row(int64_t slot) const {
     return per_slot_ || tiled() ? slot : routing_.tokens[static_cast<size_t>(slot)];

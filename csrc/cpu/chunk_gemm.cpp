@@ -29,6 +29,14 @@ struct PanelBias {
   }
 };
 
+// Room for the accumulators of a tile call: two panels of many rows, or more panels of few.
+struct TileSums {
+  alignas(64) float values[2 * kTileCallRows * kPanelRows];
+
+  // [rows, 16] of one of `count` panels.
+  float* of(int panel, int count) { return values + panel * (2 * kTileCallRows / std::max(count, 2)) * kPanelRows; }
+};
+
 }  // namespace
 
 void Chunk::split(int64_t panels, std::vector<PanelTask>& tasks) const {
@@ -165,22 +173,27 @@ void Chunk::first_gemm_tiles(const PanelTask& task) const {
   const Weight& w13 = args_.w13;
   const int64_t expert = task.segment->expert;
   const int halves = static_cast<int>(halves_);
-  alignas(64) float acc[2][kTileCallRows * kPanelRows];
+  const int64_t step = panels_at_once(*task.segment) / halves;
+  TileSums sums;
   PanelBias gate_bias;
   PanelBias up_bias;
   GluCall glu = glu_call(expert);
-  for (int64_t panel = task.begin; panel < task.end; ++panel) {
-    DotCall panels[2];
-    for (int half = 0; half < halves; ++half) panels[half] = dot_call(w13, expert, halves * panel + half, acc[half]);
-    glu.gate_bias = gate_bias.load(w13, expert, halves, 0, panel);
-    glu.up_bias = up_bias.load(w13, expert, halves, halves - 1, panel);
+  for (int64_t first = task.begin; first < task.end; first += step) {
+    const int count = static_cast<int>(std::min(step, task.end - first)) * halves;
+    DotCall panels[kTileCallPanels];
+    for (int i = 0; i < count; ++i) panels[i] = dot_call(w13, expert, halves * first + i, sums.of(i, count));
     for (int64_t slot = task.segment->begin; slot < task.segment->end; slot += kTileCallRows) {
-      const TileCall call = tile_call(panels, halves, input_, slot, task.segment->end);
+      const TileCall call = tile_call(panels, count, input_, slot, task.segment->end);
       dot_.tile(call);
-      for (int row = 0; row < call.count; row += kMaxTile) {
-        glu.gate = halves == 2 ? acc[0] + row * kPanelRows : nullptr;
-        glu.up = acc[halves - 1] + row * kPanelRows;
-        glu_rows(glu, slot + row, std::min(kMaxTile, call.count - row), panel);
+      for (int i = 0; i < count; i += halves) {
+        const int64_t panel = first + i / halves;
+        glu.gate_bias = gate_bias.load(w13, expert, halves, 0, panel);
+        glu.up_bias = up_bias.load(w13, expert, halves, halves - 1, panel);
+        for (int row = 0; row < call.count; row += kMaxTile) {
+          glu.gate = halves == 2 ? panels[i].out + row * kPanelRows : nullptr;
+          glu.up = panels[i + halves - 1].out + row * kPanelRows;
+          glu_rows(glu, slot + row, std::min(kMaxTile, call.count - row), panel);
+        }
       }
     }
   }
@@ -188,21 +201,22 @@ void Chunk::first_gemm_tiles(const PanelTask& task) const {
 
 void Chunk::second_gemm_tiles(const PanelTask& task) const {
   const int64_t expert = task.segment->expert;
-  alignas(64) float acc[2][kTileCallRows * kPanelRows];
-  PanelBias bias[2];
+  const int64_t step = panels_at_once(*task.segment);
+  TileSums sums;
+  PanelBias bias;
   ScaleCall scale{};
   scale.alpha = alpha(args_.w2, expert, 0);
-  for (int64_t first = task.begin; first < task.end; first += 2) {
-    const int count = static_cast<int>(std::min<int64_t>(2, task.end - first));
-    DotCall panels[2];
-    for (int i = 0; i < count; ++i) panels[i] = dot_call(args_.w2, expert, first + i, acc[i]);
+  for (int64_t first = task.begin; first < task.end; first += step) {
+    const int count = static_cast<int>(std::min(step, task.end - first));
+    DotCall panels[kTileCallPanels];
+    for (int i = 0; i < count; ++i) panels[i] = dot_call(args_.w2, expert, first + i, sums.of(i, count));
     for (int64_t slot = task.segment->begin; slot < task.segment->end; slot += kTileCallRows) {
       const TileCall call = tile_call(panels, count, intermediate_, slot, task.segment->end);
       dot_.tile(call);
       for (int i = 0; i < count; ++i) {
-        scale.bias = bias[i].load(args_.w2, expert, 1, 0, first + i);
+        scale.bias = bias.load(args_.w2, expert, 1, 0, first + i);
         for (int row = 0; row < call.count; row += kMaxTile) {
-          scale.acc = acc[i] + row * kPanelRows;
+          scale.acc = panels[i].out + row * kPanelRows;
           scale_rows(scale, slot + row, std::min(kMaxTile, call.count - row), first + i);
         }
       }

@@ -43,7 +43,7 @@ std::string refused_amx() { return amx_refusal(); }
 
 // The best one first.
 const Candidate kCandidates[] = {
-    {"amx", kAmxTable, refused_amx, false},
+    {"amx", kAmxTable, refused_amx, true},
 #ifdef MOEQ_X86
     {"avx512bf16", avx512bf16_table, [] { return refused(has_avx512bf16()); }, true},
     {"avx512", avx512_table, [] { return refused(has_avx512()); }, true},

@@ -23,11 +23,12 @@ struct DotCall {
 using DotFn = void (*)(const DotCall&);
 
 constexpr int kTileCallRows = 128;  // rows that one tile call takes at most
+constexpr int kTileCallPanels = 16;  // panels of one with few rows
 
-// The same by matrix tiles: one or two panels of an expert, decoded once for all of its rows.
+// The same by matrix tiles: some panels of an expert, decoded once for all of its rows.
 struct TileCall {
   const DotCall* panels;  // of each: codes, scale, zero_point, units, group_units and out [count, 16]
-  int num_panels;         // 1 or 2
+  int num_panels;         // 1 or 2; up to kTileCallPanels where the Dot wants more for few rows
   const uint8_t* rows;    // bf16 or int8 operands, `row_bytes` apart, with zeros for at least 32 bytes behind K
   int64_t row_bytes;
   int count;                  // rows, 1..kTileCallRows
@@ -54,6 +55,7 @@ struct Dot {
   void (*finish)(const RowCall&) = nullptr;  // what each operand row goes through, where not null
   int64_t tile_rows = 1;                     // rows of an expert from which on `tile` serves them
   int rows = 0;                              // that suit a call of `fn`; 0: as many as the table says
+  int few_rows = 0;                          // up to which a call of `tile` takes kTileCallPanels panels
 };
 
 // What decides which dot product runs.

@@ -99,15 +99,19 @@ MOEQ_INLINE F32 high_bf16(Words w) {
 
 // table[(word >> Shift) & 15]: a permute reads 3 bits of the index, the fourth one selects the half.
 template <int Shift>
-MOEQ_INLINE __m256 look_up_half(__m256i words, const float* table) {
+MOEQ_INLINE __m256 look_up_half(__m256i words, F32 table) {
   const __m256i index = _mm256_srli_epi32(words, Shift);
-  const __m256 below = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), index);
-  const __m256 above = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), index);
+  const __m256 below = _mm256_permutevar8x32_ps(table.lo, index);
+  const __m256 above = _mm256_permutevar8x32_ps(table.hi, index);
   return _mm256_blendv_ps(below, above, _mm256_castsi256_ps(_mm256_slli_epi32(words, 28 - Shift)));
 }
 template <int Shift>
-MOEQ_INLINE F32 look_up(Words w, const float* table) {
+MOEQ_INLINE F32 look_up(Words w, F32 table) {
   return {look_up_half<Shift>(w.lo, table), look_up_half<Shift>(w.hi, table)};
+}
+template <int Shift>
+MOEQ_INLINE F32 look_up(Words w, const float* table) {
+  return look_up<Shift>(w, load_f32(reinterpret_cast<const uint8_t*>(table)));
 }
 
 // The same among signed bytes, to float: a third of the instructions, for one shuffle looks up four codes of a dword.

@@ -63,6 +63,10 @@ template <int Shift>
 MOEQ_INLINE F32 look_up(Words w, const float* table) {
   return {_mm512_permutexvar_ps(_mm512_srli_epi32(w.v, Shift), _mm512_loadu_ps(table))};
 }
+template <int Shift>
+MOEQ_INLINE F32 look_up(Words w, F32 table) {
+  return {_mm512_permutexvar_ps(_mm512_srli_epi32(w.v, Shift), table.v)};
+}
 
 // Byte pairs of a block of 64 bytes, [l 4][s 2][row % 4][2]: pair s of row 4 l + row % 4 as the low bytes
 // of both halves of a dword.

@@ -36,7 +36,36 @@ MOEQ_INLINE void store_pairs(uint8_t* out, F32 even, F32 odd) {
 MOEQ_INLINE void store_words(uint8_t* out, __m512i words) { _mm512_store_si512(out, words); }
 #endif
 
-// Codes with the scales of their unit, as numbers in registers: what a tile holds.
+// Codes as numbers in registers.
+template <class Codes>
+struct FloatsOf {
+  using Type = Codes;
+};
+
+#ifdef MOEQ_BF16
+// Where a look-up gives pairs in bf16, those are taken apart: fewer instructions than a conversion of bytes.
+template <class Codes>
+struct PairFloats {
+  Codes codes;
+
+  MOEQ_INLINE PairFloats(const DotCall& call, int64_t unit, int64_t group) : codes(call, unit, group) {}
+
+  template <int Pair>
+  MOEQ_INLINE F32 even() const {
+    return low_bf16(codes.template pair<Pair>());
+  }
+  template <int Pair>
+  MOEQ_INLINE F32 odd() const {
+    return high_bf16(codes.template pair<Pair>());
+  }
+};
+template <class Bytes>
+struct FloatsOf<Codes8<Bytes>> {
+  using Type = PairFloats<Codes8<Bytes>>;
+};
+#endif
+
+// Codes with the scales of their unit: what a tile holds.
 template <class Codes>
 struct ScaledFloats {
   Codes codes;
@@ -52,10 +81,23 @@ struct ScaledFloats {
   }
 };
 
+// How one row is multiplied without tiles (tile_single.h): weights as tiles have them; the products of a value with
+// every code looked up by the codes of all panels; or codes, whose sums of a block of 32 meet its power of two.
+enum class SingleRow { kWeights, kProducts, kScaleLast };
+
+// Powers of two between which values of a row must lie, or be zero, for the second and the third.
+template <SingleRow kind>
+struct Moderate {
+  static constexpr SingleRow kSingleRow = kind;
+  // Products of values and codes stay normal numbers, 2^-123 to 2^126; or sums of a block do, before scales and after.
+  static constexpr int kModerateFrom = kind == SingleRow::kProducts ? -122 : -64;
+  static constexpr int kModerateTo = kind == SingleRow::kProducts ? 123 : 41;
+};
+
 // Codes alone: their scales meet the sums of a group.
 template <class Codes>
-struct CodeTiles {
-  using Floats = Codes;
+struct CodeTiles : Moderate<SingleRow::kWeights> {
+  using Floats = typename FloatsOf<Codes>::Type;
 
   static MOEQ_INLINE void decode(const DotCall& call, int64_t unit, int64_t group, uint8_t* out) {
     const Codes codes(call, unit, group);
@@ -72,11 +114,29 @@ struct CodeTiles {
 
 // Codes times powers of two. Below 2^-126 they count as zero, like every operand of a tile.
 template <class Codes>
-struct MxTiles {
-  struct Floats : ScaledFloats<Codes> {
+struct MxTiles : Moderate<SingleRow::kScaleLast> {
+  using Numbers = typename FloatsOf<Codes>::Type;
+  struct Floats : ScaledFloats<Numbers> {
     MOEQ_INLINE Floats(const DotCall& call, int64_t unit, int64_t group)
-        : ScaledFloats<Codes>{Codes(call, unit, group), e8m0_scales(call.scale + group * kPanelRows)} {}
+        : ScaledFloats<Numbers>{Numbers(call, unit, group), scales_of(call.scale + group * kPanelRows)} {}
   };
+
+  static MOEQ_INLINE F32 scales_of(const uint8_t* scale) { return e8m0_scales(scale); }
+
+  // Whether all scales of a group are First to First + Count - 1, as stored.
+  template <uint8_t First, uint8_t Count>
+  static MOEQ_INLINE bool lie_within(const uint8_t* scale) {
+#ifdef MOEQ_BF16
+    const __m128i above = _mm_sub_epi8(load_bytes(scale), _mm_set1_epi8(First));
+    return _mm_cmpge_epu8_mask(above, _mm_set1_epi8((char)Count)) == 0;
+#else
+    bool all = true;
+    for (int i = 0; i < kPanelRows; ++i) all &= static_cast<uint8_t>(scale[i] - First) < Count;
+    return all;
+#endif
+  }
+  // 2^-40 to 2^40: with moderate rows, no sum of products leaves the normal numbers, before its scale and after it.
+  static MOEQ_INLINE bool are_moderate(const uint8_t* scale) { return lie_within<87, 81>(scale); }
 
   static void decode_any(const DotCall& call, int64_t unit, int64_t group, uint8_t* out) {
     const Floats floats(call, unit, group);
@@ -89,17 +149,12 @@ struct MxTiles {
 #ifdef MOEQ_BF16
   static constexpr bool kHasNan = Codes::kUnitBytes == Codes8<E4m3Bytes>::kUnitBytes;
 
-  // Scales with which every code that is not zero stays a normal number: 2^-117 to 2^119.
-  static MOEQ_INLINE bool are_moderate(__m128i scales) {
-    const __m128i above = _mm_sub_epi8(scales, _mm_set1_epi8(10));
-    return _mm_cmpgt_epu8_mask(above, _mm_set1_epi8((char)236)) == 0;
-  }
-
   static MOEQ_INLINE void decode(const DotCall& call, int64_t unit, int64_t group, uint8_t* out) {
-    const __m128i scales = load_bytes(call.scale + group * kPanelRows);
-    if (__builtin_expect(!are_moderate(scales), 0)) return decode_any(call, unit, group, out);
+    const uint8_t* scales = call.scale + group * kPanelRows;
+    // 2^-117 to 2^119, with which every code that is not zero stays a normal number.
+    if (__builtin_expect(!lie_within<10, 237>(scales), 0)) return decode_any(call, unit, group, out);
     const Codes codes(call, unit, group);
-    const __m512i wide = _mm512_cvtepu8_epi32(scales);
+    const __m512i wide = _mm512_cvtepu8_epi32(load_bytes(scales));
     const __m512i both = _mm512_or_si512(wide, _mm512_slli_epi32(wide, 16));
     const __m512i exponents = _mm512_slli_epi16(_mm512_sub_epi16(both, _mm512_set1_epi16(127)), 7);
     unroll<8>([&](auto pair) __attribute__((always_inline)) {
@@ -124,16 +179,17 @@ struct MxTiles {
 
 // e2m1 codes times e4m3 scales times 2^-112: a half float moved three bits to the right is such a bf16, so that
 // products of halves (exact: six bits, 2^-10 to 2880) need no other conversion. normalize_row owes the 2^112.
-struct Nvfp4Tiles {
+struct Nvfp4Tiles : Moderate<SingleRow::kProducts> {
+  using Table = E2m1;
   struct Floats : ScaledFloats<Codes4<E2m1>> {
     MOEQ_INLINE Floats(const DotCall& call, int64_t unit, int64_t group)
         : ScaledFloats<Codes4<E2m1>>{Codes4<E2m1>(call, unit, group), scales_of(call.scale + group * kPanelRows)} {}
-
-    static MOEQ_INLINE F32 scales_of(const uint8_t* p) {
-      const float rest = 0x1p-104f;  // e4m3_scales divides by 256
-      return mul(e4m3_scales(p), broadcast(&rest));
-    }
   };
+
+  static MOEQ_INLINE F32 scales_of(const uint8_t* scale) {
+    const float rest = 0x1p-104f;  // e4m3_scales divides by 256
+    return mul(e4m3_scales(scale), broadcast(&rest));
+  }
 
 #ifdef MOEQ_BF16
   // Code times 256 as a half float, twice over, because the look-up reads five bits.
@@ -173,7 +229,7 @@ struct Nvfp4Tiles {
 };
 
 // bf16 weights lie in memory as a tile takes them.
-struct PlainTiles {
+struct PlainTiles : Moderate<SingleRow::kWeights> {
   using Floats = PlainBf16;
 
   static MOEQ_INLINE void decode(const DotCall& call, int64_t unit, int64_t, uint8_t* out) {

@@ -16,6 +16,7 @@ namespace moeq::cpu::MOEQ_ISA {
 
 constexpr int kMaxBlocks = 8;  // of 32 values of K, decoded before they are multiplied with more than kPassRows rows
 constexpr int kRingTiles = 4;  // a page: more would lie at the same place of two pages, which loads take for one
+constexpr int kStreams = 4;  // panels that one row meets at a time
 constexpr int kTilesAhead = 3;  // decoded before the one that is multiplied: loads wait for stores to reach the cache
 
 template <class P>
@@ -140,11 +141,9 @@ inline void multiply_in_passes(const TileCall& call, int64_t begin, int64_t end,
 }
 
 // sums[panel] [count, 16] = products of units [begin, end), whose block scales are in the tiles or come later.
-// single: the operand row in float32, where it is one and weights are decoded.
 template <class P, int Panels>
-inline void multiply_units(const TileCall& call, const float* single, int64_t begin, int64_t end, int64_t group,
+inline void multiply_units(const TileCall& call, int64_t begin, int64_t end, int64_t group,
                            float* const (&sums)[Panels]) {
-  if (single != nullptr) return multiply_single<P, Panels>(call, single, begin, end, group, sums);
   if (call.count > kPassRows) return multiply_in_passes<P, Panels>(call, begin, end, group, sums);
   if (call.count > kTileRows) return multiply_in_registers<P, Panels, 2>(call, begin, end, group, sums);
   multiply_in_registers<P, Panels, 1>(call, begin, end, group, sums);
@@ -185,11 +184,8 @@ inline void multiply_panels(const TileCall& call) {
   const DotCall& first = call.panels[0];
   float* out[Panels];
   for (int panel = 0; panel < Panels; ++panel) out[panel] = call.panels[panel].out;
-  // Tiles as they lie in memory cost nothing to decode.
-  const float* single = !P::kInPlace && call.count == 1 ? widen_row(call) : nullptr;
-  if (single == nullptr && call.count <= kPassRows) configure_rows(call.count);
   if constexpr (P::kScaled) {
-    multiply_units<P, Panels>(call, single, 0, first.units, 0, out);
+    multiply_units<P, Panels>(call, 0, first.units, 0, out);
   } else {
     alignas(64) float sums[Panels][kTileCallRows * kPanelRows];
     float* parts[Panels];
@@ -197,18 +193,43 @@ inline void multiply_panels(const TileCall& call) {
     const int64_t group_units = P::kGroupUnits > 0 ? P::kGroupUnits : first.group_units;
     for (int64_t begin = 0, group = 0; begin < first.units; begin += group_units, ++group) {
       const int64_t end = begin + group_units < first.units ? begin + group_units : first.units;
-      multiply_units<P, Panels>(call, single, begin, end, group, parts);
+      multiply_units<P, Panels>(call, begin, end, group, parts);
       apply_scales<P, Panels>(call, group, parts);
     }
     finish_scales<P, Panels>(call);
   }
-  if (single == nullptr) release_tiles();
+}
+
+// multiply(panels, number) for the panels of a call, Panels at a time, and fewer at the end.
+template <int Panels, class Multiply>
+inline void over_panels(TileCall call, const Multiply& multiply) {
+  for (; call.num_panels >= Panels; call.num_panels -= Panels, call.panels += Panels) multiply(call, Index<Panels>{});
+  if constexpr (Panels > 1) over_panels<Panels / 2>(call, multiply);
 }
 
 template <class P>
+__attribute__((noinline)) void multiply_call(const TileCall& call) {
+  if constexpr (!P::kInPlace) {  // tiles as they lie in memory cost nothing to decode
+    if (call.count == 1) {
+      const WideRows rows = widen_rows<typename P::Tiles>(call);
+      return over_panels<kStreams>(
+          call, [&](const TileCall& some, auto panels) { multiply_rows<P, panels.value, 1>(some, rows); });
+    }
+  }
+  if (call.count <= kPassRows) configure_rows(call.count);
+  over_panels<2>(call, [&](const TileCall& some, auto panels) { multiply_panels<P, panels.value>(some); });
+  release_tiles();
+}
+
+// Sums below the smallest normal number are zero whatever the number of rows, since tiles leave no choice.
+template <class P>
 void multiply(const TileCall& call) {
-  if (call.num_panels == 2) return multiply_panels<P, 2>(call);
-  multiply_panels<P, 1>(call);
+  if constexpr (P::kFlushed) {
+    const WithoutSubnormals scope;
+    multiply_call<P>(call);
+  } else {
+    multiply_call<P>(call);
+  }
 }
 
 // How tiles take the weights W. kScaled: its block scales are in the tiles, and one sum goes over all of K.
@@ -220,6 +241,8 @@ struct TilePolicy {
   static constexpr int kGroupUnits = W::kGroupUnits;
   static constexpr int kPrefetchBytes = W::kPrefetchBytes;
   static constexpr bool kScaled = scaled;
+  // Scales of rows and panels are multiplied with each other first, and may be subnormal.
+  static constexpr bool kFlushed = !std::is_same_v<Scale, TileScale>;
   static constexpr bool kInPlace = in_place;
 };
 template <class W, class Scale = typename W::Scale>
@@ -245,8 +268,15 @@ Dot tile_dot() {
   using Policy = typename TilesOf<W>::Policy;
   constexpr bool normalized = std::is_same_v<typename Policy::Tiles, Nvfp4Tiles>;
   constexpr bool plain = std::is_same_v<typename W::Codes, PlainBf16>;
-  if constexpr (plain) return {nullptr, OperandType::kBFloat16, multiply<TilePolicy<W, PlainTiles, true, true>>};
-  return {nullptr, OperandType::kBFloat16, multiply<Policy>, normalized ? normalize_row : nullptr};
+  Dot dot{nullptr, OperandType::kBFloat16};
+  if constexpr (plain) {
+    dot.tile = multiply<TilePolicy<W, PlainTiles, true, true>>;
+    return dot;
+  }
+  dot.tile = multiply<Policy>;
+  if (normalized) dot.finish = normalize_row;
+  dot.few_rows = 1;
+  return dot;
 }
 
 }  // namespace moeq::cpu::MOEQ_ISA

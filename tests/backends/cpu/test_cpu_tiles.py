@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -114,6 +117,27 @@ def test_nvfp4_rows_of_any_magnitude(tiled: str, exponent: int) -> None:
         assert torch.equal(problem.run(scaled, ids, weights), plain * 2.0**exponent)
 
 
+@pytest.mark.parametrize(
+    ("scales", "shift"), [((84, 87, 90), -70), ((84, 87, 90), -30), ((164, 167, 170), 36), ((30, 127, 220), 0)]
+)
+@pytest.mark.parametrize("scheme", ["mxfp4", "mxfp8", "nvfp4"])
+def test_a_single_row_where_shortcuts_end(tiled: str, scheme: str, scales: tuple[int, ...], shift: int) -> None:
+    """Powers of two meet sums instead of weights, but for magnitudes that could leave the normal numbers so; the
+    products of a value with all codes likewise."""
+    problem = build(f"{scheme}-none", 192, 32, activation="identity_no_mul") if scheme != "nvfp4" else nvfp4(192, 32)
+    if scheme != "nvfp4":
+        scale = torch.tensor(scales, dtype=torch.uint8)[problem.integers(0, 3, 4, 32, 6)]
+        problem.packed["w13_scale"] = layout.pack_scale(scheme, scale, False)
+    x, _, _ = problem.tokens(24, 1, BF16)
+    x *= 2.0 ** (shift + problem.integers(-4, 8, *x.shape))  # 2^-64 and 2^41 are the bounds
+    ids, weights = torch.ones(24, 1, dtype=torch.int32), torch.ones(24, 1)
+    whole = problem.run(x, ids, weights)
+    assert whole.any()
+    for row in range(24):
+        one = slice(row, row + 1)
+        assert torch.equal(problem.run(x[one], ids[one], weights[one]), whole[one])
+
+
 @pytest.mark.parametrize(("scales", "shift"), [((0, 1, 2), 60), ((8, 10, 12), 50), ((244, 247, 250), -100)])
 @pytest.mark.parametrize("scheme", ["mxfp4", "mxfp8"])
 def test_mx_scales_of_every_size(tiled: str, scheme: str, scales: tuple[int, ...], shift: int) -> None:
@@ -149,3 +173,10 @@ def test_the_refusal_has_a_reason(use_isa: object) -> None:
     assert cpu_problems.supported("amx") is False
     with pytest.raises(RuntimeError, match="must be an instruction set of this machine, got 'amx': "):
         torch.ops.moeq_C.use_cpu_isa("amx")
+
+
+def test_tiles_are_the_default_where_the_system_grants_them() -> None:
+    code = "import torch_moe_ops._C, torch; print(torch.ops.moeq_C.cpu_isa())"
+    env = {name: value for name, value in os.environ.items() if name != "MOEQ_CPU_ISA"}
+    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert (run.stdout.strip() == "amx") == (torch.ops.moeq_C.cpu_isa_refusal("amx") == "")

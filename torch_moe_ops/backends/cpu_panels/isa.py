@@ -15,7 +15,7 @@ def cpu_isa() -> str:
     if isa == "amx" or not hasattr(torch.ops.moeq_C, "cpu_isa_refusal"):
         return isa
     refusal = torch.ops.moeq_C.cpu_isa_refusal("amx")
-    return f"{isa} (no amx: {refusal})" if refusal else f"{isa} (MOEQ_CPU_ISA=amx: matrix tiles)"
+    return f"{isa} (no amx: {refusal})" if refusal else f"{isa} (asked for; amx, matrix tiles, is there)"
 
 
 def cpu_integer_isa() -> str:
