@@ -9,7 +9,8 @@ by torch._grouped_mm, as transformers does. `dequantize`: packed experts made bf
 compiled function, then torch._grouped_mm. `nf4`, where bitsandbytes is installed (scripts/carry_bitsandbytes.sh) and a
 parameter has less than 2^31 weights: its 4-bit parameters of a module, which it dequantizes whole where they are read,
 in both passes, then the same. Gradients go to hidden states and routing weights. Times are medians on the host's clock,
-the device waited for; memory is the peak of a step with the way's own weights.
+the device waited for, of calls and of replays of a CUDA graph (step_graph_ms, without what Python takes); memory is the
+peak of a step with the way's own weights, over calls. `graph_error`: why a way is not captured.
 """
 
 from __future__ import annotations
@@ -179,6 +180,21 @@ def timed(step: Callable[[], Any], device: str, seconds: float) -> float:
     return statistics.median(found)
 
 
+def replayed(step: Callable[[], Any], seconds: float) -> dict[str, Any]:
+    """Milliseconds of a replay of a CUDA graph of the step, or why there is none."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            step()
+        return {"step_graph_ms": round(timed(graph.replay, "cuda", seconds) * 1e3, 3)}
+    except RuntimeError as error:
+        torch.cuda.synchronize()
+        return {"graph_error": str(error).splitlines()[0][:120]}
+    finally:
+        del graph
+        torch.cuda.empty_cache()
+
+
 Layer = Callable[..., Tensor]
 
 
@@ -192,17 +208,19 @@ def batch(shape: Shape, tokens: int, device: str) -> tuple[Tensor, Tensor, Tenso
 
 def measured(
     layer: Layer, given: tuple[Tensor, ...], device: str, seconds: float
-) -> tuple[dict[str, float], list[Tensor]]:
+) -> tuple[dict[str, Any], list[Tensor]]:
     """Milliseconds and peak memory of a step, and its gradients."""
     x, ids, weights, grad = given
 
     def step() -> tuple[Tensor, ...]:
         return torch.autograd.grad(layer(x, ids, weights), (x, weights, *getattr(layer, "learns", ())), grad)
 
-    found = {}
+    found: dict[str, Any] = {}
     with torch.no_grad():
         found["forward_ms"] = round(timed(lambda: layer(x, ids, weights), device, seconds) * 1e3, 3)
     found["step_ms"] = round(timed(step, device, seconds) * 1e3, 3)
+    if device == "cuda":
+        found |= replayed(step, seconds)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     gradients = [g.detach() for g in step()[:2]]
@@ -227,6 +245,7 @@ def measure(
             found, gradients = measured(layer, batch(shape, m, device), device, seconds)
             row: dict[str, Any] = {"layer": name, "way": way, "tokens": m, **found}
             own = [g.float().cpu() for g in gradients]
+            del gradients  # which would count as the next one's memory
             errors = [(g - e).norm() / e.norm() for g, e in zip(own, expected.setdefault(m, own), strict=True)]
             row["error"] = [round(error.item(), 6) for error in errors]
             if "peak_gib" in row:  # raw tensors are read by `dequantize` alone

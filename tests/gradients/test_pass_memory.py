@@ -17,8 +17,10 @@ from problems import Case, make_raw
 from triton_passes import make_call
 
 from torch_moe_ops.backends import BACKENDS
-from torch_moe_ops.backends.triton_engine import backward_launch, grouped, ranks
-from torch_moe_ops.gradients import on_gpu
+from torch_moe_ops.backends.triton_engine import backward_launch, grouped, rank_sums, ranks
+from torch_moe_ops.backends.triton_engine.backward_pass import Decoder
+from torch_moe_ops.gradients import chunks, on_gpu
+from torch_moe_ops.gradients.chunks import WINDOW_COLUMNS
 from torch_moe_ops.gradients.lora import NO_LORA, Lora, LoraArguments
 
 CASE = Case(tokens=2048, experts=16, top_k=4, hidden=256, inter=128)
@@ -44,22 +46,30 @@ def _nothing_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         *((backward_launch, f"{name}_kernel") for name in ("hidden", "weights", "bias", "gather_sum")),
         (ranks, "low_kernel"),
         (ranks, "outer_kernel"),
+        (rank_sums, "low_and_sums_kernel"),
+        (rank_sums, "add_parts_kernel"),
     )
     for module, name in kernels:
         monkeypatch.setattr(module, name, _NoKernel())
         monkeypatch.setattr(module, "target_of", lambda device: {"USE_PTX": False})
-    monkeypatch.setattr(on_gpu, "CHUNK_ELEMENTS", CHUNK)
-    monkeypatch.setattr(on_gpu, "_TILES", 1)
+    for name in ("WORKSPACE_ELEMENTS", "MOST_ELEMENTS"):
+        monkeypatch.setattr(chunks, name, CHUNK)
+    monkeypatch.setattr(chunks, "PROCESSORS", 1)
     yield
 
 
-def _peaks(adapters: bool) -> tuple[int, int]:
+def _peaks(adapters: bool, case: Case = CASE) -> tuple[int, int]:
     """Bytes that a forward and a backward pass hold beyond what they are given, results included."""
-    call, sizes = make_call(CASE, "cuda_sm90")
-    backend = replace(BACKENDS["cuda_sm90"], dequantize=lambda *given: 1.0, rows_by_slot=None, few_rows=None)
+    call, sizes = make_call(case, "cuda_sm90")
+    backend = replace(
+        BACKENDS["cuda_sm90"],
+        dequantize=lambda *given: Decoder(1.0, lambda *of: None),
+        rows_by_slot=None,
+        few_rows=None,
+    )
     x, lora = call.hidden_states, NO_LORA
     if adapters:
-        given = factors_of(make_raw(CASE), 1, RANK, torch.bfloat16)
+        given = factors_of(make_raw(case), 1, RANK, torch.bfloat16)
         arguments = LoraArguments(given.a13, given.b13, given.a2, given.b2, torch.ones(1), None)
         lora = Lora.of(arguments, sizes, x)
         for factors in lora:
@@ -92,3 +102,13 @@ def test_backward(adapters: bool) -> None:
         rows += PAIRS * OF_PAIR["h"] + 4 * OF_RANKS
     most = max(2 * CHUNK, RESULT + OF_FACTORS * adapters)
     assert rows <= peak <= rows + most + SMALL
+
+
+def test_backward_of_long_rows() -> None:
+    """Of the gradients of rows there are as many columns at once as a window has."""
+    case = replace(CASE, hidden=4 * WINDOW_COLUMNS)
+    _, peak = _peaks(False, case)
+    window, result = 2 * PAIRS * WINDOW_COLUMNS, 2 * case.tokens * case.hidden
+    expected = PAIRS * OF_PAIR["z"] + window + result
+    assert expected <= peak <= expected + 2 * CHUNK + SMALL
+    assert peak < PAIRS * (OF_PAIR["z"] + 2 * case.hidden)  # without windows

@@ -116,8 +116,11 @@ ROUTED: tuple[tuple[int, str, Fields], ...] = (
 )
 
 
-# Of layers with adapters: tokens, which decide between the two kernels, scheme, rank.
-ADAPTERS = ((90, "nvfp4", 16), (1000, "mxfp4", 40), (90, "mxfp4", 40), (1000, "nvfp4", 16))
+# Of layers with adapters: tokens, which decide between the kernels, scheme, rank.
+ADAPTERS = {
+    "adapters": ((90, "nvfp4", 16), (1000, "mxfp4", 40), (90, "mxfp4", 40), (1000, "nvfp4", 16)),
+    "adapters-slim": ((9, "nvfp4", 16), (9, "mxfp4", 40), (5, "nvfp4", 40), (5, "mxfp4", 16)),
+}
 OF_ADAPTERS = 6e-3  # tests/backends/triton/test_triton_lora.py
 
 
@@ -223,7 +226,7 @@ def groups(kernels: list[str]) -> dict[str, list[Run]]:
         found["router"] = [(run_router, (*shape, "renormalize")) for shape in routers]
         found["hidden"] = [(run_hidden, routed) for routed in ROUTED]
         found["bf16"] = [(run_bf16, (fields,)) for fields in UNQUANTIZED]
-        found["adapters"] = [(run_adapters, adapters) for adapters in ADAPTERS]
+        found |= {name: [(run_adapters, adapters) for adapters in each] for name, each in ADAPTERS.items()}
         found |= {name: [(run_layer, layer) for layer in layers] for name, layers in LAYERS.items()}
     for kernel in (k for k in KERNELS if k in kernels):
         for tokens in TOKENS[kernel]:

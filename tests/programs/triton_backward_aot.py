@@ -32,6 +32,7 @@ from torch_moe_ops.backends.triton_engine import (
     dequantize_tiles,
     few,
     grouped,
+    rank_sums,
     ranks,
     slots,
 )
@@ -52,7 +53,12 @@ _KERNELS = (
     (few, "few_kernel"),
     (ranks, "low_kernel"),
     (ranks, "outer_kernel"),
+    (rank_sums, "low_and_sums_kernel"),
+    (rank_sums, "add_parts_kernel"),
     (slots, "slots_kernel"),
+    (slots, "count_slots_kernel"),
+    (slots, "start_slots_kernel"),
+    (slots, "place_slots_kernel"),
     (dequantize, "dequantize_kernel"),
     (dequantize_tiles, "dequantize_tiles_kernel"),
     (dequantize_bytes, "dequantize_bytes_kernel"),
@@ -114,7 +120,9 @@ def launches(case: Case, backend: str, capability: int) -> list[tuple[Any, tuple
         stack.enter_context(mock.patch.object(grouped, "_capability", lambda out: divmod(capability, 10)))
         stack.enter_context(mock.patch("torch_moe_ops.backends.triton.runs_on", lambda device: True))
         biases = (raw.w13_bias, raw.w2_bias)
-        slots.sort_few_slots(ids, 0, case.experts)
+        for most in (slots.MOST_OF_ONE_LAUNCH, 0):
+            with mock.patch.object(slots, "MOST_OF_ONE_LAUNCH", most):
+                slots.sort_slots_on_gpu(ids, 0, case.experts)
         p = on_gpu.make_pass(call, sizes, torch.ones_like(x), x, biases)
         on_gpu.run_pass(p, BACKENDS[backend], case.dtype, True, case.bias, case.bias)
         lora = adapters(raw, sizes, x)

@@ -32,11 +32,13 @@ from torch_moe_ops.backends.sm90.formats import (
     tile_k,
 )
 from torch_moe_ops.backends.sm90.router import RouterProduct, in_rows, plan_of
-from torch_moe_ops.backends.triton_engine.backward_pass import BySlot, Pass, RanksBySlot
+from torch_moe_ops.backends.triton_engine.backward_pass import BySlot, Decoder, Pass, RanksBySlot
 from torch_moe_ops.core.call import ExpertsCall, for_kernels
 from torch_moe_ops.core.kernel_facts import Router, Sm90Few, own_of
 from torch_moe_ops.core.layout import Layout
 from torch_moe_ops.core.problem import STANDARD, STRICT, Problem
+from torch_moe_ops.core.saving import is_for_backward
+from torch_moe_ops.core.schemes import ceil_div
 from torch_moe_ops.numerics import mx, nvfp4
 from torch_moe_ops.tuning import tuned
 from torch_moe_ops.tuning.tuned_kernels import KERNELS, key_of
@@ -46,6 +48,7 @@ _own_remote = own_of["experts_sm90_remote"]
 _own_hidden = own_of["experts_hidden_sm90"]
 DECODE = 0  # of KERNELS
 _LEAST_OF_PREFILL = KERNELS.index("slim")
+_LEAST_TOKENS = 2048  # that are worth two calls where memory matters
 FORMATS: dict[str, tuple[str, ...]] = {"nvfp4": ("nvfp4", "none", "fp8"), "mxfp4": ("none", "fp8", "mxfp8")} | {
     scheme: ("none",) for scheme in byte_formats.SCHEMES
 }
@@ -58,7 +61,26 @@ NOTES_OF_BYTES = {"fp8": _FEW, "fp8_block": _FEW, "mxfp8": f"by name only: {_FEW
 
 def run(call: ExpertsCall, out: Tensor) -> None:
     """Fill `out` [num_tokens, hidden_size] (bfloat16, float16 or float32, contiguous) from a checked call."""
-    run_kernel(call, out, _kernel(call, out, call.topk_ids.shape[1]))
+    kernel = _kernel(call, out, call.topk_ids.shape[1])
+    if not (is_for_backward() and _holds_much(call, out)):
+        return run_kernel(call, out, kernel)
+    half = ceil_div(out.shape[0], 512) * 256  # aligned
+    for rows in (slice(0, half), slice(half, None)):  # the same bits: a row's sums do not depend on the others
+        of_tokens = {name: t[rows] for name in _OF_TOKENS if (t := getattr(call, name)) is not None}
+        run_kernel(call._replace(**of_tokens), out[rows], kernel)
+    return None
+
+
+_OF_TOKENS = ("hidden_states", "hidden_states_scale", "topk_ids", "topk_weights")
+
+
+def _holds_much(call: ExpertsCall, out: Tensor) -> bool:
+    """Whether buffers of all tokens, gathered rows, intermediates and results, are over half of the packed weights.
+
+    What a backward pass holds is less: one of them or two.
+    """
+    of_pair = 2 * (2 * out.shape[1] + call.w2.shape[2] * tile_k(call.scheme))
+    return 2 * call.topk_ids.numel() * of_pair > call.w13.nbytes + call.w2.nbytes and out.shape[0] >= _LEAST_TOKENS
 
 
 def run_monolithic(call: ExpertsCall, routing: tuple[Any, ...], out: Tensor) -> bool:
@@ -144,23 +166,23 @@ def _of_values(call: ExpertsCall, scale: Tensor) -> ExpertsCall:
     return call._replace(hidden_states=x.to(torch.bfloat16), hidden_states_scale=None)
 
 
-def dequantize(stored: Any, scheme: str, halves: int, out: Tensor) -> float | None:
-    """Numbers of a projection in tiles (gradients/weights.py), by one Triton kernel; None where there is none."""
+def dequantize(stored: Any, scheme: str, halves: int, space: Tensor) -> Decoder | None:
+    """What decodes a projection in tiles (Backend), by one Triton kernel; None where there is none."""
     # Not at import: that would register it first, and the order is that of preference.
     from torch_moe_ops.backends import triton
 
-    if not triton.runs_on(out.device):
+    if not triton.runs_on(space.device):
         return None
     if scheme in byte_formats.SCHEMES:
         from torch_moe_ops.backends.triton_engine.dequantize import serves
-        from torch_moe_ops.backends.triton_engine.dequantize_bytes import dequantize_bytes
+        from torch_moe_ops.backends.triton_engine.dequantize_bytes import bytes_decoder
 
-        if not serves(scheme, out.dtype):
+        if not serves(scheme, space.dtype):
             return None
-        return dequantize_bytes(stored.weight, stored.scale, scheme, halves == 2, out)
-    from torch_moe_ops.backends.triton_engine.dequantize_tiles import dequantize_tiles
+        return bytes_decoder(stored.weight, stored.scale, scheme, halves == 2, space)
+    from torch_moe_ops.backends.triton_engine.dequantize_tiles import tiles_decoder
 
-    return dequantize_tiles(stored.weight, stored.scale, stored.scale_2, scheme, halves == 2, out)
+    return tiles_decoder(stored.weight, stored.scale, stored.scale_2, scheme, halves == 2, space)
 
 
 def few_rows(p: Any, projection: Any, rows: Tensor, index: Tensor | None, addend: Any, out: Tensor) -> bool:

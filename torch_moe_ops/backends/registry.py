@@ -61,9 +61,9 @@ class Backend:
     delegate: the backend whose kernels run what this one's do not, "" where there is none; `notes` says what that is.
     decode: as restore, but -> {"w13", "w2": numbers [E, rows, K] without alphas}, which gradients are made with.
         None: what `restore` gives is decoded.
-    dequantize: (a projection of some experts as the layout has it, scheme, halves of its rows, out [E, rows, K]) ->
-        what `out`, filled, has to be multiplied by, as gradients/weights.py says; None where it does not fill it, or
-        here: never.
+    dequantize: (a projection of all experts as the layout has it, scheme, halves of its rows, space [step, rows,
+        width]) -> what fills the space with some of them (Decoder), as gradients/weights.py says; None where nothing
+        does, or here: never.
     few_rows: (pass of adapters, projection, rows, index, addend, out) -> whether it filled out [pairs, N] from packed
         weights, where an expert has few rows (triton_engine/few.py); None: experts are decoded.
     rows_by_slot: (pass of adapters) -> what runs both products on the layer's own kernels (BySlot), or None where they
@@ -93,7 +93,7 @@ class Backend:
     bias_layout: BiasLayout | None = None
     delegate: str = ""
     decode: Callable[[Mapping[str, Tensor], Sizes], dict[str, Tensor]] | None = None
-    dequantize: Callable[[Any, str, int, Tensor], float | None] | None = None
+    dequantize: Callable[[Any, str, int, Tensor], Any] | None = None
     few_rows: Callable[[Any, Any, Tensor, Tensor | None, Any, Tensor], bool] | None = None
     rows_by_slot: Callable[[Any], Any] | None = None
     run_backward: Callable[[ExpertsCall, Sizes, Tensor, Any], Any] | None = None

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torch_moe_ops.backends import linear
 from torch_moe_ops.backends.registry import Backend, Requirement, available, formats, register, written_for
+from torch_moe_ops.backends.triton_engine.backward_pass import Decoder
 from torch_moe_ops.backends.triton_engine.formats import ACT_FORMATS, SCHEMES  # plain values: Triton is not imported
 from torch_moe_ops.core.call import ExpertsCall
 from torch_moe_ops.core.problem import Problem
@@ -87,13 +88,13 @@ def runs_on(device: torch.device) -> bool:
     return package_reason() is None and device_reason(device.type, capability) is None
 
 
-def dequantize(stored: Any, scheme: str, halves: int, out: Tensor) -> float | None:
-    """Numbers of a projection in the linear layout (gradients/weights.py), by one kernel; None where it has none."""
-    if not runs_on(out.device):
+def dequantize(stored: Any, scheme: str, halves: int, space: Tensor) -> Decoder | None:
+    """What decodes a projection in the linear layout (Backend), by one kernel; None where it has none."""
+    if not runs_on(space.device):
         return None
     from torch_moe_ops.backends.triton_engine import dequantize as engine
 
-    return engine.dequantize(stored, scheme, halves, out) if engine.serves(scheme, out.dtype) else None
+    return engine.decoder(stored, scheme, halves, space) if engine.serves(scheme, space.dtype) else None
 
 
 def notes(problem: Problem) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from torch_moe_ops.gradients.on_gpu import at_once_on_gpu
+from torch_moe_ops.gradients.chunks import at_once_on_gpu
 from torch_moe_ops.gradients.pairs import PIECE_ELEMENTS, Pairs, pieces
 from torch_moe_ops.gradients.products import device_of, grouped_product, product_dtype, triton_serves
 from torch_moe_ops.gradients.weights import MOST_EXPERTS, Projection, at_once, decode_projection

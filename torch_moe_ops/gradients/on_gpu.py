@@ -3,13 +3,13 @@
 Nothing waits for the device, so that a step can be captured, and sizes of buffers come from shapes alone. Rows are not
 gathered but read where they are. Weights are decoded a few experts at a time, w2 before w13, as they are exact in
 bfloat16; what multiplies them is applied in float32 to what a product sums. GEMM1's sums are differentiated where they
-are, in float32.
+are, in float32. Where the gradients of hidden states, before they are added up, would be much beside the packed
+weights, they are made a few columns at a time, and those columns of w13 are decoded once more (chunks.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,22 +18,17 @@ from torch_moe_ops.backends.registry import Backend
 from torch_moe_ops.backends.triton_engine.backward_pass import BySlot, Pass, Slots
 from torch_moe_ops.core.call import ExpertsCall
 from torch_moe_ops.core.layout import Sizes
-from torch_moe_ops.core.schemes import ceil_div
+from torch_moe_ops.gradients.chunks import Decoding, windows_of_hidden
 from torch_moe_ops.gradients.lora import NO_LORA, Lora
 from torch_moe_ops.gradients.pairs import sort_slots
 from torch_moe_ops.gradients.ranks_on_gpu import RanksOnGpu
-from torch_moe_ops.gradients.weights import (
-    CHUNK_ELEMENTS,
-    Projection,
-    decode_projection,
-    dequantized,
-    projection_of,
-    projection_shape,
-)
+from torch_moe_ops.gradients.weights import projection_of, projection_shape
+
+if TYPE_CHECKING:
+    from torch_moe_ops.backends.triton_engine.grouped import Addend
 
 FEW_ROWS = 16  # of an expert in the mean: up to so many, weights are multiplied in Triton's kernels as they are packed
 FEW_ROWS_BY_SLOT = 1 / 16  # the same where the layer's own kernels multiply them so, too
-_TILES = 160  # of 128 x 256 results that a product should have in the mean: enough for every multiprocessor
 
 
 class Found(NamedTuple):
@@ -58,10 +53,10 @@ def make_pass(
 
 def _sorted(topk_ids: Tensor, local_expert_offset: int, num_experts: int) -> Slots:
     if topk_ids.is_cuda:
-        from torch_moe_ops.backends.triton_engine.slots import MOST, sort_few_slots
+        from torch_moe_ops.backends.triton_engine.slots import MOST, sort_slots_on_gpu
 
         if topk_ids.numel() <= MOST:
-            return sort_few_slots(topk_ids, local_expert_offset, num_experts)
+            return sort_slots_on_gpu(topk_ids, local_expert_offset, num_experts)
     return sort_slots(topk_ids, local_expert_offset, num_experts)
 
 
@@ -89,44 +84,105 @@ def run_pass(
         u = p.grad.new_empty((pairs, sizes.intermediate_size))
         of2.back(p.grad, token, 0, sizes.num_experts)
     addend = None if of2 is None else of2.backward_addend()
-    for chunk in _chunks(p, backend, "w2"):
-        engine.product(p.grad, token, chunk.weights, ends, chunk.first, False, u, chunk.factor, addend)
-    del chunk  # a view of the workspace
-    dx = p.grad.new_empty((0 if hidden_dtype is None else pairs, sizes.hidden_size))
+    windows = [] if hidden_dtype is None else windows_of_hidden(p, backend)
+    # What the gradients of hidden states will take, no other buffer does before.
+    room = pairs * (windows[0].stop if windows else 0) + p.x.numel()
+    _multiply(p, backend, "w2", p.grad, token, False, u, addend, room)
     parts = engine.parts_of(p) if weights else None
     if of13 is not None:
         of13.down(p.x, token)
     addend = None if of13 is None else of13.forward_addend()
-    back_addend = None if of13 is None else of13.backward_addend()
     one_factor = of13 is not None or w13_bias
-    for chunk in _chunks(p, backend, "w13", one_factor):
-        first, factor = chunk.first, chunk.factor
-        engine.differentiate(p, chunk.weights, factor, first, u, addend, z, parts, keeps_h=of2 is not None)
-        if of13 is not None:
-            of13.back(z, None, first, first + chunk.weights.shape[0])
-        if hidden_dtype is not None:
-            scale = factor if factor.shape[1] == 1 else None  # two are in z
-            engine.product(z, None, chunk.weights, ends, first, False, dx, scale, back_addend)
-    del chunk
+    rows = p.grad.new_empty((pairs, sizes.hidden_size)) if len(windows) == 1 else None
+    decoding = Decoding(p, backend, "w13", one_factor, room=room if rows is None else 0)
+    hidden_of = engine.Hidden(p, decoding.factor, u, addend, z, parts, keeps_h=of2 is not None)
+    product: engine.Product | None = None
+    if rows is not None:
+        back_addend = None if of13 is None else of13.backward_addend()
+        product = engine.Product(z, None, ends, False, rows, _one(decoding.factor), back_addend)
+    for chunk in decoding.chunks():
+        given = chunk.weights, chunk.first, chunk.experts
+        hidden_of(*given)
+        if product is not None:
+            if of13 is not None:
+                of13.back(z, None, chunk.first, chunk.first + chunk.experts)
+            product(*given)
+    del chunk, given, decoding, hidden_of, product  # which hold the workspace
+    if of13 is not None and rows is None:
+        of13.back_and_learn(z)
+    hidden: Tensor | None = None
+    if rows is not None:
+        assert hidden_dtype is not None
+        if of2 is None:
+            del u  # a view of z
+        if of13 is None and not w13_bias:
+            del z
+        hidden = engine.combine(rows, p, hidden_dtype)
+        del rows
+    elif hidden_dtype is not None:
+        hidden = p.grad.new_empty((p.call.topk_ids.shape[0], sizes.hidden_size), dtype=hidden_dtype)
+        _hidden_in_windows(p, backend, z, windows, of13, one_factor, hidden)
     if of13 is not None:
         of13.learn(p.x, True, z, False, None)
     if of2 is not None:  # where u was, the intermediate is
         of_slots = p.call.topk_weights.reshape(-1) if p.weighted else None
-        of2.down(u, None)
+        of2.down_and_learn(u, of_slots)
         of2.learn(u, False, p.grad, True, of_slots)
     return Found(
-        None if hidden_dtype is None else engine.combine(dx, p, hidden_dtype),
+        hidden,
         None if parts is None else engine.weights_gradient(p, parts),
         engine.sums_of_experts(z, p, of_tokens=False) if w13_bias else None,
         engine.sums_of_experts(p.grad, p, of_tokens=True) if w2_bias else None,
     )
 
 
+def _multiply(
+    p: Pass, backend: Backend, name: str, rows: Tensor, index: Tensor | None, transposed: bool, out: Tensor,
+    addend: Addend | None, room: int = 0,
+) -> None:  # fmt: skip
+    """The product of rows (Product) with all experts' weights in `out`. room: as Decoding has it."""
+    from torch_moe_ops.backends.triton_engine.grouped import Product
+
+    decoding = Decoding(p, backend, name, room=room)
+    product = Product(rows, index, p.slots.ends, transposed, out, decoding.factor, addend)
+    for chunk in decoding.chunks():
+        product(chunk.weights, chunk.first, chunk.experts)
+
+
+def _one(factor: Tensor) -> Tensor | None:
+    """The factor that is left for the product with z, into which the two of gate and up went."""
+    return factor if factor.shape[1] == 1 else None
+
+
+def _hidden_in_windows(
+    p: Pass, backend: Backend, z: Tensor, windows: list[slice], of13: RanksOnGpu | None, one_factor: bool, out: Tensor
+) -> None:
+    """The gradient of hidden states in `out`, some columns at a time."""
+    from torch_moe_ops.backends.triton_engine import backward_launch as engine
+
+    pairs = p.slots.order.shape[0]
+    space = z.new_empty(pairs * max(columns.stop - columns.start for columns in windows))
+    decoding: Decoding | None = None
+    product: engine.Product | None = None
+    for columns in windows:
+        width = columns.stop - columns.start
+        if decoding is None or decoding.width != width:
+            decoding = None  # before there is another workspace
+            decoding, product = Decoding(p, backend, "w13", one_factor, width), None
+            rows = space[: pairs * width].view(pairs, width)
+        if product is None or of13 is not None:
+            addend = None if of13 is None else of13.backward_addend(columns)
+            product = engine.Product(z, None, p.slots.ends, False, rows, _one(decoding.factor), addend)
+        for chunk in decoding.chunks(columns.start):
+            product(chunk.weights, chunk.first, chunk.experts)
+        engine.combine_in(out[:, columns], rows, p)
+
+
 def run_forward(p: Pass, backend: Backend, lora: Lora, dtype: torch.dtype) -> Tensor:
     """[num_tokens, hidden_size] in `dtype`, of the layer with adapters. The gradient of the pass is not read."""
     from torch_moe_ops.backends.triton_engine import backward_launch as engine
 
-    sizes, pairs, token, ends = p.sizes, p.slots.order.shape[0], p.slots.token, p.slots.ends
+    sizes, pairs, token = p.sizes, p.slots.order.shape[0], p.slots.token
     of13, of2 = (None if f is None else RanksOnGpu(f, p) for f in lora)
     by_slot, all_experts = backend.rows_by_slot, p.call.all_experts()
     if backend.few_rows is not None and pairs <= FEW_ROWS_BY_SLOT * all_experts:
@@ -147,16 +203,16 @@ def run_forward(p: Pass, backend: Backend, lora: Lora, dtype: torch.dtype) -> Te
             addend = None if of2 is None else of2.forward_addend()
             backend.few_rows(p, w2, h, None, addend, y)
             return engine.combine(y, p, dtype, of_output=True)
-    for chunk in _chunks(p, backend, "w13"):
-        engine.hidden(p, chunk.weights, chunk.factor, chunk.first, h, addend)
-    del chunk  # a view of the workspace
+    decoding = Decoding(p, backend, "w13")
+    hidden_of = engine.Hidden(p, decoding.factor, h, addend)
+    for chunk in decoding.chunks():
+        hidden_of(chunk.weights, chunk.first, chunk.experts)
+    del chunk, decoding, hidden_of  # which hold the workspace
     y = p.x.new_empty((pairs, sizes.hidden_size))
     if of2 is not None:
         of2.down(h, None)
     addend = None if of2 is None else of2.forward_addend()
-    for chunk in _chunks(p, backend, "w2"):
-        engine.product(h, None, chunk.weights, ends, chunk.first, True, y, chunk.factor, addend)
-    del chunk
+    _multiply(p, backend, "w2", h, None, True, y, addend)
     return engine.combine(y, p, dtype, of_output=True)
 
 
@@ -177,51 +233,3 @@ def _forward_by_slot(
     rows = p.x.new_empty((slots, p.sizes.hidden_size))
     layer.output(addend, rows)
     return engine.combine(rows, p, dtype, of_output=True, by_slot=True)
-
-
-class _Chunk(NamedTuple):
-    """Weights of experts `first` and following as products take them, bfloat16, and what has to multiply them.
-
-    factor: float32 [E, 1 or halves], of all experts.
-    """
-
-    first: int
-    weights: Tensor
-    factor: Tensor
-
-
-def _chunks(p: Pass, backend: Backend, name: str, one_factor: bool = False) -> Iterator[_Chunk]:
-    """The weights of all experts, a few at a time, in one workspace for all.
-
-    Alphas are in the factor; where gate and up have their own and one_factor is wanted, in the rounded weights.
-    """
-    projection, count = projection_of(p.call, name, backend, p.sizes), p.sizes.num_experts
-    stored = projection.stored
-    pairs, all_experts = p.slots.order.shape[0], p.call.all_experts()
-    step = count if stored.weight.dtype == torch.bfloat16 else at_once_on_gpu(projection, pairs, all_experts)
-    space = p.x.new_empty((step if projection.may_have_kernel else 0, *projection.shape))
-    exact = not one_factor or stored.scale_2 is None or stored.scale_2.numel() == count
-    factor: Tensor | None = None
-    for first in range(0, count, step):
-        experts = slice(first, min(first + step, count))
-        weights = space[: experts.stop - first]
-        found = dequantized(projection, experts, weights, exact)
-        if found is None:
-            weights = decode_projection(projection, experts, torch.bfloat16)
-        elif factor is None and exact and stored.scale_2 is not None:
-            factor = found * stored.scale_2.reshape(count, -1)
-        if factor is None:
-            value = 1.0 if found is None else found
-            factor = torch.full((count, 1), value, dtype=torch.float32, device=p.x.device)
-        yield _Chunk(first, weights, factor)
-
-
-def at_once_on_gpu(projection: Projection, rows: int, all_experts: int) -> int:
-    """How many experts' weights are decoded at once: what CHUNK_ELEMENTS hold, and enough to keep a GPU busy.
-
-    rows: of all experts together, those of other ranks (all_experts) included.
-    """
-    n, k = projection.shape
-    row_tiles = ceil_div(ceil_div(rows, all_experts), 128)
-    busy = ceil_div(_TILES, row_tiles * ceil_div(min(n, k), 256))
-    return min(projection.sizes.num_experts, max(1, CHUNK_ELEMENTS // (n * k), busy))

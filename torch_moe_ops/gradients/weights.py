@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops.backends.registry import Backend
+from torch_moe_ops.backends.triton_engine.backward_pass import Decoder
 from torch_moe_ops.core.call import ExpertsCall
 from torch_moe_ops.core.layout import Sizes
 from torch_moe_ops.core.schemes import SCHEMES
@@ -102,9 +103,11 @@ def decode_projection(projection: Projection, experts: slice, dtype: torch.dtype
     count = stored.weight.shape[0]
     if projection.may_have_kernel:
         fast = stored.weight.new_empty((count, *projection.shape), dtype=dtype)
-        factor = dequantized(projection, experts, fast, exact=False)
-        if factor is not None:
-            return fast if factor == 1 else fast.mul_(factor)
+        decoder = decoder_of(projection, fast, exact=False)
+        if decoder is not None:
+            with device_of(fast):
+                decoder.run(experts.start, count, 0)
+            return fast if decoder.factor == 1 else fast.mul_(decoder.factor)
         del fast
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     sizes = dataclasses.replace(sizes, num_experts=count)
@@ -121,20 +124,18 @@ def decode_projection(projection: Projection, experts: slice, dtype: torch.dtype
     return _real(operand, stored.scale_2, count, dtype)
 
 
-def dequantized(projection: Projection, experts: slice, out: Tensor, exact: bool) -> float | None:
-    """As decode_projection, into `out`, by one kernel of the backend: what multiplies `out`. None: not filled.
+def decoder_of(projection: Projection, space: Tensor, exact: bool) -> Decoder | None:
+    """What the backend decodes the projection with, as decode_projection, into `space` [step, rows, width]; or None.
 
-    exact: so does stored.scale_2. Products of 4-bit, 6-bit and 8-bit floats with scales of e4m3 and e8m0 are exact in
-        bfloat16 then; other numbers are rounded once.
+    exact: without stored.scale_2, which multiplies what is decoded, too. Products of 4-bit, 6-bit and 8-bit floats with
+        scales of e4m3 and e8m0 are exact in bfloat16 then; other numbers are rounded once.
     """
     dequantize = projection.backend.dequantize
     if dequantize is None or not projection.may_have_kernel:
         return None
-    stored = projection.stored.of(experts)
-    if exact:
-        stored = stored._replace(scale_2=None)
-    with device_of(out):
-        return dequantize(stored, projection.scheme, projection.halves, out)
+    stored = projection.stored._replace(scale_2=None) if exact else projection.stored
+    found: Decoder | None = dequantize(stored, projection.scheme, projection.halves, space)
+    return found
 
 
 def projection_shape(name: str, sizes: Sizes) -> tuple[int, int]:

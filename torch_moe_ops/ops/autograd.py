@@ -23,6 +23,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from torch_moe_ops.core.check import fail
+from torch_moe_ops.core.saving import for_backward
 from torch_moe_ops.core.schemas import LIB
 
 _HELPERS = torch.library.Library("moeq_autograd", "DEF")
@@ -73,7 +74,7 @@ class _Node(_SingleLevelFunction):
         ctx: Any, op: str, names: tuple[str, ...], run: Callable[..., Any], rule: Rule | None, writes: bool, *args: Any
     ) -> Any:
         ctx.op, ctx.names, ctx.rule = op, names, rule
-        with _C._AutoDispatchBelowAutograd():
+        with _C._AutoDispatchBelowAutograd(), for_backward() if rule is not None else nullcontext():
             result = run(*args)
         if rule is None:
             # By input: what its gradient would look like.

@@ -14,6 +14,7 @@ from tolerances import relative_l2
 from torch import Tensor
 
 import torch_moe_ops as moe
+from torch_moe_ops.backends import cuda_sm90
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
 BOUND = 6e-3
@@ -81,6 +82,25 @@ def test_every_format(f: Format) -> None:
 def test_sizes(changes: dict[str, Any]) -> None:
     case = Case(**{**SIZES, "scheme": "none", **changes})
     _check(moe.prepare(make_raw(case), backend="triton", device="cuda"), case)
+
+
+@pytest.mark.parametrize("f", [f for f in FORMATS if f.backend in ("cuda_sm90", "cuda_sm90_int4")], ids=str)
+def test_halves_of_tokens_have_the_bits_of_all(f: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a forward pass that a backward pass will follow."""
+    case = replace(_case(f), tokens=1500)
+    raw = make_raw(case)
+    against = moe.explain(raw, **f.settings()).against[f.backend]
+    if against:
+        pytest.skip("; ".join(against))
+    w, batch = moe.prepare(raw, backend=f.backend, **f.settings()), [t.cuda() for t in make_batch(case)]
+    runs: list[int] = []
+    real = cuda_sm90.run_kernel
+    monkeypatch.setattr(cuda_sm90, "run_kernel", lambda *given: runs.append(len(given[1])) or real(*given))
+    monkeypatch.setattr(cuda_sm90, "_LEAST_TOKENS", 1)
+    whole = moe.fused_moe_routed(*batch, w)
+    found = moe.fused_moe_routed(batch[0].requires_grad_(), *batch[1:], w)
+    assert runs == [1500, 768, 732]
+    assert torch.equal(found, whole)
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4", "none"])

@@ -22,11 +22,11 @@ from torch_moe_ops.backends.triton_engine import backward_launch, grouped
 from torch_moe_ops.core.activations import ACTIVATIONS, apply_activation
 from torch_moe_ops.core.problem import Problem
 from torch_moe_ops.core.schemes import SCHEMES
-from torch_moe_ops.gradients import experts, layer_pass, linear, on_gpu, products
+from torch_moe_ops.gradients import chunks, experts, layer_pass, linear, on_gpu, products
 from torch_moe_ops.gradients.activations import activation_gradients
 from torch_moe_ops.gradients.experts import Wanted
 from torch_moe_ops.gradients.pairs import Piece
-from torch_moe_ops.gradients.weights import decode_projection, dequantized, projection_of
+from torch_moe_ops.gradients.weights import decode_projection, decoder_of, projection_of
 
 pytestmark = pytest.mark.skipif(
     DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU or TRITON_INTERPRET=1"
@@ -71,8 +71,9 @@ def test_activations(activation: str) -> None:
     parts, h, kept = backward_launch.parts_of(p), torch.full_like(u, 7.0), u.clone()
     for some in (slice(0, 2), slice(2, 3)):
         weights = raw.w13[some]
-        backward_launch.hidden(p, weights, factor, some.start, h, None)
-        backward_launch.differentiate(p, weights, factor, some.start, kept, None, z, parts, keeps_h=True)
+        own = weights, some.start, some.stop - some.start
+        backward_launch.Hidden(p, factor, h, None)(*own)
+        backward_launch.Hidden(p, factor, kept, None, z, parts)(*own)
     dw = backward_launch.weights_gradient(p, parts)
 
     constants = (call.swiglu_alpha, call.swiglu_beta, call.swiglu_limit)
@@ -118,9 +119,10 @@ def test_decoded_weights(backend: str, scheme: str, activation: str) -> None:
         projection = projection_of(call, name, BACKENDS[backend], sizes)
         expected = decode_projection(projection._replace(backend=plain), some, torch.float32)
         out = torch.full(expected.shape, float("nan"), dtype=torch.bfloat16, device=DEVICE)
-        factor = dequantized(projection, some, out, exact=True)
-        assert factor is not None
-        real = out.float() * factor
+        decoder = decoder_of(projection, out, exact=True)
+        assert decoder is not None
+        decoder.run(some.start, 2, 0)
+        real = out.float() * decoder.factor
         if projection.stored.scale_2 is not None:
             scale_2 = projection.stored.scale_2[some].reshape(2, -1, 1, 1)
             real = (real.unflatten(1, (scale_2.shape[1], -1)) * scale_2).flatten(1, 2)
@@ -132,6 +134,25 @@ def test_decoded_weights(backend: str, scheme: str, activation: str) -> None:
             continue
         single = decode_projection(projection, some, torch.float32)
         torch.testing.assert_close(single, expected, rtol=3e-7, atol=0)
+
+
+@pytest.mark.parametrize(("backend", "scheme", "activation"), _layouts())
+def test_decoded_columns(backend: str, scheme: str, activation: str) -> None:
+    case = replace(LAYER, scheme=scheme, activation=activation, hidden=384)
+    call, sizes = make_call(case, backend)
+    projection, some = projection_of(call, "w13", BACKENDS[backend], sizes), slice(1, 3)
+    whole = torch.empty((2, *projection.shape), dtype=torch.bfloat16, device=DEVICE)
+    decoder = decoder_of(projection, whole, exact=True)
+    assert decoder is not None
+    decoder.run(some.start, 2, 0)
+    for columns in (slice(0, 256), slice(256, 384)):
+        expected = whole[:, :, columns].contiguous()
+        found = torch.full_like(expected, float("nan"))
+        part = decoder_of(projection, found, exact=True)
+        assert part is not None
+        assert part.factor == decoder.factor
+        part.run(some.start, 2, columns.start)
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize(("dtype", "zero", "group"), INT4_SCALES, ids=str)
@@ -181,8 +202,27 @@ CASES = (
 @pytest.mark.parametrize(("case", "backend", "wanted"), CASES, ids=str)
 def test_whole_pass(case: Case, backend: str, wanted: Wanted, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = make_raw(case)
-    monkeypatch.setattr(on_gpu, "at_once_on_gpu", lambda *of: 2)
+    monkeypatch.setattr(chunks, "at_once_on_gpu", lambda *of: 2)
     check(case, backend, wanted, monkeypatch, w13_bias=raw.w13_bias, w2_bias=raw.w2_bias)
+
+
+@pytest.mark.parametrize(("windows", "backend"), [(2, "cuda_sm90"), (3, "triton")])
+def test_columns_of_hidden_states_in_windows(windows: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients are what they are without."""
+    case, wanted = replace(LAYER, hidden=640, foreign=True), Wanted(True, True, False, False)
+    call, sizes = make_call(case, backend)
+    grad = torch.randn(call.hidden_states.shape, generator=torch.Generator().manual_seed(3)).to(DEVICE, case.dtype)
+    monkeypatch.setattr(experts, "triton_serves", lambda rows: True)
+    whole, _, *_ = experts.experts_gradients(call, BACKENDS[backend], sizes, grad, wanted)
+    monkeypatch.setattr(chunks, "SHARE_OF_WEIGHTS", 1 << 20)
+    monkeypatch.setattr(chunks, "WINDOWS", windows)
+    made: list[Any] = []
+    real = on_gpu.windows_of_hidden
+    monkeypatch.setattr(on_gpu, "windows_of_hidden", lambda *of: made.extend(found := real(*of)) or found)
+    found, *_ = experts.experts_gradients(call, BACKENDS[backend], sizes, grad, wanted)
+    assert len(made) == windows
+    assert torch.equal(found, whole)
+    check(case, backend, wanted, monkeypatch)
 
 
 def test_weight_on_input(monkeypatch: pytest.MonkeyPatch) -> None:

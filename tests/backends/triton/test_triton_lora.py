@@ -23,7 +23,7 @@ from torch_moe_ops.backends.triton_engine.backward_pass import Pass
 from torch_moe_ops.core.activations import apply_activation
 from torch_moe_ops.core.call import ExpertsCall
 from torch_moe_ops.core.layout import Sizes
-from torch_moe_ops.gradients import experts, layer_pass, lora, lora_layer, on_gpu
+from torch_moe_ops.gradients import chunks, experts, layer_pass, lora, lora_layer, on_gpu
 from torch_moe_ops.gradients.lora import LoraArguments
 from torch_moe_ops.gradients.lora_layer import WantedLora
 from torch_moe_ops.gradients.weights import decode_experts
@@ -132,7 +132,7 @@ def _check_few_rows(
     decodes = replace(BACKENDS[backend], few_rows=None, rows_by_slot=None)
     decoded = lora_layer.lora_layer(call, decodes, sizes, arguments)
     _few(monkeypatch, 100)
-    monkeypatch.setattr(on_gpu, "dequantized", None)
+    monkeypatch.setattr(chunks, "decoder_of", None)
     found, again = (lora_layer.lora_layer(call, BACKENDS[backend], sizes, arguments) for _ in range(2))
     print(f"{raw.scheme} {relative_l2(found, expected):.2e}, decoded {relative_l2(decoded, expected):.2e}")
     assert relative_l2(found, expected) <= BOUND
@@ -152,9 +152,15 @@ CASES = (
 
 @pytest.mark.parametrize(("case", "backend", "adapters", "rank"), CASES, ids=str)
 def test_whole_pass(case: Case, backend: str, adapters: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_gpu, "at_once_on_gpu", lambda *sizes: 2)
+    monkeypatch.setattr(chunks, "at_once_on_gpu", lambda *sizes: 2)
     _few(monkeypatch, 0)
     _check(case, backend, adapters, rank, monkeypatch)
+
+
+def test_hidden_states_in_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "SHARE_OF_WEIGHTS", 1 << 20)
+    _few(monkeypatch, 0)
+    _check(replace(LAYER, hidden=384, foreign=True), "cuda_sm90", 2, 8, monkeypatch)
 
 
 @pytest.mark.parametrize("scheme", ["fp8_block", "mxfp8"])
@@ -230,7 +236,7 @@ def test_rows_by_slot(
     _on_it(monkeypatch, False)
     expected = lora_layer.lora_layer(call, replace(BACKENDS[backend], dequantize=None), sizes, arguments)
     _on_it(monkeypatch, True)
-    monkeypatch.setattr(on_gpu, "dequantized", None)  # nothing is decoded to memory
+    monkeypatch.setattr(chunks, "decoder_of", None)  # nothing is decoded to memory
     own = replace(BACKENDS[backend], rows_by_slot=_StandIn)
     found, again = (lora_layer.lora_layer(call, own, sizes, arguments) for _ in range(2))
     print(f"by slot {relative_l2(found, expected):.2e}")

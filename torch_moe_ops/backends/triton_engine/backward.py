@@ -107,6 +107,7 @@ def gather_sum_kernel(
     num_experts,
     TOP_K: tl.constexpr,
     H: tl.constexpr,
+    OUT_WIDTH: tl.constexpr,
     WEIGHTED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BY_SLOT: tl.constexpr,
@@ -115,8 +116,9 @@ def gather_sum_kernel(
 ):
     """out[t] = the sum of rows[place[t, j]], j ascending, in float32. Grid: (tokens, cdiv(H, BLOCK)).
 
-    BY_SLOT: of rows[t * TOP_K + j]. Places from ends[num_experts - 1] on belong to experts that are not here. HAS_BIAS:
-    the row's expert's, float32 [E, H], is added to it. WEIGHTED: the routing weight of the slot multiplies it then.
+    Rows of out are OUT_WIDTH elements apart. BY_SLOT: of rows[t * TOP_K + j]. Places from ends[num_experts - 1] on are
+    of experts that are not here. HAS_BIAS: the row's expert's, float32 [E, H], is added to it. WEIGHTED: the routing
+    weight of the slot multiplies it then.
     """
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -134,4 +136,4 @@ def gather_sum_kernel(
             # The weight of a slot whose expert is not here may be anything, NaN included.
             row *= tl.where(here, tl.load(weights_ptr + token * TOP_K + j).to(tl.float32), 0.0)
         acc += row
-    tl.store(out_ptr + token * H + n, narrow(acc, out_ptr.dtype.element_ty, USE_PTX), mask=n < H)
+    tl.store(out_ptr + token * OUT_WIDTH + n, narrow(acc, out_ptr.dtype.element_ty, USE_PTX), mask=n < H)

@@ -10,114 +10,97 @@ from torch import Tensor
 
 from torch_moe_ops.backends.triton_engine.backward import bias_kernel, gather_sum_kernel, weights_kernel
 from torch_moe_ops.backends.triton_engine.backward_pass import Pass
-from torch_moe_ops.backends.triton_engine.grouped import Addend, tile_for
-from torch_moe_ops.backends.triton_engine.grouped import grouped_product as product
+from torch_moe_ops.backends.triton_engine.grouped import Addend, Product, tile_for
 from torch_moe_ops.backends.triton_engine.hidden import hidden_kernel
 from torch_moe_ops.backends.triton_engine.plan import target_of
+from torch_moe_ops.backends.triton_engine.repeated import Repeated
 from torch_moe_ops.core.schemes import ceil_div, next_power_of_2
 
-__all__ = ["combine", "differentiate", "hidden", "parts_of", "product", "sums_of_experts", "weights_gradient"]
+__all__ = ["Hidden", "Product", "combine", "combine_in", "parts_of", "sums_of_experts", "weights_gradient"]
 
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _ROWS_AT_ONCE = 16  # programs of a multiprocessor, a row each
 
 
-def hidden(
-    p: Pass,
-    weights: Tensor,
-    factor: Tensor,
-    first: int,
-    out: Tensor,
-    addend: Addend | None,
-) -> None:
-    """The intermediate of experts `first` and following in `out`, bfloat16 [pairs, intermediate_size].
+class Hidden:
+    """The intermediate of some experts in u, bfloat16 [pairs, intermediate_size].
+
+    Or where there is z: z becomes the gradient of what GEMM1 gives, and parts what makes those of routing weights
+    (weights_gradient).
 
     Args:
-        weights: of w13, bfloat16 [count, rows, hidden_size]; factor: float32 [experts, 1 or halves], multiplies them.
-    """
-    _launch_hidden(p, weights, factor, first, out, addend, None, None, False, True)
-
-
-def differentiate(
-    p: Pass,
-    weights: Tensor,
-    factor: Tensor,
-    first: int,
-    u: Tensor,
-    addend: Addend | None,
-    z: Tensor,
-    parts: Tensor | None,
-    keeps_h: bool,
-) -> None:
-    """z becomes the gradient of what GEMM1 gives, and parts what makes those of routing weights (weights_gradient).
-
-    Args:
-        weights, factor, first: as in `hidden`. Where factor has two columns, z is multiplied by them once more.
-        u: bfloat16 [pairs, intermediate_size], the gradient of the intermediate where the routing weight is 1; of its
-            own, and the intermediate takes its place, if keeps_h, else it may be the last columns of z.
+        factor: float32 [experts, 1 or halves], multiplies weights. Of two columns it does so with z once more.
+        u: the gradient of the intermediate where the routing weight is 1, if there is z; of its own, and the
+            intermediate takes its place, if keeps_h, else it may be the last columns of z.
         z: bfloat16 [pairs, rows]. parts: of parts_of, or None.
     """
-    _launch_hidden(p, weights, factor, first, u, addend, z, parts, True, keeps_h)
 
+    def __init__(
+        self, p: Pass, factor: Tensor, u: Tensor, addend: Addend | None, z: Tensor | None = None,
+        parts: Tensor | None = None, keeps_h: bool = True,
+    ) -> None:  # fmt: skip
+        self.p, self.factor, self.u, self.addend = p, factor, u, addend
+        self.z, self.parts, self.keeps_h = z, parts, keeps_h
+        self.tile = tile_for(u, p.sizes.hidden_size)
+        self.grid = (self.tile.grid(u),)
+        self.weights: Tensor | None = None
 
-def _launch_hidden(
-    p: Pass,
-    weights: Tensor,
-    factor: Tensor,
-    first: int,
-    u: Tensor,
-    addend: Addend | None,
-    z: Tensor | None,
-    parts: Tensor | None,
-    backward: bool,
-    keeps_h: bool,
-) -> None:
-    call, (bias, _) = p.call, p.biases
-    count, tile = weights.shape[0], tile_for(u, p.sizes.hidden_size)
-    hidden_kernel[(tile.grid(u),)](
-        p.x,
-        p.slots.token,
-        weights,
-        p.slots.ends,
-        factor,
-        u if bias is None else bias,
-        u if addend is None else addend.low,
-        u if addend is None else addend.factor,
-        u,
-        u if z is None else z,
-        u if parts is None else parts,
-        p.slots.order,
-        call.topk_weights,
-        first,
-        count,
-        call.swiglu_alpha,
-        call.swiglu_beta,
-        call.swiglu_limit,
-        K=p.sizes.hidden_size,
-        INTER=p.sizes.intermediate_size,
-        U_WIDTH=u.stride(0),
-        FACTORS=factor.shape[1],
-        RANKS=0 if addend is None else addend.ranks,
-        STEP=0 if addend is None else addend.step,
-        ACTIVATION=call.activation,
-        IS_GATED=p.sizes.is_gated,
-        HAS_LIMIT=not math.isinf(call.swiglu_limit),
-        HAS_BIAS=bias is not None,
-        BACKWARD=backward,
-        WEIGHTED=p.weighted,
-        WRITES_H=keeps_h,
-        WANTS_PARTS=parts is not None,
-        TIMES_FACTOR=factor.shape[1] == 2,
-        ROUNDED=_TYPES[call.hidden_states.dtype],
-        BINS=max(32, next_power_of_2(count)),
-        BLOCK_M=tile.rows,
-        TAIL_M=64,
-        BLOCK_I=_columns(p, tile.columns),
-        BLOCK_K=tile.k,
-        STAGES=tile.num_stages,
-        USE_PTX=target_of(u.device)["USE_PTX"],
-        num_warps=tile.num_warps,
-    )
+    def __call__(self, weights: Tensor, first: int, count: int) -> None:
+        """weights: of w13, bfloat16 [count or more, rows, hidden_size]; of experts `first` and following."""
+        if weights is not self.weights:
+            self.weights, self.launch = weights, self._launch_with(weights)
+        self.launch(self.grid, first, count)
+
+    def _launch_with(self, weights: Tensor) -> Repeated:
+        p, u, z, parts, addend, factor, tile = (
+            self.p, self.u, self.z, self.parts, self.addend, self.factor, self.tile,
+        )  # fmt: skip
+        call, (bias, _) = p.call, p.biases
+        return Repeated(
+            hidden_kernel,
+            (
+                p.x,
+                p.slots.token,
+                weights,
+                p.slots.ends,
+                factor,
+                u if bias is None else bias,
+                u if addend is None else addend.low,
+                u if addend is None else addend.factor,
+                u,
+                u if z is None else z,
+                u if parts is None else parts,
+                p.slots.order,
+                call.topk_weights,
+                call.swiglu_alpha,
+                call.swiglu_beta,
+                call.swiglu_limit,
+            ),
+            {"num_warps": tile.num_warps},
+            K=p.sizes.hidden_size,
+            INTER=p.sizes.intermediate_size,
+            U_WIDTH=u.stride(0),
+            FACTORS=factor.shape[1],
+            RANKS=0 if addend is None else addend.ranks,
+            STEP=0 if addend is None else addend.step,
+            ACTIVATION=call.activation,
+            IS_GATED=p.sizes.is_gated,
+            HAS_LIMIT=not math.isinf(call.swiglu_limit),
+            HAS_BIAS=bias is not None,
+            BACKWARD=z is not None,
+            WEIGHTED=p.weighted,
+            WRITES_H=self.keeps_h,
+            WANTS_PARTS=parts is not None,
+            TIMES_FACTOR=factor.shape[1] == 2,
+            ROUNDED=_TYPES[call.hidden_states.dtype],
+            BINS=max(32, next_power_of_2(weights.shape[0])),
+            BLOCK_M=tile.rows,
+            TAIL_M=64,
+            BLOCK_I=_columns(p, tile.columns),
+            BLOCK_K=tile.k,
+            STAGES=tile.num_stages,
+            USE_PTX=target_of(u.device)["USE_PTX"],
+        )
 
 
 def _columns(p: Pass, columns: int) -> int:
@@ -126,7 +109,7 @@ def _columns(p: Pass, columns: int) -> int:
 
 
 def parts_of(p: Pass) -> Tensor:
-    """What `differentiate` leaves of routing weights: float32 [pairs, tiles]."""
+    """What `Hidden` leaves of routing weights: float32 [pairs, tiles]."""
     tile = tile_for(p.grad.new_empty((0, p.sizes.intermediate_size)), p.sizes.hidden_size)
     tiles = ceil_div(p.sizes.intermediate_size, _columns(p, tile.columns))
     return torch.empty((p.slots.order.shape[0], tiles), dtype=torch.float32, device=p.grad.device)
@@ -183,9 +166,15 @@ def combine(rows: Tensor, p: Pass, dtype: torch.dtype, of_output: bool = False, 
     of_output: with the biases of w2, and times the routing weights, where there are some.
     by_slot: rows are so, and have their biases; else by place.
     """
+    out = rows.new_empty((p.call.topk_ids.shape[0], rows.shape[1]), dtype=dtype)
+    combine_in(out, rows, p, of_output, by_slot)
+    return out
+
+
+def combine_in(out: Tensor, rows: Tensor, p: Pass, of_output: bool = False, by_slot: bool = False) -> None:
+    """`combine` in columns of a matrix."""
     bias = p.biases[1] if of_output and not by_slot else None
     tokens, top_k = p.call.topk_ids.shape
-    out = rows.new_empty((tokens, rows.shape[1]), dtype=dtype)
     block = min(1024, next_power_of_2(rows.shape[1]))
     gather_sum_kernel[tokens, ceil_div(rows.shape[1], block)](
         rows,
@@ -198,10 +187,10 @@ def combine(rows: Tensor, p: Pass, dtype: torch.dtype, of_output: bool = False, 
         p.sizes.num_experts,
         TOP_K=top_k,
         H=rows.shape[1],
+        OUT_WIDTH=out.stride(0),
         WEIGHTED=of_output and p.weighted,
         HAS_BIAS=bias is not None,
         BY_SLOT=by_slot,
         BLOCK=block,
         USE_PTX=target_of(out.device)["USE_PTX"],
     )
-    return out

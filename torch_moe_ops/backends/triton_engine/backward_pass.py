@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -50,6 +51,17 @@ class Pass(NamedTuple):
     biases: tuple[Tensor | None, Tensor | None]
     weighted: bool
     slots: Slots
+
+
+class Decoder(NamedTuple):
+    """What fills a workspace [step, rows, width] with a projection of some experts.
+
+    factor: what `run` leaves has to be multiplied by it. run: (first expert, how many, at most `step`, first column, a
+    multiple of 256).
+    """
+
+    factor: float
+    run: Callable[[int, int, int], None]
 
 
 class RanksBySlot(NamedTuple):

@@ -10,20 +10,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_moe_ops.backends.triton_engine.backward_pass import Decoder
 from torch_moe_ops.backends.triton_engine.decode_words import decode_words
 from torch_moe_ops.backends.triton_engine.elements import narrow
 from torch_moe_ops.backends.triton_engine.formats import stored_format
 from torch_moe_ops.backends.triton_engine.plan import target_of
+from torch_moe_ops.backends.triton_engine.repeated import Repeated
+from torch_moe_ops.core.schemes import ceil_div
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_expert", "first_tile"])
 def dequantize_bytes_kernel(
     w_ptr,
     scale_ptr,
     out_ptr,
+    first_expert,
+    first_tile,
     FORMAT: tl.constexpr,
     N: tl.constexpr,
-    K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILES_K: tl.constexpr,
     GATED: tl.constexpr,
     ROW_TILES: tl.constexpr,
     EXPERT: tl.constexpr,
@@ -31,16 +37,19 @@ def dequantize_bytes_kernel(
     ROW: tl.constexpr,
     USE_PTX: tl.constexpr,
 ):
-    """out [E, N, K] = weights. Grid: (E * ROW_TILES, tiles along K).
+    """out [count, N, WIDTH] = weights of experts from `first_expert` on, from `first_tile` along K on.
 
-    w: int32 words [E, ROW_TILES, tiles along K, 2048]. N: rows in all, [gate; up] where GATED, without padding. scale:
-    uint8 [E, ROW_TILES, tiles along K, 256], or float32, EXPERT, HALF and ROW from one expert, half of the rows and
+    Grid: (count * ROW_TILES, tiles of WIDTH).
+
+    w: int32 words [E, ROW_TILES, TILES_K, 2048]. N: rows in all, [gate; up] where GATED, without padding. scale:
+    uint8 [E, ROW_TILES, TILES_K, 256], or float32, EXPERT, HALF and ROW from one expert, half of the rows and
     row or, where FORMAT has tiles of scales, 128 rows to the next.
     """
-    expert = (tl.program_id(0) // ROW_TILES).to(tl.int64)
+    number = (tl.program_id(0) // ROW_TILES).to(tl.int64)
+    expert = first_expert + number
     row_tile = tl.program_id(0) % ROW_TILES
-    tile = tl.program_id(1)
-    at_tile = (expert * ROW_TILES + row_tile) * tl.num_programs(1) + tile
+    tile = first_tile + tl.program_id(1)
+    at_tile = (expert * ROW_TILES + row_tile) * TILES_K + tile
     place = tl.arange(0, 64)  # of a row in the tile
     sixteen = place // 16
     lower = place // 8 % 2
@@ -68,9 +77,9 @@ def dequantize_bytes_kernel(
         value = value.to(tl.float32) * (tl.load(scale_ptr + at) * unit)[:, None]
     if value.dtype != out_ptr.dtype.element_ty:
         value = narrow(value, out_ptr.dtype.element_ty, USE_PTX)
-    k = tile * 128 + tl.arange(0, 128)
-    to = (expert * N + half * rows + row)[:, None] * K + k[None, :]
-    tl.store(out_ptr + to, value, mask=(row < rows)[:, None] & (k < K)[None, :])
+    k = tl.program_id(1) * 128 + tl.arange(0, 128)
+    to = (number * N + half * rows + row)[:, None] * WIDTH + k[None, :]
+    tl.store(out_ptr + to, value, mask=(row < rows)[:, None] & (k < WIDTH)[None, :])
 
 
 def _steps(scale: Tensor, blocks: bool, halves: int) -> tuple[int, int, int]:
@@ -81,23 +90,28 @@ def _steps(scale: Tensor, blocks: bool, halves: int) -> tuple[int, int, int]:
     return scale.shape[1] * columns, scale.shape[1] // halves * columns, columns
 
 
-def dequantize_bytes(weight: Tensor, scale: Tensor, scheme: str, gated: bool, out: Tensor) -> float:
-    """As `dequantize.dequantize`, of weight uint8 [E, row tiles, K tiles, 8192] and the layout's scales."""
-    experts, n, k = out.shape
+def bytes_decoder(weight: Tensor, scale: Tensor, scheme: str, gated: bool, space: Tensor) -> Decoder:
+    """As `dequantize.decoder`, of weight uint8 [E, row tiles, K tiles, 8192] and the layout's scales."""
+    _, n, width = space.shape
+    row_tiles = weight.shape[1]
     form = stored_format(scheme, weight, scale, None)
     expert, half, row = (0, 0, 0) if form.scaled else _steps(scale, form.scale == "tile", 2 if gated else 1)
-    dequantize_bytes_kernel[experts * weight.shape[1], weight.shape[2]](
-        weight.view(torch.int32),
-        scale,
-        out,
+    launch = Repeated(
+        dequantize_bytes_kernel,
+        (weight.view(torch.int32), scale, space),
         FORMAT=form,
         N=n,
-        K=k,
+        WIDTH=width,
+        TILES_K=weight.shape[2],
         GATED=gated,
-        ROW_TILES=weight.shape[1],
+        ROW_TILES=row_tiles,
         EXPERT=expert,
         HALF=half,
         ROW=row,
-        USE_PTX=target_of(out.device)["USE_PTX"],
+        USE_PTX=target_of(space.device)["USE_PTX"],
     )
-    return form.unit if form.scaled else 1.0
+
+    def run(first: int, count: int, column: int) -> None:
+        launch((count * row_tiles, ceil_div(width, 128)), first, column // 128)
+
+    return Decoder(form.unit if form.scaled else 1.0, run)

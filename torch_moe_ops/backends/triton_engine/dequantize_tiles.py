@@ -11,11 +11,14 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_moe_ops.backends.sm90.scales import holds_two_rows
+from torch_moe_ops.backends.triton_engine.backward_pass import Decoder
 from torch_moe_ops.backends.triton_engine.decode_scales import spread
 from torch_moe_ops.backends.triton_engine.decode_words import four_natural
 from torch_moe_ops.backends.triton_engine.dequantize import store_scaled
 from torch_moe_ops.backends.triton_engine.elements import decode_e2m1
 from torch_moe_ops.backends.triton_engine.plan import target_of
+from torch_moe_ops.backends.triton_engine.repeated import Repeated
+from torch_moe_ops.core.schemes import ceil_div
 
 E2M1_UNIT = 2.0**38  # codes come out as 2^-126, scales as 2^88
 _TILES = 2  # tiles along K that a program decodes
@@ -163,16 +166,19 @@ def tile_rows(row_tile, N: tl.constexpr, GATED: tl.constexpr):
     return upper, lower
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_expert", "first_tile"])
 def dequantize_tiles_kernel(
     w_ptr,
     scale_ptr,
     alpha_ptr,
     out_ptr,
+    first_expert,
+    first_tile,
     SCALE: tl.constexpr,
     IN_ROW: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
+    WIDTH: tl.constexpr,
     GATED: tl.constexpr,
     ROW_TILES: tl.constexpr,
     ALPHAS: tl.constexpr,
@@ -180,27 +186,30 @@ def dequantize_tiles_kernel(
     TILES: tl.constexpr,
     USE_PTX: tl.constexpr,
 ):
-    """out [E, N, K] = weights. Grid: (E * ROW_TILES, cdiv(tiles along K, TILES)).
+    """out [count, N, WIDTH] = weights of experts from `first_expert` on, from `first_tile` along K on.
+
+    Grid: (count * ROW_TILES, cdiv(tiles of WIDTH, TILES)).
 
     w: int32 words [E, ROW_TILES, tiles along K, 512]. N: rows in all, [gate; up] where GATED, without padding.
     SCALE: "e4m3", "e8m0" or "int4"; IN_ROW: scales in a row of a tile. scale: [E, ROW_TILES, tiles along K,
     64 * IN_ROW], each with that of the row eight below beside it. alpha: see store_scaled.
     """
     tiles_k: tl.constexpr = (K + 63) // 64
-    expert = (tl.program_id(0) // ROW_TILES).to(tl.int64)
+    place = (tl.program_id(0) // ROW_TILES).to(tl.int64)
+    expert = first_expert + place
     row_tile = tl.program_id(0) % ROW_TILES
-    first = tl.program_id(1) * TILES
+    first = first_tile + tl.program_id(1) * TILES
     at_tile = (expert * ROW_TILES + row_tile) * tiles_k
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     upper, lower = tile_values(w_ptr, scale_ptr, at_tile, first, SCALE, IN_ROW, K, TILES, dtype, USE_PTX)
     above, below = tile_rows(row_tile, N, GATED)
-    k = first * 64 + tl.arange(0, 64 * TILES)
-    mask = (above < (N // 2 if GATED else N))[:, None] & (k < K)[None, :]
-    at = (expert * N + above)[:, None] * K + k[None, :]
+    k = tl.program_id(1) * (64 * TILES) + tl.arange(0, 64 * TILES)
+    mask = (above < (N // 2 if GATED else N))[:, None] & (k < WIDTH)[None, :]
+    at = (place * N + above)[:, None] * WIDTH + k[None, :]
     store_scaled(upper, out_ptr, at, mask, expert, above, alpha_ptr, ALPHAS, N, UNIT, USE_PTX)
     if not GATED:
-        mask = (below < N)[:, None] & (k < K)[None, :]
-    at = (expert * N + below)[:, None] * K + k[None, :]
+        mask = (below < N)[:, None] & (k < WIDTH)[None, :]
+    at = (place * N + below)[:, None] * WIDTH + k[None, :]
     store_scaled(lower, out_ptr, at, mask, expert, below, alpha_ptr, ALPHAS, N, UNIT, USE_PTX)
 
 
@@ -218,28 +227,33 @@ def as_read(scale: Tensor) -> Tensor:
     return scale.view(torch.int32) if holds_two_rows(scale) else scale
 
 
-def dequantize_tiles(
-    weight: Tensor, scale: Tensor, scale_2: Tensor | None, scheme: str, gated: bool, out: Tensor
-) -> float:
-    """As `dequantize.dequantize`, of weight uint8 [E, row tiles, K tiles, 2048] and the layout's scales."""
-    experts, n, k = out.shape
+def tiles_decoder(
+    weight: Tensor, scale: Tensor, scale_2: Tensor | None, scheme: str, gated: bool, space: Tensor
+) -> Decoder:
+    """As `dequantize.decoder`, of weight uint8 [E, row tiles, K tiles, 2048] and the layout's scales."""
+    _, n, width = space.shape
+    experts, row_tiles, tiles_k, _ = weight.shape
     kind, unit = kind_of(scheme)
     scale = as_read(scale)
     alphas = 0 if scale_2 is None else scale_2.numel() // experts
-    dequantize_tiles_kernel[experts * weight.shape[1], triton.cdiv(weight.shape[2], _TILES)](
-        weight.view(torch.int32),
-        scale,
-        out if scale_2 is None else scale_2,
-        out,
+    launch = Repeated(
+        dequantize_tiles_kernel,
+        (weight.view(torch.int32), scale, space if scale_2 is None else scale_2, space),
         SCALE=kind,
         IN_ROW=scale.shape[-1] // 64,
         N=n,
-        K=k,
+        K=64 * tiles_k,
+        WIDTH=width,
         GATED=gated,
-        ROW_TILES=weight.shape[1],
+        ROW_TILES=row_tiles,
         ALPHAS=alphas,
         UNIT=unit,
         TILES=_TILES,
-        USE_PTX=target_of(out.device)["USE_PTX"],
+        USE_PTX=target_of(space.device)["USE_PTX"],
     )
-    return 1.0 if alphas else unit
+    columns = ceil_div(width, 64 * _TILES)
+
+    def run(first: int, count: int, column: int) -> None:
+        launch((count * row_tiles, columns), first, column // 64)
+
+    return Decoder(1.0 if alphas else unit, run)

@@ -33,13 +33,13 @@ def _with_ranks(
 ):  # fmt: skip
     """acc [columns n, rows] + factor [N, RANKS] @ low[place].T, low as two numbers of bfloat16."""
     for at in tl.range(0, RANKS, STEP, num_stages=1):
-        r = at + tl.arange(0, STEP)
-        low = tl.load(low_ptr + place[:, None] * RANKS + r[None, :], mask=(r < RANKS)[None, :], other=0.0)
+        both = tl.arange(0, 2 * STEP)
+        r = at + both % STEP
+        column = both // STEP * RANKS + r
+        low = tl.load(low_ptr + place[:, None] * (2 * RANKS) + column[None, :], mask=(r < RANKS)[None, :], other=0.0)
         kept = (n < N)[:, None] & (r < RANKS)[None, :]
         factor = tl.load(factor_ptr + n[:, None] * RANKS + r[None, :], mask=kept, other=0.0)
-        high = narrow(low, tl.bfloat16, USE_PTX)
-        acc = dot(factor, high, acc, USE_PTX)
-        acc = dot(factor, narrow(low - high.to(tl.float32), tl.bfloat16, USE_PTX), acc, USE_PTX)
+        acc = dot(factor, low, acc, USE_PTX)
     return acc
 
 

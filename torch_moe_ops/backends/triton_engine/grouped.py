@@ -12,6 +12,7 @@ from torch import Tensor
 from torch_moe_ops.backends.triton_engine.elements import narrow
 from torch_moe_ops.backends.triton_engine.plan import target_of
 from torch_moe_ops.backends.triton_engine.products import dot
+from torch_moe_ops.backends.triton_engine.repeated import Repeated
 from torch_moe_ops.core.schemes import next_power_of_2
 
 
@@ -84,32 +85,33 @@ def sum_products(
 
 @triton.jit
 def add_ranks(
-    acc, low_ptr, factor_ptr, place, n, N: tl.constexpr, RANKS: tl.constexpr, TRANSPOSED: tl.constexpr,
-    STEP: tl.constexpr, USE_PTX: tl.constexpr,
+    acc, low_ptr, factor_ptr, place, n, N: tl.constexpr, FACTOR_WIDTH: tl.constexpr, RANKS: tl.constexpr,
+    TRANSPOSED: tl.constexpr, STEP: tl.constexpr, USE_PTX: tl.constexpr,
 ):  # fmt: skip
-    """acc + low[place] @ factor, [RANKS, N], or .T of [N, RANKS] where TRANSPOSED, at columns n."""
+    """acc + low[place] @ factor, [RANKS, N], or .T of [N, RANKS] where TRANSPOSED, at columns n.
+
+    Rows of the factor are FACTOR_WIDTH elements apart. Of low, [P, 2, RANKS], both numbers are multiplied at once.
+    """
     for at in tl.range(0, RANKS, STEP, num_stages=1):
-        r = at + tl.arange(0, STEP)
-        low = tl.load(low_ptr + place[:, None] * RANKS + r[None, :], mask=(r < RANKS)[None, :], other=0.0)
+        both = tl.arange(0, 2 * STEP)
+        r = at + both % STEP
+        column = both // STEP * RANKS + r
+        low = tl.load(low_ptr + place[:, None] * (2 * RANKS) + column[None, :], mask=(r < RANKS)[None, :], other=0.0)
         if TRANSPOSED:
-            factor = factor_ptr + n[:, None] * RANKS + r[None, :]
+            factor = factor_ptr + n[:, None] * FACTOR_WIDTH + r[None, :]
             b = tl.load(factor, mask=(n < N)[:, None] & (r < RANKS)[None, :], other=0.0)
         else:
-            factor = factor_ptr + r[:, None] * N + n[None, :]
+            factor = factor_ptr + r[:, None] * FACTOR_WIDTH + n[None, :]
             b = tl.load(factor, mask=(r < RANKS)[:, None] & (n < N)[None, :], other=0.0)
-        # As two numbers of bfloat16: with one, its rounding would be the largest error of an addend.
-        high = narrow(low, tl.bfloat16, USE_PTX)
-        rest = narrow(low - high.to(tl.float32), tl.bfloat16, USE_PTX)
-        acc = dot(high, b if TRANSPOSED else b.trans(), acc, USE_PTX)
-        acc = dot(rest, b if TRANSPOSED else b.trans(), acc, USE_PTX)
+        acc = dot(low, b if TRANSPOSED else b.trans(), acc, USE_PTX)
     return acc
 
 
 @triton.jit
 def _multiply_tile(
     rows_ptr, index_ptr, w_ptr, scale, low_ptr, factor_ptr, out_ptr, start, size, first_row, column_tile,
-    K: tl.constexpr, N: tl.constexpr, OUT_WIDTH: tl.constexpr, RANKS: tl.constexpr, STEP: tl.constexpr,
-    TRANSPOSED: tl.constexpr, GATHER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    K: tl.constexpr, N: tl.constexpr, OUT_WIDTH: tl.constexpr, FACTOR_WIDTH: tl.constexpr, RANKS: tl.constexpr,
+    STEP: tl.constexpr, TRANSPOSED: tl.constexpr, GATHER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr, USE_PTX: tl.constexpr,
 ):  # fmt: skip
     """One tile of grouped_kernel: BLOCK_M rows of an expert's `size` that begin at `start`, from `first_row` on."""
@@ -120,7 +122,7 @@ def _multiply_tile(
     )  # fmt: skip
     acc *= scale
     if RANKS:
-        acc = add_ranks(acc, low_ptr, factor_ptr, place, n, N, RANKS, TRANSPOSED, STEP, USE_PTX)
+        acc = add_ranks(acc, low_ptr, factor_ptr, place, n, N, FACTOR_WIDTH, RANKS, TRANSPOSED, STEP, USE_PTX)
     out = out_ptr + place[:, None] * OUT_WIDTH + n[None, :]
     tl.store(out, narrow(acc, out_ptr.dtype.element_ty, USE_PTX), mask=live[:, None] & (n < N)[None, :])
 
@@ -136,7 +138,7 @@ def expert_tiles(ends_ptr, first, count, BINS: tl.constexpr, BLOCK_M: tl.constex
     return begin, tl.cumsum(tiles, 0), tiles, sizes
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "count"])
 def grouped_kernel(
     rows_ptr,
     index_ptr,
@@ -151,6 +153,7 @@ def grouped_kernel(
     K: tl.constexpr,
     N: tl.constexpr,
     OUT_WIDTH: tl.constexpr,
+    FACTOR_WIDTH: tl.constexpr,
     SCALED: tl.constexpr,
     RANKS: tl.constexpr,
     STEP: tl.constexpr,
@@ -166,7 +169,8 @@ def grouped_kernel(
 ):
     """out[r] = scale[e] * rows[index[r]] @ w[e - first] + low[r] @ factor[e].
 
-    w: [count, K, N], or .T of [count, N, K] where TRANSPOSED; factor: likewise, of all experts, RANKS for K; 0: none.
+    w: [count, K, N], or .T of [count, N, K] where TRANSPOSED; factor: likewise, of all experts, RANKS for K; 0:
+    none. Its rows are FACTOR_WIDTH elements apart. low: as an Addend has it.
     scale: float32 [E] if SCALED, else 1. Rows of out are OUT_WIDTH elements apart.
     Of the rows r of experts e = first .. first + count - 1: from ends[e - 1] to ends[e]. Others are left as they are.
     Any number of programs. GATHER: index int32, else rows[r] is taken. TAIL_M: rows of a tile that is nearly empty.
@@ -177,24 +181,28 @@ def grouped_kernel(
     for tile in range(tl.program_id(0), total, tl.num_programs(0)):
         expert, start, size, inside, column_tile = tile_of(tile, begin, upto, tiles, sizes, column_tiles)
         w = w_ptr + expert.to(tl.int64) * (K * N)
-        factor = factor_ptr + (first + expert).to(tl.int64) * (RANKS * N)
+        factor = factor_ptr + (first + expert).to(tl.int64) * ((N if TRANSPOSED else RANKS) * FACTOR_WIDTH)
         scale = tl.load(scale_ptr + first + expert) if SCALED else 1.0
         if size - inside * BLOCK_M <= TAIL_M:
             _multiply_tile(
                 rows_ptr, index_ptr, w, scale, low_ptr, factor, out_ptr, start, size, inside * BLOCK_M, column_tile,
-                K, N, OUT_WIDTH, RANKS, STEP, TRANSPOSED, GATHER, TAIL_M, BLOCK_N, BLOCK_K, STAGES, USE_PTX,
+                K, N, OUT_WIDTH, FACTOR_WIDTH, RANKS, STEP, TRANSPOSED, GATHER, TAIL_M, BLOCK_N, BLOCK_K, STAGES,
+                USE_PTX,
             )  # fmt: skip
         else:
             _multiply_tile(
                 rows_ptr, index_ptr, w, scale, low_ptr, factor, out_ptr, start, size, inside * BLOCK_M, column_tile,
-                K, N, OUT_WIDTH, RANKS, STEP, TRANSPOSED, GATHER, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, USE_PTX,
+                K, N, OUT_WIDTH, FACTOR_WIDTH, RANKS, STEP, TRANSPOSED, GATHER, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+                USE_PTX,
             )  # fmt: skip
 
 
 class Addend(NamedTuple):
     """What a product gets besides: low[r] @ factor[e], or @ factor[e].T where the product is transposed.
 
-    low: float32 [P, ranks]; factor: bfloat16 [experts, ranks, N], [experts, N, ranks] where transposed; contiguous.
+    low: bfloat16 [P, 2, ranks], contiguous: numbers, then what rounding took of them, which else would be the largest
+    error of an addend. factor: bfloat16 [experts, ranks, N], maybe columns of a wider one; [experts, N, ranks] where
+    transposed.
     """
 
     low: Tensor
@@ -202,7 +210,7 @@ class Addend(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        return self.low.shape[1]
+        return self.low.shape[2]
 
     @property
     def step(self) -> int:
@@ -210,55 +218,76 @@ class Addend(NamedTuple):
         return min(64, max(16, next_power_of_2(self.ranks)))
 
 
-def grouped_product(
-    rows: Tensor,
-    index: Tensor | None,
-    weights: Tensor,
-    ends: Tensor,
-    first: int,
-    transposed: bool,
-    out: Tensor,
-    scale: Tensor | None = None,
-    addend: Addend | None = None,
-) -> None:
+class Product:
     """Rows of some experts in `out` [P, N], maybe columns of a wider matrix, those that are not theirs untouched.
 
     Args:
         rows: bfloat16 [R, K], contiguous; index: int32 [P], which row stands at a place; None: R = P.
-        weights: bfloat16 [count, K, N], [count, N, K] where transposed; of experts `first` and following.
         ends: int32 [experts], the row behind each expert's last one.
         scale: float32 [experts], multiplies the products; addend: is added to them then.
     """
-    count, k, n = weights.shape[0], rows.shape[1], out.shape[1]
-    tile = tile_for(out, k)
-    grouped_kernel[(tile.grid(out),)](
-        rows,
-        out if index is None else index,
-        weights,
-        ends,
-        out if scale is None else scale,
-        out if addend is None else addend.low,
-        out if addend is None else addend.factor,
-        out,
-        first,
-        count,
-        K=k,
-        N=n,
-        OUT_WIDTH=out.stride(0),
-        SCALED=scale is not None,
-        RANKS=0 if addend is None else addend.ranks,
-        STEP=0 if addend is None else addend.step,
-        TRANSPOSED=transposed,
-        GATHER=index is not None,
-        BINS=max(32, next_power_of_2(count)),
-        BLOCK_M=tile.rows,
-        TAIL_M=64,
-        BLOCK_N=tile.columns,
-        BLOCK_K=tile.k,
-        STAGES=tile.num_stages,
-        USE_PTX=target_of(out.device)["USE_PTX"],
-        num_warps=tile.num_warps,
-    )
+
+    def __init__(
+        self,
+        rows: Tensor,
+        index: Tensor | None,
+        ends: Tensor,
+        transposed: bool,
+        out: Tensor,
+        scale: Tensor | None = None,
+        addend: Addend | None = None,
+    ) -> None:
+        self.rows, self.index, self.ends, self.transposed = rows, index, ends, transposed
+        self.out, self.scale, self.addend = out, scale, addend
+        self.tile = tile_for(out, rows.shape[1])
+        self.grid = (self.tile.grid(out),)
+        self.weights: Tensor | None = None
+
+    def __call__(self, weights: Tensor, first: int, count: int) -> None:
+        """weights: bfloat16 [count or more, K, N], [.., N, K] where transposed; of experts `first` and following."""
+        if weights is not self.weights:
+            self.weights, self.launch = weights, self._launch_with(weights)
+        self.launch(self.grid, first, count)
+
+    def _launch_with(self, weights: Tensor) -> Repeated:
+        out, scale, addend, tile = self.out, self.scale, self.addend, self.tile
+        return Repeated(
+            grouped_kernel,
+            (
+                self.rows,
+                out if self.index is None else self.index,
+                weights,
+                self.ends,
+                out if scale is None else scale,
+                out if addend is None else addend.low,
+                out if addend is None else addend.factor,
+                out,
+            ),
+            {"num_warps": tile.num_warps},
+            K=self.rows.shape[1],
+            N=out.shape[1],
+            OUT_WIDTH=out.stride(0),
+            FACTOR_WIDTH=0 if addend is None else addend.factor.stride(1),
+            SCALED=scale is not None,
+            RANKS=0 if addend is None else addend.ranks,
+            STEP=0 if addend is None else addend.step,
+            TRANSPOSED=self.transposed,
+            GATHER=self.index is not None,
+            BINS=max(32, next_power_of_2(weights.shape[0])),
+            BLOCK_M=tile.rows,
+            TAIL_M=64,
+            BLOCK_N=tile.columns,
+            BLOCK_K=tile.k,
+            STAGES=tile.num_stages,
+            USE_PTX=target_of(out.device)["USE_PTX"],
+        )
+
+
+def grouped_product(
+    rows: Tensor, index: Tensor | None, weights: Tensor, ends: Tensor, first: int, transposed: bool, out: Tensor
+) -> None:
+    """A Product with all of `weights`."""
+    Product(rows, index, ends, transposed, out)(weights, first, weights.shape[0])
 
 
 def tile_for(out: Tensor, k: int) -> _Tile:
@@ -268,6 +297,12 @@ def tile_for(out: Tensor, k: int) -> _Tile:
         return _Tile(64, 128, 64, 4, 1, 1)
     small = capability not in _LARGE_SHARED or out.shape[1] < _SMALLEST or k < _SMALLEST
     return _SMALL if small else _LARGE
+
+
+def has_large_shared(tensor: Tensor) -> bool:
+    """Whether multiprocessors of its device hold some 220 KiB of tiles."""
+    capability = _capability(tensor)
+    return capability is None or capability in _LARGE_SHARED
 
 
 def _capability(out: Tensor) -> tuple[int, int] | None:

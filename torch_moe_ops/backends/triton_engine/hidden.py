@@ -51,7 +51,7 @@ def _half(
     n = HALF * INTER + i
     if RANKS:
         b = b_ptr + expert * (COLUMNS * RANKS)
-        acc = add_ranks(acc, low_ptr, b, place, n, COLUMNS, RANKS, True, STEP, USE_PTX)
+        acc = add_ranks(acc, low_ptr, b, place, n, COLUMNS, RANKS, RANKS, True, STEP, USE_PTX)
     if HAS_BIAS:
         acc += tl.load(bias_ptr + expert * COLUMNS + n, mask=i < INTER, other=0.0)[None, :]
     return acc, factor
@@ -162,7 +162,7 @@ def _hidden_tile(
         tl.store(part_ptr + place * tiles + column_tile, part, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "count"])
 def hidden_kernel(
     rows_ptr,
     token_ptr,
@@ -177,11 +177,11 @@ def hidden_kernel(
     part_ptr,
     order_ptr,
     weights_ptr,
-    first,
-    count,
     alpha,
     beta,
     limit,
+    first,
+    count,
     K: tl.constexpr,
     INTER: tl.constexpr,
     U_WIDTH: tl.constexpr,

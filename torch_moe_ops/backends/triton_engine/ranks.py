@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_moe_ops.backends.triton_engine.backward_pass import Slots
 from torch_moe_ops.backends.triton_engine.elements import narrow
-from torch_moe_ops.backends.triton_engine.grouped import expert_tiles, sum_products, tile_of
+from torch_moe_ops.backends.triton_engine.grouped import expert_tiles, has_large_shared, sum_products, tile_of
 from torch_moe_ops.backends.triton_engine.plan import target_of
 from torch_moe_ops.backends.triton_engine.products import dot
 from torch_moe_ops.core.schemes import ceil_div, next_power_of_2
@@ -50,11 +50,13 @@ def low_kernel(
     STAGES: tl.constexpr,
     USE_PTX: tl.constexpr,
 ):
-    """out[r] = scaling * rows[index[r]] @ factor[e], float32 [P, RANKS], of the rows r of `count` experts from `first`.
+    """out[r] = scaling * rows[index[r]] @ factor[e], of the rows r of `count` experts from `first`.
+
+    out: bfloat16 [P, 2, RANKS], the numbers, then what rounding took of them.
 
     factor: [E, K, RANKS], or .T of [E, RANKS, K] where TRANSPOSED. scaling: float32 [adapters], OF_ADAPTER ranks each.
-    HAS_IDS: zeros but in the ranks of ids[token[r]]. CHUNK: bfloat16 [slots, chunks, 2, CHUNK] instead, by order[r]:
-    the numbers, then what they lack, zeros beyond the last. The rest: grouped_kernel.
+    HAS_IDS: zeros but in the ranks of ids[token[r]]. CHUNK: [slots, chunks, 2, CHUNK] instead, by order[r], zeros
+    beyond the last. The rest: grouped_kernel.
     """
     rank_tiles: tl.constexpr = (RANKS + BLOCK_R - 1) // BLOCK_R
     begin, upto, tiles, sizes = expert_tiles(ends_ptr, first, count, BINS, BLOCK_M)
@@ -89,10 +91,7 @@ def _low_tile(
         rows_ptr, index_ptr, factor_ptr, start, size, first_row, r, K, RANKS, TRANSPOSED, GATHER, BLOCK_M, BLOCK_R,
         BLOCK_K, STAGES, USE_PTX,
     )  # fmt: skip
-    acc *= tl.load(scaling_ptr + r // OF_ADAPTER, mask=r < RANKS, other=0.0)[None, :]
-    if HAS_IDS:
-        own = tl.load(ids_ptr + tl.load(token_ptr + place))
-        acc = tl.where(own[:, None] == (r // OF_ADAPTER)[None, :], acc, 0.0)
+    acc = own_ranks(acc, place, r, token_ptr, ids_ptr, scaling_ptr, RANKS, OF_ADAPTER, HAS_IDS)
     if CHUNK:
         chunks: tl.constexpr = (RANKS + CHUNK - 1) // CHUNK
         slot = tl.load(order_ptr + place).to(tl.int64)
@@ -103,7 +102,37 @@ def _low_tile(
         tl.store(out, high, mask=kept)
         tl.store(out + CHUNK, narrow(acc - high.to(tl.float32), tl.bfloat16, USE_PTX), mask=kept)
     else:
-        tl.store(out_ptr + place[:, None] * RANKS + r[None, :], acc, mask=live[:, None] & (r < RANKS)[None, :])
+        store_ranks(acc, out_ptr, place, r, live, RANKS, USE_PTX)
+
+
+@triton.jit
+def own_ranks(
+    low, place, r, token_ptr, ids_ptr, scaling_ptr, RANKS: tl.constexpr, OF_ADAPTER: tl.constexpr, HAS_IDS: tl.constexpr
+):
+    """low times the scaling of ranks r, OF_ADAPTER of them each; zeros in ranks of others where HAS_IDS."""
+    low *= tl.load(scaling_ptr + r // OF_ADAPTER, mask=r < RANKS, other=0.0)[None, :]
+    if HAS_IDS:
+        own = tl.load(ids_ptr + tl.load(token_ptr + place))
+        low = tl.where(own[:, None] == (r // OF_ADAPTER)[None, :], low, 0.0)
+    return low
+
+
+@triton.jit
+def store_ranks(low, out_ptr, place, r, live, RANKS: tl.constexpr, USE_PTX: tl.constexpr):
+    """In out bfloat16 [P, 2, RANKS]: numbers, then what rounding took of them."""
+    kept = live[:, None] & (r < RANKS)[None, :]
+    out = out_ptr + place[:, None] * (2 * RANKS) + r[None, :]
+    high = narrow(low, tl.bfloat16, USE_PTX)
+    tl.store(out, high, mask=kept)
+    tl.store(out + RANKS, narrow(low - high.to(tl.float32), tl.bfloat16, USE_PTX), mask=kept)
+
+
+@triton.jit
+def load_ranks(low_ptr, place, r, RANKS: tl.constexpr):
+    """What store_ranks wrote, float32; zeros beyond RANKS."""
+    low = low_ptr + place[:, None] * (2 * RANKS) + r[None, :]
+    high = tl.load(low, mask=(r < RANKS)[None, :], other=0.0).to(tl.float32)
+    return high + tl.load(low + RANKS, mask=(r < RANKS)[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -128,9 +157,9 @@ def outer_kernel(
 ):
     """out[e] = the sum over the rows r of expert e of outer(rows[r], low[r]), ascending.
 
-    Grid: (cdiv(W, BLOCK_W), E, cdiv(RANKS, BLOCK_R)). rows: bfloat16 [*, W], by token[r] where GATHER. low: float32
-    [P, RANKS], times the routing weight of the row's slot where WEIGHTED. out: [E, W, RANKS], [E, RANKS, W] where
-    RANKS_FIRST; zeros for an expert without rows.
+    Grid: (cdiv(W, BLOCK_W), E, cdiv(RANKS, BLOCK_R)). rows: bfloat16 [*, W], by token[r] where GATHER. low: as
+    low_kernel leaves it, times the routing weight of the row's slot where WEIGHTED. out: [E, W, RANKS], or
+    [E, RANKS, W] where RANKS_FIRST; zeros for an expert without rows.
     """
     expert = tl.program_id(1)
     n = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W)
@@ -144,7 +173,7 @@ def outer_kernel(
         place = tl.minimum(row, end - 1).to(tl.int64)  # a number of this expert's: 0 times it is 0 where others are NaN
         source = tl.load(token_ptr + place).to(tl.int64) if GATHER else place
         wide = tl.load(rows_ptr + source[:, None] * W + n[None, :], mask=(n < W)[None, :], other=0.0)
-        thin = tl.load(low_ptr + place[:, None] * RANKS + r[None, :], mask=(r < RANKS)[None, :], other=0.0)
+        thin = load_ranks(low_ptr, place, r, RANKS)
         if WEIGHTED:
             thin *= tl.load(weights_ptr + tl.load(order_ptr + place)).to(tl.float32)[:, None]
         thin = narrow(tl.where(live[:, None], thin, 0.0), tl.bfloat16, USE_PTX)
@@ -173,8 +202,8 @@ def low_rows(
     Args:
         rows: bfloat16 [R, K], contiguous; index: int32 [P], which row stands at a place; None: R = P.
         factor: bfloat16 [experts, K, adapters * r], [experts, adapters * r, K] where transposed; contiguous.
-        out: float32 [P, adapters * r], contiguous.
-        chunk: a power of two; out is bfloat16 [slots, chunks, 2, chunk] by slot: the numbers, then what they lack.
+        out: bfloat16 [P, 2, adapters * r], contiguous: the numbers, then what rounding took of them.
+        chunk: a power of two; out is [slots, chunks, 2, chunk] by slot.
     """
     k, width = rows.shape[1], factor.shape[1 if transposed else 2]
     block_r = min(_MOST_RANKS, max(16, chunk, next_power_of_2(width)))
@@ -219,14 +248,14 @@ def outer_sums(
     """rows[e].T @ low[e], of each expert's rows: [experts, W, ranks], [experts, ranks, W] if ranks_first.
 
     Args:
-        rows: bfloat16 [places, W], of tokens where `gathers`; low: float32 [places, ranks]; both contiguous.
+        rows: bfloat16 [places, W], of tokens where `gathers`; low: as low_rows leaves it; both contiguous.
         weights: float32 [slots], which multiply low; None: nothing does.
         dtype: of the result; sums are float32.
     """
-    experts, width, ranks = slots.ends.shape[0], rows.shape[1], low.shape[1]
+    experts, width, ranks = slots.ends.shape[0], rows.shape[1], low.shape[2]
     shape = (experts, ranks, width) if ranks_first else (experts, width, ranks)
     out = torch.empty(shape, dtype=dtype, device=rows.device)
-    block_r, block_w = min(_MOST_RANKS, max(16, next_power_of_2(ranks))), 128
+    block_r, block_w = min(_MOST_RANKS, max(16, next_power_of_2(ranks))), 256 if has_large_shared(rows) else 128
     outer_kernel[ceil_div(width, block_w), experts, ceil_div(ranks, block_r)](
         rows,
         slots.token,
@@ -245,6 +274,6 @@ def outer_sums(
         BLOCK_R=block_r,
         STAGES=3,
         USE_PTX=target_of(out.device)["USE_PTX"],
-        num_warps=4,
+        num_warps=block_w // 32,
     )
     return out

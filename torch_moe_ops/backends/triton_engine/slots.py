@@ -1,4 +1,5 @@
-"""Slots of few tokens sorted by expert, in one launch: every slot counts those that come before it."""
+"""Slots sorted by expert: of few tokens in one launch, in which every slot counts those that come before it; of more in
+three: blocks of slots count their experts', add up the blocks before, and place each slot."""
 
 from __future__ import annotations
 
@@ -10,8 +11,10 @@ from torch import Tensor
 from torch_moe_ops.backends.triton_engine.backward_pass import Slots
 from torch_moe_ops.core.schemes import ceil_div, next_power_of_2
 
-MOST = 4096  # slots: the work grows with their square
+MOST_OF_ONE_LAUNCH = 4096  # slots: the work grows with their square
 _BLOCK, _CHUNK = 16, 256  # slots or experts of a program; slots that it compares them with at once
+MOST = 1 << 20  # slots that three launches sort: one program adds up all blocks of an expert
+_BLOCK_OF_MANY, _CHUNK_OF_MANY = 256, 32
 
 
 @triton.jit
@@ -61,13 +64,93 @@ def slots_kernel(
         tl.store(place_ptr + number, before, mask=real)
 
 
-def sort_few_slots(topk_ids: Tensor, local_expert_offset: int, num_experts: int) -> Slots:
+@triton.jit(do_not_specialize=["slots", "first_expert"])
+def count_slots_kernel(
+    ids_ptr,
+    counts_ptr,
+    slots,
+    first_expert,
+    EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """counts int32 [EXPERTS + 1, blocks]: how many slots of a block each expert has, foreign ones last.
+
+    Grid: (blocks,).
+    """
+    block = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    own = _local(ids_ptr, block * BLOCK + tl.arange(0, BLOCK), slots, first_expert, EXPERTS)
+    counts = tl.histogram(own, BINS)
+    tl.store(counts_ptr + bins * tl.num_programs(0) + block, counts, mask=bins <= EXPERTS)
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def start_slots_kernel(counts_ptr, totals_ptr, blocks, BLOCKS: tl.constexpr):
+    """counts become those of the blocks before, totals int32 [EXPERTS + 1] those of all. Grid: (EXPERTS + 1,)."""
+    expert = tl.program_id(0)
+    block = tl.arange(0, BLOCKS)
+    counts = tl.load(counts_ptr + expert * blocks + block, mask=block < blocks, other=0)
+    tl.store(counts_ptr + expert * blocks + block, tl.cumsum(counts, 0) - counts, mask=block < blocks)
+    tl.store(totals_ptr + expert, tl.sum(counts, 0))
+
+
+@triton.jit(do_not_specialize=["slots", "first_expert"])
+def place_slots_kernel(
+    ids_ptr,
+    before_ptr,
+    totals_ptr,
+    order_ptr,
+    token_ptr,
+    expert_ptr,
+    place_ptr,
+    ends_ptr,
+    slots,
+    first_expert,
+    EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """The arrays of Slots from what start_slots_kernel left. Grid: (blocks,)."""
+    block = tl.program_id(0)
+    if block == 0:
+        bins = tl.arange(0, BINS)
+        totals = tl.load(totals_ptr + bins, mask=bins < EXPERTS, other=0)
+        tl.store(ends_ptr + bins, tl.cumsum(totals, 0), mask=bins < EXPERTS)
+    slot = block * BLOCK + tl.arange(0, BLOCK)
+    own = _local(ids_ptr, slot, slots, first_expert, EXPERTS)
+    real = slot < slots
+    # Slots of experts before, in all blocks, and of the same one in this block.
+    earlier = tl.zeros((BLOCK, CHUNK), tl.int32)
+    for first in range(0, BINS, CHUNK):
+        expert = first + tl.arange(0, CHUNK)
+        totals = tl.load(totals_ptr + expert, mask=expert < EXPERTS, other=0)
+        earlier += tl.where(expert[None, :] < own[:, None], totals[None, :], 0)
+    for first in range(0, BLOCK, CHUNK):
+        other = block * BLOCK + first + tl.arange(0, CHUNK)
+        same = _local(ids_ptr, other, slots, first_expert, EXPERTS)[None, :] == own[:, None]
+        earlier += (same & (other[None, :] < slot[:, None])).to(tl.int32)
+    before = tl.load(before_ptr + own * tl.num_programs(0) + block, mask=real, other=0)
+    place = before + tl.sum(earlier, axis=1)
+    tl.store(order_ptr + place, slot, mask=real)
+    tl.store(token_ptr + place, slot // TOP_K, mask=real)
+    tl.store(expert_ptr + place, own, mask=real)
+    tl.store(place_ptr + slot, place, mask=real)
+
+
+def sort_slots_on_gpu(topk_ids: Tensor, local_expert_offset: int, num_experts: int) -> Slots:
     """Slots of topk_ids [num_tokens, top_k], contiguous, at most MOST of them."""
     count = topk_ids.numel()
     apart = ceil_div(count, 4) * 4  # kernels are compiled for aligned rows
     space = torch.empty((4, apart), dtype=torch.int32, device=topk_ids.device)
     order, token, expert, place = space[:, :count].unbind()
     ends = torch.empty((num_experts,), dtype=torch.int32, device=topk_ids.device)
+    slots = Slots(order, token, expert, ends, place)
+    if count > MOST_OF_ONE_LAUNCH:
+        _sort_in_three(topk_ids, local_expert_offset, slots)
+        return slots
     slots_kernel[(ceil_div(count, _BLOCK) + ceil_div(num_experts, _BLOCK),)](
         topk_ids,
         order,
@@ -83,4 +166,31 @@ def sort_few_slots(topk_ids: Tensor, local_expert_offset: int, num_experts: int)
         CHUNK=min(_CHUNK, next_power_of_2(count)),
         num_warps=4,
     )
-    return Slots(order, token, expert, ends, place)
+    return slots
+
+
+def _sort_in_three(topk_ids: Tensor, local_expert_offset: int, slots: Slots) -> None:
+    count, num_experts = topk_ids.numel(), slots.ends.shape[0]
+    blocks, bins = ceil_div(count, _BLOCK_OF_MANY), max(256, next_power_of_2(num_experts + 2))
+    counts = torch.empty((num_experts + 1, blocks), dtype=torch.int32, device=topk_ids.device)
+    totals = torch.empty((num_experts + 1,), dtype=torch.int32, device=topk_ids.device)
+    own = {"EXPERTS": num_experts, "BINS": bins, "BLOCK": _BLOCK_OF_MANY}
+    count_slots_kernel[(blocks,)](topk_ids, counts, count, local_expert_offset, num_warps=4, **own)
+    most = max(128, next_power_of_2(blocks))
+    start_slots_kernel[(num_experts + 1,)](counts, totals, blocks, BLOCKS=most, num_warps=4)
+    place_slots_kernel[(blocks,)](
+        topk_ids,
+        counts,
+        totals,
+        slots.order,
+        slots.token,
+        slots.expert,
+        slots.place,
+        slots.ends,
+        count,
+        local_expert_offset,
+        TOP_K=topk_ids.shape[1],
+        CHUNK=_CHUNK_OF_MANY,
+        num_warps=8,
+        **own,
+    )
