@@ -120,7 +120,7 @@ __device__ __forceinline__ void prepare_block(const Args& args, const Routing& r
       count_launch(args, fixed);
     }
     routing.counted(fixed);
-  } else if (warp == kFirstHelper + 2) {
+  } else if (Routing::kRehearses && warp == kFirstHelper + 2) {
     routing.rehearse(fixed);
   } else if (warp < kWarps) {
     routing.prepare(fixed, base, few_slots);
