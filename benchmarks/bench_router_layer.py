@@ -6,9 +6,10 @@
 "layer" is router and experts as the model calls them, "apart" the same with routers that do not run their experts,
 "experts" the experts alone on ids that are given. What a router costs is what lies between. `--between norm` has the
 model's norm in front of each layer, and `attention` two of the attention's products too, as a model has them: kernels
-that let none behind them begin early, and whose code and weights take the caches. Weights come from memory,
-as layers are more than the L2 holds, and each layer routes by its own router. Microseconds a layer. transformers must
-be importable, as for bench_transformers_model.py.
+that let none behind them begin early, and whose code and weights take the caches; "between" is what these take alone.
+Weights come from memory, as layers are more than the L2 holds, and each layer routes by its own router. Microseconds a
+layer, the median of `--turns` in which each way is timed once. transformers must be importable, as for
+bench_transformers_model.py.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import result_lines
 import torch
-from bench_transformers_model import nothing, routers_apart, through_blocks, through_experts
+from bench_transformers_model import apart, blocks_of, nothing, through_blocks, through_experts
 from model_graphs import capture, timed
 from transformers_models import SHAPES, build
-
-from torch_moe_ops.transformers.modules import find_experts
-
-
-@contextlib.contextmanager
-def apart(model: Any) -> Iterator[None]:
-    """Routers do not run their experts."""
-    joined = routers_apart(model)
-    yield
-    for module, layer in joined:
-        module.moeq_layer = layer
 
 
 def in_front(model: Any, what: str) -> Callable[[int, torch.Tensor], Any]:
@@ -55,6 +46,30 @@ def in_front(model: Any, what: str) -> Callable[[int, torch.Tensor], Any]:
     return {"nothing": nothing, "norm": norm, "attention": attention}[what]
 
 
+def through_nothing(model: Any, batch: int, before: Callable[[int, torch.Tensor], Any]) -> Callable[[], Any]:
+    """What runs in front of the layers, without them."""
+    hidden = torch.randn(batch, 1, model.config.hidden_size, dtype=model.dtype, device=model.device)
+    return lambda: [before(i, hidden) for i in range(len(blocks_of(model)))]
+
+
+def in_turns(
+    model: Any, tokens: int, before: Callable[[int, torch.Tensor], Any], turns: int, rounds: int
+) -> dict[str, float]:
+    """Microseconds a layer of each way."""
+    ways = {"layer": through_blocks, "experts": through_experts, "apart": through_blocks, "between": through_nothing}
+    if before is nothing:
+        del ways["between"]
+    replays = {}
+    for what, through in ways.items():
+        with apart(model) if what == "apart" else contextlib.nullcontext():
+            replays[what] = capture(through(model, tokens, before))
+    times: dict[str, list[float]] = {what: [] for what in ways}
+    for _ in range(turns):
+        for what, replay in replays.items():
+            times[what].append(timed(replay, rounds)["ms"] * 1e3 / len(blocks_of(model)))
+    return {what: statistics.median(each) for what, each in times.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(SHAPES))
@@ -62,19 +77,15 @@ def main() -> None:
     parser.add_argument("--between", default="nothing", help="of nothing, norm, attention")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--out", type=Path, help="append the lines to this file too")
     args = parser.parse_args()
     lines: list[dict[str, Any]] = [result_lines.environment()]
     for shape in args.shapes.split(","):
         torch.manual_seed(0)
         model = build(shape, torch.device("cuda"), layers=args.layers)
-        layers = len(find_experts(model))
         for between, tokens in itertools.product(args.between.split(","), map(int, args.ms.split(","))):
-            before = in_front(model, between)
-            us: dict[str, Any] = {"layer": through_blocks, "experts": through_experts, "apart": through_blocks}
-            for what, through in us.items():
-                with apart(model) if what == "apart" else contextlib.nullcontext():
-                    us[what] = timed(capture(through(model, tokens, before)), args.rounds)["ms"] * 1e3 / layers
+            us = in_turns(model, tokens, in_front(model, between), args.turns, args.rounds)
             us |= {"router": us["layer"] - us["experts"], "router_apart": us["apart"] - us["experts"]}
             record = {"event": "router_layer", "shape": shape, "M": tokens, "between": between}
             lines.append(record | {f"{what}_us": round(value, 3) for what, value in us.items()})

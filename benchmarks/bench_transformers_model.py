@@ -8,7 +8,8 @@ A decode step is one token for each sequence of the batch, through a static cach
 `generate` does). "moe" is all MoE blocks of the model one after the other, "experts" their experts alone on ids that
 are given, each in a graph of its own: a router costs what lies between. "profile" says what routers and experts take
 within the decode step itself (see model_graphs.shares). `--own-router` leaves transformers' routers, `--apart` has
-routers that do not run their experts too, `--turns` both in one process.
+routers that do not run their experts too. `--turns` has both in one process, and a step without MoE blocks: what the
+blocks take within a step is what that is shorter by. Steps of two processes differ by up to 6 % with the same kernels.
 
 One shape takes about three minutes on an H200, two of them compiling: `--compile ""` leaves that out, and
 `--batches "" --prefill 0` leaves out all the rest. Each line is written to `--out` when it is known. What Inductor has
@@ -136,17 +137,44 @@ def through_experts(model: Any, batch: int, before: Callable[[int, torch.Tensor]
     return run
 
 
-def in_turns(model: Any, batch: int, step: Decode, args: argparse.Namespace, note: Callable[..., None]) -> None:
-    """A step whose routers run their experts, and one whose routers do not, in a graph each and in turns."""
-    replays = {"decode": capture(step, step.rewind)}
+@contextlib.contextmanager
+def apart(model: Any) -> Iterator[None]:
+    """Routers do not run their experts."""
     joined = routers_apart(model)
-    step.rewind()
-    replays["decode apart"] = capture(step, step.rewind)
+    yield
     for module, layer in joined:
         module.moeq_layer = layer
+
+
+@contextlib.contextmanager
+def without_blocks(model: Any) -> Iterator[None]:
+    """MoE blocks give what they are given."""
+    blocks = blocks_of(model)
+    given = torch.zeros(1, 1, model.config.hidden_size, dtype=model.dtype, device=model.device)
+    for block in blocks:
+        more = result[1:] if isinstance(result := block(given), tuple) else None
+        block.forward = lambda hidden, more=more: hidden if more is None else (hidden, *more)
+    yield
+    for block in blocks:
+        del block.forward
+
+
+def in_turns(model: Any, batch: int, step: Decode, args: argparse.Namespace, note: Callable[..., None]) -> None:
+    """A step whose routers run their experts, one whose routers do not, and one without either, in turns."""
+    ways = {"decode": contextlib.nullcontext, "decode apart": apart, "decode without": without_blocks}
+    replays = {}
+    for what, way in ways.items():
+        with way() if way is contextlib.nullcontext else way(model):
+            step.rewind()
+            replays[what] = capture(step, step.rewind)
     for turn in range(args.turns):
         for what, replay in replays.items():
             note(what=what, batch=batch, turn=turn, **timed(replay, args.rounds, step.rewind))
+    layers = len(find_experts(model))
+    for what in ("decode", "decode apart"):
+        note(
+            what=what.replace("decode", "profile"), batch=batch, **profile_or_reason(replays[what], layers, step.rewind)
+        )
 
 
 def measure(model: Any, args: argparse.Namespace, note: Callable[..., None]) -> None:
@@ -228,7 +256,7 @@ def main() -> None:
     parser.add_argument("--own-router", action="store_true", help="leave transformers' routers as they are")
     parser.add_argument("--apart", action="store_true", help="routers in a launch of their own")
     parser.add_argument(
-        "--turns", type=int, default=0, help="steps with routers both ways, in so many turns, and no more"
+        "--turns", type=int, default=0, help="steps with routers both ways, and without, in so many turns; no more"
     )
     parser.add_argument("--layers", type=int, help="how many, where not as many as the architecture has")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to see that it runs; also on a CPU")

@@ -108,9 +108,10 @@ def shares(kernels: list[Kernel], layers: int) -> dict[str, float]:
     """Microseconds a layer of router and experts within one step, from its kernels.
 
     A layer's router begins with the kernel whose product gives its logits: the last one before its experts' first
-    kernel. "block_us" is from there to the end of its experts' last kernel, gaps included; "router_us" and
-    "experts_us" are durations alone, added up ("experts_us" counts overlapping kernels twice). A kernel that routes and
-    runs the experts is theirs.
+    kernel. "block_us" is from there to the end of its experts' last kernel, gaps included; "span_us" from the end of
+    the kernels in front of it, so that neither a launch nor a kernel that begins early and waits is left out or counted
+    twice. "router_us" and "experts_us" are durations alone, added up ("experts_us" counts overlapping kernels twice). A
+    kernel that routes and runs the experts is theirs.
 
     Raises: ValueError where other than `layers` layers are found.
     """
@@ -119,16 +120,19 @@ def shares(kernels: list[Kernel], layers: int) -> dict[str, float]:
     if len(blocks) != layers:
         names = sorted({kernel.name[:60] for kernel in kernels})
         raise ValueError(f"profile: {layers} layers of experts must be found, got {len(blocks)}; kernels: {names}")
-    router = experts = block = 0.0
+    router = experts = block = span = 0.0
     for logits, start, stop in blocks:
         router += sum(kernel.end - kernel.begin for kernel in kernels[logits:start])
         experts += sum(kernel.end - kernel.begin for kernel in kernels[start:stop])
-        block += max(kernel.end for kernel in kernels[logits:stop]) - kernels[logits].begin
+        end = max(kernel.end for kernel in kernels[logits:stop])
+        block += end - kernels[logits].begin
+        span += end - max((kernel.end for kernel in kernels[:logits]), default=kernels[logits].begin)
     step = max(kernel.end for kernel in kernels) - kernels[0].begin
     return {
         "router_us": router / layers,
         "experts_us": experts / layers,
         "block_us": block / layers,
+        "span_us": span / layers,
         "blocks_ms": block / 1e3,
         "step_ms": step / 1e3,
         "kernels": len(kernels),

@@ -85,6 +85,7 @@ def test_a_router_begins_with_its_product(model_graphs: Any, router: list[str], 
     assert found["block_us"] == 3.0 * (before + 2) - 1.0 and found["blocks_ms"] == pytest.approx(
         3e-3 * found["block_us"]
     )
+    assert found["span_us"] == found["block_us"] + 1.0  # the gap in front
     assert found["step_ms"] == pytest.approx(1e-3 * (3.0 * len(kernels) - 1.0)) and found["kernels"] == len(kernels)
 
 
@@ -107,6 +108,12 @@ def test_kernels_of_experts_that_overlap_count_once_in_a_block(model_graphs: Any
     kernels = [model_graphs.Kernel(name, float(i), 10.0) for i, name in enumerate(names)]
     found = model_graphs.shares(kernels, layers=1)
     assert (found["block_us"], found["experts_us"]) == (10.0, 8.0 + 7.0)
+
+
+def test_a_kernel_that_begins_early_counts_from_the_end_of_the_one_in_front(model_graphs: Any) -> None:
+    times = {"norm": (0.0, 4.0), "moeq::route_hidden_kernel": (1.0, 7.0), "moeq::a": (7.0, 9.0)}
+    found = model_graphs.shares([model_graphs.Kernel(name, *time) for name, time in times.items()], layers=1)
+    assert (found["block_us"], found["span_us"], found["router_us"]) == (8.0, 5.0, 6.0)
 
 
 def test_layers_that_are_not_found_are_an_error(model_graphs: Any) -> None:

@@ -170,10 +170,11 @@ def test_many_launches_of_several_shapes_in_a_graph() -> None:
         assert all(torch.equal(a, b) for g, w in zip(got, want, strict=True) for a, b in zip(g, w, strict=True))
 
 
-@pytest.mark.parametrize("share", (64, 16))
-def test_on_a_part_of_the_gpu(share: int) -> None:
-    """An exchange of the launch's own; of 16 multiprocessors, blocks have eight experts each."""
-    call = of_tokens(layer((128, 8, 2048, 64)), 4)
+@pytest.mark.parametrize(("share", "hidden", "tokens"), ((64, 2048, 4), (16, 2048, 4), (16, 7168, 4), (16, 7168, 8)))
+def test_on_a_part_of_the_gpu(share: int, hidden: int, tokens: int) -> None:
+    """An exchange of the launch's own; of 16 multiprocessors, blocks have eight experts each, whose rows of 7168 find no
+    room beside eight tokens."""
+    call = of_tokens(layer((128, 8, hidden, 64)), tokens)
     weight, routing = router_of(call), (None, "renormalize", 8, 0, 0, 1.0, None)
     torch.cuda.synchronize()
     stream = green_contexts.split(share, 1)[0].stream()

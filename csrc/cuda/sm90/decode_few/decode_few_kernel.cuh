@@ -56,7 +56,7 @@ __device__ __forceinline__ void work(const Args& args, Fixed& fixed, uint8_t* ba
 }
 
 // The warp that copies. It asks for ids first, and for weights as soon as it has sorted them.
-template <class Format, Kind kKind>
+template <class Format, Kind kKind, class Routing>
 __device__ __forceinline__ void copy(const Args& args, Fixed& fixed, uint8_t* base, bool few_slots) {
   const int lane = lane_of_warp();
   int id = -1;
@@ -67,7 +67,7 @@ __device__ __forceinline__ void copy(const Args& args, Fixed& fixed, uint8_t* ba
   const Work work = Case<kKind>::kShared ? share_of_whole(args, lane & 3) : share_of(args, lane & 1, args.slots);
   named_barrier(kBarriersMade, kThreads + 32);
   if (few_slots) {
-    sort_slots<kKind>(args, fixed, work, id);
+    sort_slots<kKind, Routing::kRehearses>(args, fixed, work, id);
     __syncwarp();
     named_arrive(kPrepared, kBlockThreads);
   } else {
@@ -85,7 +85,7 @@ __device__ __forceinline__ void run_block(const Args& args, const Routing& routi
   const int warp = threadIdx.x / 32;
   const bool few_slots = args.slots <= kFewSlots;
   if (warp == kCopier) {
-    copy<Format, kKind>(args, fixed, base, few_slots);
+    copy<Format, kKind, Routing>(args, fixed, base, few_slots);
     return;
   }
   prepare_block(args, routing, fixed, base, few_slots);

@@ -6,10 +6,11 @@
 namespace moeq::sm90::few {
 
 // The parameters that will be read, asked for at once: of this warp alone, or one line by each warp.
-__device__ __forceinline__ void touch_parameters(const Args& args, int line) {
+template <class Parameters>
+__device__ __forceinline__ void touch_parameters(const Parameters& args, int line) {
   constexpr int kLine = 64 / sizeof(int);
   const int word = line * kLine;
-  if (word < static_cast<int>(sizeof(Args) / sizeof(int))) {
+  if (word < static_cast<int>(sizeof(Parameters) / sizeof(int))) {
     asm volatile("" ::"r"(reinterpret_cast<const int*>(&args)[word]));
   }
 }
@@ -33,21 +34,26 @@ __device__ __forceinline__ void clear_padding(const Args& args, Fixed& fixed, ui
 }
 
 // By the warp that copies: nothing is under way before it knows the experts. `id` is a lane's, where ids are given.
-template <Kind kKind>
+// Where they are waited for, it goes through the same code before, with others (decode_few_product.cuh says why).
+template <Kind kKind, bool kRehearses>
 __device__ __forceinline__ void sort_slots(const Args& args, Fixed& fixed, const Work& work, int id) {
   const int lane = lane_of_warp();
-  if (args.p.router.logits != nullptr) {
-    named_barrier(kIdsKnown, 32 * args.p.tokens + 32);
-    id = fixed.ids[lane];
-  }
-  const int expert = lane < args.slots ? local_expert(args.p, id) : -1;
-  if (args.columns == 1) {
-    sort_one<kKind>(args, fixed, work, expert);
-  } else {
-    const int entries = sort_few(fixed, args.columns, expert);
-    if (lane < 2) {
-      fixed.work[lane] = share_of(args, lane, entries);
+#pragma unroll 1
+  for (bool rehearses = kRehearses;; rehearses = false) {
+    if (!rehearses && args.p.router.logits != nullptr) {
+      named_barrier(kIdsKnown, 32 * args.p.tokens + 32);
+      id = fixed.ids[lane];
     }
+    const int expert = lane < args.slots ? local_expert(args.p, rehearses ? lane : id) : -1;
+    if (args.columns == 1) {
+      sort_one<kKind>(args, fixed, work, expert);
+    } else {
+      const int entries = sort_few(fixed, args.columns, expert);
+      if (lane < 2) {
+        fixed.work[lane] = share_of(args, lane, entries);
+      }
+    }
+    if (!rehearses) return;
   }
 }
 
@@ -83,14 +89,18 @@ __device__ __forceinline__ void prepare_slots(const Args& args, Fixed& fixed, ui
   }
 }
 
-// Ids or logits that are given.
+// Ids or logits that are given. The members are those of OwnLogits (decode_few_product.cuh), too.
 struct GivenRouting {
+  static constexpr bool kRehearses = false;   // whether warps that wait for ids go through what follows before
   const Args& args;
   __device__ __forceinline__ void prepare(Fixed& fixed, uint8_t* base, bool few_slots) const {
     clear_padding(args, fixed, base);
     prepare_slots(args, fixed, base, few_slots);
   }
-  static __device__ __forceinline__ void counted() {}
+  __device__ __forceinline__ void copy(Fixed& fixed, uint8_t* base) const { copy_tokens(args, fixed, base); }
+  __device__ __forceinline__ void touch(int line) const { touch_parameters(args, line); }
+  __device__ __forceinline__ void rehearse(Fixed&) const {}
+  static __device__ __forceinline__ void counted(const Fixed&) {}
 };
 
 // By all but the warp that copies.
@@ -102,14 +112,16 @@ __device__ __forceinline__ void prepare_block(const Args& args, const Routing& r
     init_barriers(fixed);
     named_arrive(kBarriersMade, kThreads + 32);
   }
-  touch_parameters(args, warp);
+  routing.touch(warp);
   if (warp == kFirstHelper) {
-    copy_tokens(args, fixed, base);
+    routing.copy(fixed, base);
   } else if (warp == kFirstHelper + 1) {
     if (lane_of_warp() == 0) {
       count_launch(args, fixed);
     }
-    routing.counted();
+    routing.counted(fixed);
+  } else if (Routing::kRehearses && warp == kFirstHelper + 2) {
+    routing.rehearse(fixed);
   } else if (warp < kWarps) {
     routing.prepare(fixed, base, few_slots);
   }

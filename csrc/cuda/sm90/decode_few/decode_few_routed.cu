@@ -37,6 +37,10 @@ cudaError_t make_routed_plan(const Problem& p, const RouterProduct& product, Rou
   if (!fits) return cudaSuccess;
   const cudaError_t error = make_plan(p, plan.plan, fits);
   if (error != cudaSuccess || !fits) return error;
+  const int rows = ceil_div(p.router.experts, plan.plan.grid),
+            room = plan.plan.shared_bytes - plan.plan.args.ring_offset;
+  fits = rows * plan.plan.args.x_stride <= room;  // the router lies there first
+  if (!fits) return cudaSuccess;
   plan.product = product;
   plan.product.inverse_parts = 1.0f / static_cast<float>(product.parts);
   plan.logits = static_cast<int>(2 * plan.plan.exchange_pairs);

@@ -162,6 +162,7 @@ enum Meeting : int {
   kPrepared,         // all threads: slots are sorted, the tokens' barrier is made
   kIdsKnown,         // routing warps have ids, those that sort need them
   kMultiplied,       // workers and helpers
+  kOperandsAsked,    // the barrier of tokens and router is made, workers that multiply by it wait for that
   kCounted           // a helper has the launch's number, workers that send logits need it
 };
 
