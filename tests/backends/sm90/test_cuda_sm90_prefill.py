@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from sm90_cases import in_tiles, make_call, of_a_checkpoint, relative_error, run_on, why_not_here
-from tolerances import ROUNDED_INT4
+from sm90_cases import ACTIVATIONS, in_tiles, make_call, of_a_checkpoint, relative_error, run_on, why_not_here
+from tolerances import ROUNDED_INT4, layer_bound
 
 from torch_moe_ops.backends import cuda_sm90
 from torch_moe_ops.tuning import tuned_kernels
@@ -92,6 +92,20 @@ def test_every_shape_runs_at_every_size(kernel: str, sizes: dict[str, Any], toke
     """A table may choose any; nvfp4 activations without a scale of their own take two launches."""
     call = make_call("nvfp4", act_format, tokens=tokens, out_dtype=torch.float32, **sizes)
     assert relative_error(run_on(kernel, in_tiles(call)), call) < LIMIT
+
+
+@pytest.mark.parametrize("kernel", tuned_kernels.KERNELS[1:])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_shape_has_every_activation(activation: str, kernel: str) -> None:
+    """With biases, ends of rows, and each rounding of the intermediate."""
+    sizes: dict[str, Any] = {"experts": 3, "top_k": 2, "hidden": 320, "activation": activation, "bias": True}
+    for scheme, act_format in (("nvfp4", "none"), ("nvfp4", "nvfp4"), ("mxfp4", "mxfp8"), ("mxint4", "none")):
+        for inter, tokens in ((64, 9), (160, 70), (416, 400)):
+            call = make_call(scheme, act_format, inter=inter, tokens=tokens, out_dtype=torch.float32, **sizes)
+            out = run_on(kernel, in_tiles(call))
+            bound = layer_bound("cuda_sm90", act_format, torch.float32, call.topk_ids.numel() * inter, activation)
+            assert torch.isfinite(out).all()
+            assert relative_error(out, call) < (ROUNDED_INT4 if scheme == "mxint4" else bound), (scheme, inter, tokens)
 
 
 def test_what_no_kernel_takes_is_refused() -> None:
