@@ -19,9 +19,9 @@ PAGE = Path(__file__).parent.parent / "docs" / "ops.md"
 
 HEADER = """# Ops of `torch.ops.moeq`
 
-Made by `scripts/op_docs.py` from the schemas. All ops are pure (except `.out`, and the counter of `ep_place` and `ep_experts`), return
-fresh contiguous tensors, have fakes, and are capturable where their backend is. Errors are `RuntimeError`s of the form
-`moeq::<op>: <argument> must <requirement>, got <value>`. Pairs hold exactly:
+Made by `scripts/op_docs.py` from the schemas. All ops are pure (except `.out`, and the counter of `ep_place` and
+`ep_experts`), return fresh contiguous tensors, have fakes, and are capturable where their backend is. Errors are
+`RuntimeError`s of the form `moeq::<op>: <argument> must <requirement>, got <value>`. Pairs hold exactly:
 `X_moe(x, logits, ...) == X_moe_routed(x, *route(logits, ...), ...)`.
 
 Weights, block scales and packed hidden states of dtype float8_e4m3fn may also be given as uint8 of the same shape: the
@@ -168,8 +168,8 @@ ARGUMENTS = {
     "count": "int32 [num_experts]: how many places follow; row t takes number (t + rank) modulo count.",
     "slots_of_ranks": "Experts on each rank.",
     "partial_dtype": "In which partial rows travel: float32, bfloat16 or float16.",
-    "slots": "ep_place, ep_experts: int32 [places], slots of all ranks numbered through. ep_dispatch, ep_combine with a capacity: "
-    "experts on each rank.",
+    "slots": "ep_place, ep_experts: int32 [places], slots of all ranks numbered through. "
+    "ep_dispatch, ep_combine with a capacity: experts on each rank.",
     "places": "int32 [num_tokens, top_k]: the slots of a token's experts, as ep_place makes them; what is no slot "
     "contributes nothing.",
     "layer": "The name that a `HostExperts` of this process has (`HostExperts.name`).",
