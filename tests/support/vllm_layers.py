@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -153,18 +153,6 @@ def routing_of(experts: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
     ids = torch.stack([torch.randperm(experts, generator=generator)[:2] for _ in range(9)]).to(torch.int32)
     return ids, torch.rand(9, 2, generator=generator)
-
-
-def graph_of(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """A CUDA graph of a call, which has run once before, and what its replays write."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = run()
-    return graph, result
 
 
 def whole(fixture: str, x: Tensor, ids: Tensor, weights: Tensor, act_format: str) -> Tensor:

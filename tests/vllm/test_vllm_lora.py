@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from checkpoints_support import FIXTURES
+from cuda_graphs import captured
 from safetensors.torch import save_file
 from torch import Tensor
 from vllm_checkpoints import graft
-from vllm_layers import FIXTURE_OF, LAYER, config_of, graph_of, in_vllm, layer_of, load, routing_of
+from vllm_layers import FIXTURE_OF, LAYER, config_of, in_vllm, layer_of, load, routing_of
 from vllm_reference import disagreements, reference_model
 from vllm_runs import INSTALLED, NOT_INSTALLED, run_vllm
 
@@ -132,7 +133,7 @@ def test_an_adapter_that_is_loaded_between_replays_is_served() -> None:
         def run() -> Tensor:
             return kernel.apply(x, *sizes, weights, ids, apply_router_weight_on_input=False, **given)
 
-        graph, captured = graph_of(run)
+        graph, result = captured(run)
     assert adapter.b13 is not None
     for target, value in zip(
         (*w13[0], *w13[1], *w2[0], *w2[1]),
@@ -144,7 +145,7 @@ def test_an_adapter_that_is_loaded_between_replays_is_served() -> None:
     alone = moe.fused_moe_routed(x, ids, weights, w)
     adapted = moe.fused_moe_routed(x, ids, weights, w, lora=adapter)
     expected = torch.where((owners == 0)[:, None], adapted, alone)
-    assert (captured.float() - expected.float()).norm() <= 6e-3 * expected.float().norm()
+    assert (result.float() - expected.float()).norm() <= 6e-3 * expected.float().norm()
     assert (alone.float() - expected.float()).norm() > 0.1 * expected.float().norm()
 
 

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 from checkpoints_support import FIXTURES
+from cuda_graphs import captured
 from paths import PROGRAMS, ROOT
 from torch import Tensor
 from vllm_checkpoints import graft
-from vllm_layers import FIXTURE_OF, config_of, graph_of, in_vllm, layer_of, load, routing_of, whole
+from vllm_layers import FIXTURE_OF, config_of, in_vllm, layer_of, load, routing_of, whole
 from vllm_reference import disagreements, reference_model
 from vllm_runs import INSTALLED, NOT_INSTALLED
 
@@ -125,12 +126,12 @@ def test_the_kernel_is_captured_in_a_cuda_graph() -> None:
         def run() -> Tensor:
             return kernel.apply(x, *sizes, factors, ids, apply_router_weight_on_input=False, **given)
 
-        graph, captured = graph_of(run)
+        graph, result = captured(run)
     x.copy_(torch.randn_like(x))
     ids.copy_(ids.flip(0))
     graph.replay()
     expected = moe.fused_moe_routed(x, ids, factors, weights)
-    assert torch.equal(captured, expected)
+    assert torch.equal(result, expected)
 
 
 def test_rows_that_are_no_tokens_are_given_to_no_expert() -> None:

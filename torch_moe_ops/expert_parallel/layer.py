@@ -269,7 +269,6 @@ class ExpertParallel:
         out_dtype: torch.dtype | None,
     ) -> Tensor:
         w = self.w
-        constants = (w.swiglu_alpha, w.swiglu_beta, w.swiglu_limit)
         return torch.ops.moeq.ep_experts(
             hidden_states,
             topk_ids,
@@ -281,15 +280,7 @@ class ExpertParallel:
             rows_of_a_rank,
             self.placement.slots_of_ranks,
             self._computed,
-            w.backend,
-            w.scheme,
-            w.act_format,
-            w.activation,
-            *(w.constants() if torch.compiler.is_compiling() else constants),
-            w.num_experts,
-            w.local_expert_offset,
-            w.router_weight_on_input,
-            w.weight_policy,
+            *w.settings_of_any_scheme(),
             hidden_states.dtype if out_dtype is None else out_dtype,
         )
 

@@ -61,7 +61,9 @@ class PreparedFields:
         object.__setattr__(self, "_swiglu_texts", texts)
 
     def constants(self) -> tuple[float | None, ...]:
-        """swiglu_alpha, swiglu_beta, swiglu_limit for a function that is traced (core/traced_floats.py)."""
+        """swiglu_alpha, swiglu_beta, swiglu_limit, also for a function that is traced (core/traced_floats.py)."""
+        if not torch.compiler.is_compiling():
+            return self.swiglu_alpha, self.swiglu_beta, self.swiglu_limit
         alpha, beta, limit = self._swiglu_texts  # type: ignore[attr-defined]
         return float_of(alpha), float_of(beta), float_of(limit)
 
@@ -95,6 +97,12 @@ class PreparedFields:
     def op_weights(self) -> tuple[Tensor | None, ...]:
         """The weight arguments of the scheme's ops, in their order."""
         return tuple(getattr(self, name) for name in _WEIGHT_ARGUMENTS[self.scheme])
+
+    def settings_of_any_scheme(self) -> tuple[Any, ...]:
+        """What an op that takes weights of any scheme is told of them, in its order: backend to weight_policy."""
+        formats = self.backend, self.scheme, self.act_format, self.activation
+        share = self.num_experts, self.local_expert_offset, self.router_weight_on_input
+        return *formats, *self.constants(), *share, self.weight_policy
 
     def named_op_weights(self) -> dict[str, Tensor | None]:
         """The same by their names."""

@@ -84,7 +84,6 @@ def fused_moe(
         options: dict[str, Any] = {"hidden_states_scale": hidden_states_scale, "out_dtype": out_dtype}
         options["lora_merged"] = lora_merged
         return fused_moe_routed(hidden_states, ids, weights, w, lora=lora, lora_ids=lora_ids, **options)
-    tracing = _is_compiling()
     return _MONOLITHIC[w.scheme](
         hidden_states,
         hidden_states_scale,
@@ -96,13 +95,13 @@ def fused_moe(
         routing.top_k,
         w.act_format,
         w.activation,
-        *(w.constants() if tracing else (w.swiglu_alpha, w.swiglu_beta, w.swiglu_limit)),
+        *w.constants(),
         w.num_experts,
         w.local_expert_offset,
         *_ELEMENT[w.scheme],
         routing.n_group,
         routing.topk_group,
-        routing.constant_factor() if tracing else routing.routed_scaling_factor,
+        routing.constant_factor() if _is_compiling() else routing.routed_scaling_factor,
         routing.renormalize,
         w.weight_policy,
         out_dtype,
@@ -156,7 +155,7 @@ def fused_moe_routed(
         w.backend,
         w.act_format,
         w.activation,
-        *(w.constants() if _is_compiling() else (w.swiglu_alpha, w.swiglu_beta, w.swiglu_limit)),
+        *w.constants(),
         w.num_experts,
         w.local_expert_offset,
         *_ELEMENT[w.scheme],
@@ -204,7 +203,6 @@ def _routed_with_lora(
         _int32(ids) if ids.dtype == torch.int64 else ids,
         weights.float() if weights.dtype in _ROUNDED else weights,
         w,
-        w.constants() if _is_compiling() else (w.swiglu_alpha, w.swiglu_beta, w.swiglu_limit),
         lora,
         _int32(of_tokens) if of_tokens is not None and of_tokens.dtype == torch.int64 else of_tokens,
         out_dtype,

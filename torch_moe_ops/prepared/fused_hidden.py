@@ -32,7 +32,6 @@ def fused_moe_hidden(
     Returns: output, topk_ids, topk_weights, router_logits.
     """
     method, top_k, *rest = options
-    constants = w.constants() if torch.compiler.is_compiling() else (w.swiglu_alpha, w.swiglu_beta, w.swiglu_limit)
     return torch.ops.moeq.moe_hidden(  # type: ignore[no-any-return]
         hidden_states,
         router_weight,
@@ -45,7 +44,7 @@ def fused_moe_hidden(
         method,
         top_k,
         w.activation,
-        *constants,
+        *w.constants(),
         w.num_experts,
         w.local_expert_offset,
         *rest,

@@ -6,6 +6,7 @@ from types import SimpleNamespace as Namespace
 
 import pytest
 import torch
+from cuda_graphs import captured
 from gpu_layers import needs_cuda
 from problems import Case, make_batch, make_raw
 from tolerances import relative_l2
@@ -63,13 +64,7 @@ def test_adapters_that_change_between_replays(backend: str, tokens: int) -> None
     def run() -> Tensor:
         return moe.fused_moe_routed(*given, w, lora=adapters.lora, lora_ids=adapters.ids(tokens))
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
+    graph, out = captured(run)
     for seed in range(3):
         g = torch.Generator().manual_seed(seed)
         ids = torch.randint(-1, ADAPTERS, (tokens,), generator=g, dtype=torch.int32)
