@@ -130,12 +130,14 @@ def launches(case: Case, backend: str, capability: int) -> list[tuple[Any, tuple
         with mock.patch.object(on_gpu, "FEW_ROWS_BY_SLOT", 0):
             on_gpu.run_forward(p, replace(BACKENDS[backend], rows_by_slot=_Elsewhere), lora, case.dtype)
         on_gpu.run_pass(p, BACKENDS[backend], case.dtype, True, False, False, lora)
+        few_ranks = adapters(raw, sizes, x, rank_sums.MOST_RANKS // 2)
+        on_gpu.run_pass(p, BACKENDS[backend], case.dtype, True, False, False, few_ranks)
     return found
 
 
-def adapters(raw: RawWeights, sizes: Sizes, x: torch.Tensor) -> Lora:
-    """Two of rank 16, of which a token has one; all gradients are wanted."""
-    given = factors_of(raw, 2, 16, torch.bfloat16)
+def adapters(raw: RawWeights, sizes: Sizes, x: torch.Tensor, rank: int = rank_sums.MOST_RANKS) -> Lora:
+    """Two of a rank, of which a token has one; all gradients are wanted."""
+    given = factors_of(raw, 2, rank, torch.bfloat16)
     ids, scaling = torch.zeros(x.shape[0], dtype=torch.int32), torch.as_tensor(given.scaling)
     lora = Lora.of(LoraArguments(given.a13, given.b13, given.a2, given.b2, scaling, ids), sizes, x)
     for factors in lora:

@@ -19,8 +19,6 @@ BACKWARD_KERNELS = {
     "few_kernel",
     "low_kernel",
     "outer_kernel",
-    "low_and_sums_kernel",
-    "add_parts_kernel",
     "bias_kernel",
     "gather_sum_kernel",
     "slots_kernel",
@@ -31,6 +29,8 @@ BACKWARD_KERNELS = {
     "dequantize_tiles_kernel",
     "dequantize_bytes_kernel",
 }
+# Those besides, of few ranks, on a GPU whose shared memory holds their tiles.
+LARGE_SHARED_KERNELS = {"low_and_sums_kernel", "add_parts_kernel"}
 
 
 def words_of(program: str, cache: Path, *arguments: object) -> list[list[str]]:
