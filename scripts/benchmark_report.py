@@ -179,12 +179,11 @@ def default_backend(record: dict[str, Any]) -> str | None:
 
 def readme_table(cells: dict[Key, Cell]) -> str:
     """The backend that `prepare` takes and the fastest of the others, with the ratio."""
-    four_bits = {key: cell for key, cell in cells.items() if key[1] in README_FORMATS}
-    ms = sorted({m for _, fmt, m in four_bits if fmt == README_FORMATS[0]})
+    ms = sorted({m for _, fmt, m in cells if fmt == README_FORMATS[0]})
     lines = _header("us a layer: ours / best other (their time over ours)", ms)
-    timed: dict[str, list[str]] = {}  # the other libraries of a row -> rows
+    timed: dict[tuple[str, str], list[str]] = {}  # format and other libraries of a row -> models
     for fmt, (shape, model) in itertools.product(README_FORMATS, MODELS.items()):
-        name, row = f"{model}, {FORMATS[fmt]}", []
+        row = []
         for m in ms:
             cell = cells.get((shape, fmt, m))
             mine, other = (best(cell, True), best(cell, False)) if cell else (None, None)
@@ -193,12 +192,12 @@ def readme_table(cells: dict[Key, Cell]) -> str:
                 continue
             row.append(f"{_us(mine[1])} / {_us(other[1])} ({other[1] / mine[1]:.2f})")
         if any(row):
-            lines.append(f"| {name} | " + " | ".join(row) + " |")
+            lines.append(f"| {model}, {FORMATS[fmt]} | " + " | ".join(row) + " |")
         peers = [title(layer) for layer in rows_of(cells, shape, fmt)[1] if not is_ours(layer)]
         if peers:
-            timed.setdefault(", ".join(peers), []).append(name)
-    lines += ["", "Others that were timed:", ""]
-    return "\n".join([*lines, *(f"- {peers}: {'; '.join(names)}" for peers, names in timed.items())])
+            timed.setdefault((FORMATS[fmt], "; ".join(peers)), []).append(model)
+    lines += ["", "| other libraries that were timed | for |", "|---|---|"]
+    return "\n".join([*lines, *(f"| {peers} | {fmt}: {', '.join(names)} |" for (fmt, peers), names in timed.items())])
 
 
 Times = dict[tuple[str, int], float]  # model, tokens -> us

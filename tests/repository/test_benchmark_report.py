@@ -52,7 +52,7 @@ def test_a_cell_takes_all_its_layers_from_the_last_run(report: ModuleType, tmp_p
 def test_the_table_of_the_readme(report: ModuleType, tmp_path: Path) -> None:
     table = report.readme_table(report.read(_write(tmp_path / "a", FIRST + SECOND)))
     assert table.splitlines()[2] == "| Mixtral-8x7B, NVFP4 | 50.0 / 75.0 (1.50) | 300 / 900 (3.00) |"
-    assert table.endswith("Others that were timed:\n\n- Marlin (vLLM), humming, indexed: Mixtral-8x7B, NVFP4")
+    assert table.endswith("|---|---|\n| Marlin (vLLM); humming, indexed | NVFP4: Mixtral-8x7B |")
 
 
 def test_the_full_table(report: ModuleType, tmp_path: Path) -> None:

@@ -11,15 +11,19 @@ from modules_by_path import ROOT
 
 import torch_moe_ops as moe
 
-DOCS = ROOT / "docs"
+DOCS, DATA = ROOT / "docs", ROOT / "tests" / "data"
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 NOT_OBJECTS = {"__version__", "config", "ops"}  # a string; pages and sections of their own
 
 
 def _examples(page: str) -> str:
     """The Python blocks of a page, one after the other, on the lines where they stand."""
+    return _blocks(DOCS / page)
+
+
+def _blocks(path: Path) -> str:
     lines, inside = [], False
-    for line in (DOCS / page).read_text("utf-8").splitlines():
+    for line in path.read_text("utf-8").splitlines():
         fence = line.startswith("```")
         lines.append(line if inside and not fence else "")
         inside = line == "```python" if fence and not inside else inside and not fence
@@ -36,6 +40,15 @@ def test_examples_run(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)  # paths of checkpoints are those of the source tree
     torch._dynamo.reset()
     exec(compile(_examples(page), str(Path("docs") / page), "exec"), {"__name__": "example"})
+
+
+def test_the_readmes_example_runs_on_a_checkpoint_of_the_tests() -> None:
+    given = "path/to/checkpoint"
+    code = _blocks(ROOT / "README.md")
+    assert code.count(given) == 1
+    torch._dynamo.reset()
+    code = code.replace(given, str(DATA / "checkpoints" / "qwen3_moe_modelopt_nvfp4"))
+    exec(compile(code, "README.md", "exec"), {"__name__": "example"})
 
 
 def test_the_tutorial_and_the_how_to_pages_have_examples() -> None:
