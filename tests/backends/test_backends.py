@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from problems import Case, make_raw
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 import torch_moe_ops as moe
+from torch_moe_ops import backends
 from torch_moe_ops.backends import BACKENDS, register
 from torch_moe_ops.backends.explain import default_on
 from torch_moe_ops.backends.registry import Backend, available, formats, one_of
@@ -34,6 +37,16 @@ class TestExplain(TestCase):
         against = moe.explain(problem).against["cpu"]
         self.assertTrue(any("device must be" in reason for reason in against))
         self.assertTrue(any("scheme must be" in reason for reason in against))
+
+
+def test_every_file_that_registers_is_imported() -> None:
+    """One that is not would be no backend, without a word."""
+    folder = Path(backends.__file__).parent
+    files = {
+        path.stem for path in folder.glob("*.py") if re.search(r"^\s*(return )?register\(", path.read_text(), re.M)
+    }
+    missing = files - set(backends.__all__)
+    assert files and not missing, f"import in torch_moe_ops/backends/__init__.py, and name in __all__: {missing}"
 
 
 def test_auto_prefers_cpu_to_reference() -> None:

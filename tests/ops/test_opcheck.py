@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from samples import SAMPLES, as_bytes, overload, results_of
+from samples import SAMPLES, Sample, as_bytes, overload, results_of
 
+import torch_moe_ops as moe
+from torch_moe_ops.backends import BACKENDS
 from torch_moe_ops.core.schemas import SCHEMAS, arguments
+from torch_moe_ops.core.schemes import SCHEMES
 
 
 def test_every_overload_has_samples() -> None:
@@ -23,11 +26,14 @@ def test_every_overload_has_samples() -> None:
     assert registered == set(SCHEMAS) == set(SAMPLES)
 
 
-def _opcheck(name: str, device: str, some: bool) -> None:
-    samples = SAMPLES[name](device)
+def _some(samples: list[Sample]) -> list[Sample]:
+    """Three of them; the slow tests take them all."""
+    return samples[:: -(-len(samples) // 3)]
+
+
+def _opcheck(name: str, samples: list[Sample]) -> None:
     assert samples
-    step = -(-len(samples) // 3) if some else 1  # the slow tests take them all
-    for args, keywords in samples[::step]:
+    for args, keywords in samples:
         fresh = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in keywords.items()}
         torch.library.opcheck(overload(name), tuple(as_bytes(a) for a in args), fresh)
         leaves = _differentiated(name, args)
@@ -71,20 +77,36 @@ names = pytest.mark.parametrize("name", sorted(SAMPLES))
 
 @names
 def test_opcheck(name: str) -> None:
-    _opcheck(name, "cpu", some=True)
+    _opcheck(name, _some(SAMPLES[name]("cpu")))
 
 
-@names
+ON_THIS_CPU = [b for b in BACKENDS if any(not moe.explain(moe.Problem(s, "none")).against[b] for s in SCHEMES)]
+OF_BACKENDS = [
+    (backend, name)
+    for backend in (*ON_THIS_CPU, "none")
+    for name in sorted(SAMPLES)
+    if ("backend" in arguments(name)[0]) == (backend != "none")
+]
+
+
+@pytest.mark.parametrize(("backend", "name"), OF_BACKENDS)
 @pytest.mark.slow
-def test_opcheck_of_every_sample(name: str) -> None:
-    _opcheck(name, "cpu", some=False)
+def test_opcheck_of_every_sample(backend: str, name: str) -> None:
+    """By backend, so that `-k` can take those of a new one; "none": of an op that names no backend."""
+    samples = SAMPLES[name]("cpu")
+    if backend != "none":
+        place = arguments(name)[0].index("backend")
+        samples = [(args, keywords) for args, keywords in samples if args[place] == backend]
+        if not samples:
+            pytest.skip(f"no sample of {name} is for backend {backend}")
+    _opcheck(name, samples)
 
 
 @names
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_opcheck_on_a_gpu(name: str) -> None:
-    _opcheck(name, "cuda", some=True)
+    _opcheck(name, _some(SAMPLES[name]("cuda")))
 
 
 HAVE_E4M3 = ("nvfp4_moe", "fp8_moe", "fp8_block_moe", "mxfp8_moe", "mxfp4_moe_routed", "int4_moe_routed")

@@ -19,16 +19,20 @@ def test_every_op_and_argument_has_a_text() -> None:
 
 
 def test_the_page_of_ops_is_up_to_date() -> None:
-    assert (ROOT / "docs" / "ops.md").read_text() == load("scripts/op_docs.py").page()
+    same = (ROOT / "docs" / "ops.md").read_text() == load("scripts/op_docs.py").page()
+    assert same, "run: python scripts/op_docs.py --write"
 
 
 def test_the_support_table_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # the table speaks of devices, not of an interpreter
     readme = (ROOT / "README.md").read_text()
     script = load("scripts/support_table.py")
-    assert readme == script.readme_with_table(readme)
-    assert script.PAGE.read_text() == script.page()
-    assert script.FILE.read_text() == script.current().distilled()
+    same = {
+        "README.md": readme == script.readme_with_table(readme),
+        script.PAGE.name: script.PAGE.read_text() == script.page(),
+        script.FILE.name: script.FILE.read_text() == script.current().distilled(),
+    }
+    assert all(same.values()), f"run: python scripts/support_table.py --write (up to date: {same})"
 
 
 def test_the_readme_names_what_exists() -> None:

@@ -51,9 +51,13 @@ def test_texts_name_files_of_tests_that_are_there() -> None:
 def test_folders_of_backends_name_registered_ones() -> None:
     folders = {path.name for path in (TESTS / "backends").iterdir() if path.is_dir() and any(path.glob("test_*.py"))}
     assert folders - set(FOLDERS) == {"gpu"}, "tests of all backends on a GPU: their parameters say which"
-    named = [backends_of(TESTS / "backends" / folder / "test_planted.py", {}) for folder in FOLDERS]
-    assert all(named)
-    assert frozenset().union(*named) == set(BACKENDS) - {"reference"}
+    named = {folder: backends_of(TESTS / "backends" / folder / "test_planted.py", {}) for folder in FOLDERS}
+    nobodys = [folder for folder, backends in named.items() if not backends]
+    assert not nobodys, (
+        f"no registered backend's name begins as FOLDERS of tests/support/attribution.py says: {nobodys}"
+    )
+    homeless = set(BACKENDS) - {"reference"} - frozenset().union(*named.values())
+    assert not homeless, f"say in FOLDERS of tests/support/attribution.py which folder of tests/backends has {homeless}"
 
 
 @pytest.mark.parametrize(
