@@ -9,9 +9,12 @@ the page is out of date.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from pathlib import Path
 
+from torch_moe_ops.core.activations import ACTIVATIONS
+from torch_moe_ops.core.routing_methods import METHODS
 from torch_moe_ops.core.schemas import FAMILIES, SCHEMAS, arguments
 from torch_moe_ops.core.schemes import Scheme
 
@@ -133,7 +136,7 @@ ARGUMENTS = {
     "wanted": "Which of the results are asked for, in their order; the others are empty.",
     "backend": "The name under which the weights were prepared.",
     "act_format": "How GEMM operands are made from activations.",
-    "activation": "A name of `torch_moe_ops.core.activations.ACTIVATIONS`; gated unless it ends in `_no_mul`.",
+    "activation": "A name of [this table](#activations); gated unless it ends in `_no_mul`.",
     "swiglu_alpha": "None: the activation's own constant.",
     "swiglu_beta": "None: the activation's own constant.",
     "swiglu_limit": "None: the activation's own constant (often no limit).",
@@ -143,7 +146,7 @@ ARGUMENTS = {
     "router_weight_on_input": "top_k 1 only: the weight multiplies the token, before quantization, and not the output.",
     "weight_policy": '"exact"; for nvfp4 weights with fp8 activations also "packed" and "folded".',
     "out_dtype": "None: the dtype of unquantized hidden states, bfloat16 for packed ones.",
-    "routing_method": "A name of `torch_moe_ops.core.routing_methods.ROUTING_METHODS`.",
+    "routing_method": "A name of [this table](#routing-methods).",
     "top_k": "Experts a token, 1 to 32.",
     "n_group": "Groups of experts, 0 or 1: none.",
     "topk_group": "Groups that stay.",
@@ -215,19 +218,85 @@ def _formats(scheme: Scheme) -> str:
     return f"`act_format`: {', '.join(f'`{a}`' for a in scheme.act_formats)}."
 
 
+# Whose routers do that. Not a list of all.
+MODELS = {
+    "default": "DeepSeek-V2, OLMoE, Qwen2-MoE",
+    "renormalize": "Qwen3, Mixtral, gpt-oss",
+    "deepseek_v3": "DeepSeek-V3, GLM-4.5, Kimi-K2",
+    "llama4": "Llama 4; the weight multiplies the token, not the result",
+    "minimax2": "MiniMax-M2",
+    "deepseek_v4": "DeepSeek-V4",
+}
+SCORES = {"identity": "logits", "sqrtsoftplus": "sqrt(softplus)"}
+
+# g: gate, u: up; x: the only half where there is no gate. Limits clamp g from above, u on both sides.
+FORMULAS = {
+    "silu": "silu(g) * u, clamped before",
+    "swigluoai": "g * sigmoid(alpha * g) * (u + beta), clamped before",
+    "swiglustep": "min(silu(g), limit) * clamp(u)",
+    "situ": "alpha * tanh(g / alpha) * sigmoid(g) * beta * tanh(u / beta)",
+    "gelu": "gelu(g) * u",
+    "gelu_tanh": "gelu(g) * u by its tanh approximation",
+    "relu2": "relu(g)^2 * u",
+    "silu_no_mul": "silu(x)",
+    "gelu_no_mul": "gelu(x)",
+    "relu2_no_mul": "relu(x)^2",
+    "identity_no_mul": "x",
+}
+
+
+def routing_table() -> list[str]:
+    """A line a method."""
+    lines = [
+        "| `routing_method` | experts are chosen by | their weights | divided by their sum | also takes | models |"
+    ]
+    lines.append("|---|---|---|---|---|---|")
+    for m in METHODS.values():
+        chosen = SCORES.get(m.score, m.score) + (" plus bias, where one is given" if m.takes_bias else "")
+        weights = f"{m.weight} of the chosen logits" if m.weight else SCORES.get(m.score, m.score)
+        if m.weight == "softmax":
+            weights = "softmax over the chosen logits, which adds up to 1"
+        divided = ("yes" if m.renormalizes else "no") + (", unless asked otherwise" if m.can_choose_renormalize else "")
+        takes = {
+            "groups": m.takes_groups,
+            "routed_scaling_factor": m.takes_scaling_factor,
+            "top_k 1 alone": m.max_top_k == 1,
+        }
+        also = ", ".join(name for name, it_does in takes.items() if it_does)
+        lines.append(f"| `{m.name}` | {chosen} | {weights} | {divided} | {also} | {MODELS.get(m.name, '')} |")
+    return lines
+
+
+def activation_table() -> list[str]:
+    """A line an activation."""
+    lines = ["| `activation` | value | constants that a caller may set, with their defaults |", "|---|---|---|"]
+    for a in ACTIVATIONS.values():
+        own = {name: getattr(a, name) for name in a.takes}
+        constants = ", ".join(f"{name} {'none' if math.isinf(value) else f'{value:g}'}" for name, value in own.items())
+        lines.append(f"| `{a.name}` | {FORMULAS[a.name]} | {constants} |")
+    return lines
+
+
 def page() -> str:
     """The whole text of docs/ops.md."""
     parts = [HEADER, "## Arguments\n", *(f"- `{name}`: {text}" for name, text in sorted(ARGUMENTS.items())), ""]
+    parts += ["## Routing methods\n", *routing_table(), ""]
+    parts += [
+        "## Activations\n",
+        "g and u are the gate and the up half of the first GEMM's result, x its only half where",
+    ]
+    parts += ["there is no gate. A limit clamps g from above and u on both sides.\n", *activation_table(), ""]
     for name in sorted(SCHEMAS):
         parts += [f"## `{name}`\n", _summary(name) + "\n", f"```\n{name}{SCHEMAS[name]}\n```\n"]
     return "\n".join(parts)
 
 
 def missing() -> list[str]:
-    """Arguments and ops without a text."""
+    """Arguments, ops and activations without a text."""
     named = {a for name in SCHEMAS for a in arguments(name)[0]}
     families = {name for name in FAMILIES if name not in WEIGHTS}
-    return sorted(named - ARGUMENTS.keys()) + sorted(families)
+    formulas = sorted(ACTIVATIONS.keys() ^ FORMULAS.keys()) + sorted(MODELS.keys() - METHODS.keys())
+    return sorted(named - ARGUMENTS.keys()) + sorted(families) + formulas
 
 
 def main() -> None:

@@ -39,7 +39,7 @@ def prepare(
 
     Args:
         raw: the layer's experts. Not modified, and no memory is shared with them.
-        activation: a name of `activations.ACTIVATIONS`; None: what the checkpoint says, else "silu".
+        activation: a name of `core.activations.ACTIVATIONS`; None: what the checkpoint says, else "silu".
         act_format: how GEMM operands are made from activations; None: the scheme's default
             ("nvfp4" for nvfp4, "none" for unquantized weights). Never chosen by device.
         backend: "auto" takes MOEQ_BACKEND, else the first backend that fits; a name forces it.
