@@ -36,7 +36,6 @@ SHAPES: dict[str, tuple[int, int, int, str, tuple[int, int]]] = {
     "dsv3": (256, 7168, 8, "deepseek_v3", (8, 4)),
 }
 MEMORY, ROUTERS = 96 << 20, 48
-Route = Callable[[Tensor], Any]
 
 
 class Shape:

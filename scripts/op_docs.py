@@ -222,6 +222,7 @@ def _formats(scheme: Scheme) -> str:
 MODELS = {
     "default": "DeepSeek-V2, OLMoE, Qwen2-MoE",
     "renormalize": "Qwen3, Mixtral, gpt-oss",
+    "renormalize_naive": "`renormalize` but for roundings: transformers' order of operations in Qwen3 and Mixtral",
     "deepseek_v3": "DeepSeek-V3, GLM-4.5, Kimi-K2",
     "llama4": "Llama 4; the weight multiplies the token, not the result",
     "minimax2": "MiniMax-M2",

@@ -6,7 +6,6 @@ of one scheme; of the other schemes there is what they demand of their own argum
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,7 +19,6 @@ from torch_moe_ops.core.schemes import ZERO_POINT_DTYPES
 
 NVFP4 = Case(act_format="nvfp4", input_scale="tensor", bias=True)
 PLAIN = Case(scheme="none", hidden=40, inter=24, bias=True)
-PER_EXPERT = dataclasses.replace(NVFP4, input_scale="expert")
 
 ONE_SCALE = (
     "a1_gscale must have shape () where hidden_states are packed: they were quantized before an expert was known"

@@ -33,8 +33,9 @@ FILE = Path(__file__).parent / "distances.json"
 FACTOR = 1.1  # of the field's distance
 MIN_LAYERS = 2  # measured, or timed where the layer itself was not
 MIN_TOKENS = 3  # numbers of tokens at which a layer was timed
-SLOWER = 1.03  # than a strict backend, which no number of tokens may be: what two timings of one kernel differ by; so
-# much apart in the mean, two backends are as fast
+# What two timings of one kernel differ by. A backend that takes more of a strict one's time, at any number of tokens,
+# is slower; two whose mean times are within it are as fast.
+SLOWER = 1.03
 # But for a backend whose mean time is at most GAIN of the strict one's, which may take LOSS of it somewhere: the strict
 # one then loses far more elsewhere, and weights are prepared for one of them.
 LOSS, GAIN = 1.15, 0.8

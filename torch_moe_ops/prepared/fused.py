@@ -65,25 +65,21 @@ def fused_moe(
             "fused_moe: routing.method must be 'llama4' where router_weight_on_input was prepared "
             f"(use route and fused_moe_routed otherwise), got {routing.method!r}"
         )
-    if w.num_shared_experts or shared_expert_weights is not None:
-        check_columns(router_logits, w)
+    if w.num_shared_experts or shared_expert_weights is not None or lora is not None or lora_ids is not None:
+        # No monolithic op has these: columns behind the router's, adapters.
+        if w.num_shared_experts or shared_expert_weights is not None:
+            check_columns(router_logits, w)
+        else:
+            check_router_columns(router_logits, w.num_experts)
         ids, weights = route_rows(router_logits, routing, w.num_shared_experts, shared_expert_weights)
-        given: dict[str, Any] = {"hidden_states_scale": hidden_states_scale, "out_dtype": out_dtype}
-        given |= {"lora": lora, "lora_ids": lora_ids, "lora_merged": lora_merged}
-        return fused_moe_routed(hidden_states, ids, weights, w, **given)
-    if isinstance(hidden_states, Tensor) and hidden_states.ndim > 2:
-        shape, rows = hidden_states.shape[:-1], _rows(hidden_states)
-        scale = None if hidden_states_scale is None else _rows(hidden_states_scale)
-        own: dict[str, Any] = {"out_dtype": out_dtype, "lora": lora, "lora_ids": _flat(lora_ids)}
-        own["lora_merged"] = lora_merged
-        out = fused_moe(rows, _rows(router_logits), w, routing=routing, hidden_states_scale=scale, **own)
-        return out.unflatten(0, shape)
-    if lora is not None or lora_ids is not None:
-        check_router_columns(router_logits, w.num_experts)
-        ids, weights = route(router_logits, routing)
         options: dict[str, Any] = {"hidden_states_scale": hidden_states_scale, "out_dtype": out_dtype}
-        options["lora_merged"] = lora_merged
-        return fused_moe_routed(hidden_states, ids, weights, w, lora=lora, lora_ids=lora_ids, **options)
+        options |= {"lora": lora, "lora_ids": lora_ids, "lora_merged": lora_merged}
+        return fused_moe_routed(hidden_states, ids, weights, w, **options)
+    if isinstance(hidden_states, Tensor) and hidden_states.ndim > 2:
+        rows, logits = _rows(hidden_states), _rows(router_logits)
+        scale = None if hidden_states_scale is None else _rows(hidden_states_scale)
+        out = fused_moe(rows, logits, w, routing=routing, hidden_states_scale=scale, out_dtype=out_dtype)
+        return out.unflatten(0, hidden_states.shape[:-1])
     return _MONOLITHIC[w.scheme](
         hidden_states,
         hidden_states_scale,

@@ -116,12 +116,11 @@ def _without_data(format: ExpertFormat, sizes: LayerSizes, act: str) -> RawWeigh
 
 
 def _chosen(explanation: Explanation) -> str:
+    reasons = "; ".join(f"{name}: {why[0]}" for name, why in explanation.against.items() if why)
     if explanation.chosen is None:
-        reasons = "; ".join(f"{name}: {why[0]}" for name, why in explanation.against.items() if why)
         raise ValueError(f"a backend must run {explanation.problem}, got none ({reasons})")
     if explanation.chosen == "reference" and explanation.requested != "reference":
-        others = "; ".join(f"{name}: {why[0]}" for name, why in explanation.against.items() if why)
-        raise ValueError(f"a backend besides the slow `reference` must run the layer, got none ({others})")
+        raise ValueError(f"a backend besides the slow `reference` must run the layer, got none ({reasons})")
     return explanation.chosen
 
 
