@@ -13,6 +13,7 @@ from problems import Case, make_batch, make_raw
 from samples import overload, packed_sample, routed_sample
 
 import torch_moe_ops as moe
+from torch_moe_ops.backends import BACKENDS
 from torch_moe_ops.core.schemas import arguments
 
 
@@ -95,3 +96,15 @@ def test_biases_of_float64(name: str) -> None:
         ValueError, match=rf"RawWeights: {name} must have one of the dtypes .*float32.*, got torch.float64"
     ):
         dataclasses.replace(raw, **{name: getattr(raw, name).double()})
+
+
+def test_hidden_states_of_another_size_on_a_layout_that_does_not_show_its_own() -> None:
+    w = moe.prepare(make_raw(Case()), act_format="none")
+    if w.backend == "reference":
+        pytest.skip("the CPU kernels are not compiled; the linear layout tells the right size")
+    x, ids, weights = make_batch(dataclasses.replace(Case(), hidden=32))
+    text = (
+        rf"w13 must have shape .* in layout {BACKENDS[w.backend].layout.name} for hidden_states of hidden_size 32, got"
+    )
+    with pytest.raises(RuntimeError, match=text):
+        moe.fused_moe_routed(x, ids, weights, w)

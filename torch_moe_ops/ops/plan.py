@@ -97,7 +97,11 @@ def make_table(op: str, call: ExpertsCall, plan: Plan, hidden_size: int, packed:
     sizes = Sizes(w13.shape[0], hidden_size, inter, plan.is_gated, weight_dtype)
     expected = plan.backend.layout.specs(scheme, sizes)
     for name, tensor in (("w13", w13), ("w2", w2)):
-        check_tensor(op, name, expected[name][0], or_bytes(expected[name][1]), tensor)
+        shapes, stored = expected[name]
+        check_dtype(op, name, or_bytes(stored), tensor)
+        if tensor.shape not in shapes:  # of a prepared layer it is rather the hidden states that are wrong
+            where = f" in layout {plan.backend.layout.name} for hidden_states of hidden_size {hidden_size}"
+            fail(op, name, f"have shape {_any_of(shapes)}{where}", tensor.shape)
     specs = _specs(plan, expected, sizes, packed)
     pick = itemgetter(*(INDEX[spec.name] for spec in specs))
     given = {"hidden_states": (plan.act.dtype,), "hidden_states_scale": (plan.act.scale_dtype,)} if packed else {}
