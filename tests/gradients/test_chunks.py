@@ -12,7 +12,7 @@ from triton_passes import make_call
 from torch_moe_ops.backends import BACKENDS
 from torch_moe_ops.core.layout import Sizes
 from torch_moe_ops.gradients import chunks, on_gpu
-from torch_moe_ops.gradients.weights import Projection
+from torch_moe_ops.gradients.weights import Projection, Stored, projection_of
 
 QWEN3 = Sizes(128, 2048, 768, True, torch.uint8)
 DSV3 = Sizes(256, 7168, 2048, True, torch.uint8)
@@ -33,7 +33,8 @@ DSV3 = Sizes(256, 7168, 2048, True, torch.uint8)
 def test_experts_fill_the_multiprocessors(
     sizes: Sizes, name: str, tokens: int, width: int | None, expected: int
 ) -> None:
-    projection = Projection(name, None, "nvfp4", "exact", BACKENDS["cuda_sm90"], sizes)  # type: ignore[arg-type]
+    stored = Stored(torch.empty(0, dtype=torch.uint8), None, None, None)
+    projection = Projection(name, stored, "nvfp4", "exact", BACKENDS["cuda_sm90"], sizes)
     assert chunks.at_once_on_gpu(projection, 8 * tokens, sizes.num_experts, width) == expected
 
 
@@ -53,5 +54,5 @@ def test_windows(fields: dict[str, Any], expected: list[tuple[int, int]]) -> Non
     backend = "triton" if case.scheme == "none" else "cuda_sm90"
     call, sizes = make_call(case, backend)
     p = on_gpu.make_pass(call, sizes, call.hidden_states, call.hidden_states, (None, None))
-    found = chunks.windows_of_hidden(p, BACKENDS[backend])
+    found = chunks.windows_of_hidden(p, projection_of(call, "w13", BACKENDS[backend], sizes))
     assert [(columns.start, columns.stop) for columns in found] == expected
