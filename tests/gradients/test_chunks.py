@@ -38,6 +38,18 @@ def test_experts_fill_the_multiprocessors(
     assert chunks.at_once_on_gpu(projection, 8 * tokens, sizes.num_experts, width) == expected
 
 
+@pytest.mark.parametrize(("processors", "expected"), [(132, 8), (108, 7), (148, 9)])
+def test_a_gpu_says_how_many_multiprocessors_it_has(
+    processors: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """120 tiles of 132, 105 of 108, 135 of 148."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(chunks, "processors_of", lambda tensor: processors)
+    stored = Stored(torch.empty(0, dtype=torch.uint8), None, None, None)
+    projection = Projection("w13", stored, "nvfp4", "exact", BACKENDS["cuda_sm90"], QWEN3)
+    assert chunks.at_once_on_gpu(projection, 8 * 4096, QWEN3.num_experts) == expected
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
