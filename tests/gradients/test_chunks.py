@@ -12,7 +12,7 @@ from triton_passes import make_call
 from torch_moe_ops.backends import BACKENDS
 from torch_moe_ops.core.layout import Sizes
 from torch_moe_ops.gradients import chunks, on_gpu
-from torch_moe_ops.gradients.weights import Projection
+from torch_moe_ops.gradients.weights import Projection, Stored, projection_of
 
 QWEN3 = Sizes(128, 2048, 768, True, torch.uint8)
 DSV3 = Sizes(256, 7168, 2048, True, torch.uint8)
@@ -33,8 +33,21 @@ DSV3 = Sizes(256, 7168, 2048, True, torch.uint8)
 def test_experts_fill_the_multiprocessors(
     sizes: Sizes, name: str, tokens: int, width: int | None, expected: int
 ) -> None:
-    projection = Projection(name, None, "nvfp4", "exact", BACKENDS["cuda_sm90"], sizes)  # type: ignore[arg-type]
+    stored = Stored(torch.empty(0, dtype=torch.uint8), None, None, None)
+    projection = Projection(name, stored, "nvfp4", "exact", BACKENDS["cuda_sm90"], sizes)
     assert chunks.at_once_on_gpu(projection, 8 * tokens, sizes.num_experts, width) == expected
+
+
+@pytest.mark.parametrize(("processors", "expected"), [(132, 8), (108, 7), (148, 9)])
+def test_a_gpu_says_how_many_multiprocessors_it_has(
+    processors: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """120 tiles of 132, 105 of 108, 135 of 148."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(chunks, "processors_of", lambda tensor: processors)
+    stored = Stored(torch.empty(0, dtype=torch.uint8), None, None, None)
+    projection = Projection("w13", stored, "nvfp4", "exact", BACKENDS["cuda_sm90"], QWEN3)
+    assert chunks.at_once_on_gpu(projection, 8 * 4096, QWEN3.num_experts) == expected
 
 
 @pytest.mark.parametrize(
@@ -53,5 +66,5 @@ def test_windows(fields: dict[str, Any], expected: list[tuple[int, int]]) -> Non
     backend = "triton" if case.scheme == "none" else "cuda_sm90"
     call, sizes = make_call(case, backend)
     p = on_gpu.make_pass(call, sizes, call.hidden_states, call.hidden_states, (None, None))
-    found = chunks.windows_of_hidden(p, BACKENDS[backend])
+    found = chunks.windows_of_hidden(p, projection_of(call, "w13", BACKENDS[backend], sizes))
     assert [(columns.start, columns.stop) for columns in found] == expected

@@ -104,6 +104,14 @@ def test_backward(adapters: bool) -> None:
     assert rows <= peak <= rows + most + SMALL
 
 
+def test_a_narrower_window_does_not_keep_the_workspace_of_the_others() -> None:
+    case = replace(CASE, hidden=2560)  # windows of 768 columns and of 256
+    _, peak = _peaks(False, case)
+    window, result = 2 * PAIRS * 768, 2 * case.tokens * case.hidden
+    expected = PAIRS * OF_PAIR["z"] + window + result
+    assert expected <= peak <= expected + 2 * CHUNK + SMALL
+
+
 def test_backward_of_long_rows() -> None:
     """Of the gradients of rows there are as many columns at once as a window has."""
     case = replace(CASE, hidden=4 * WINDOW_COLUMNS)

@@ -119,10 +119,11 @@ class Factors:
     def gradients(self) -> tuple[Tensor | None, Tensor | None]:
         """Those that are wanted, in the shapes that a and b had."""
         da, db = self.found if self.found is not None else self._of_pieces()
-        if da is not None:
-            da = da[:, :, : self.shapes[0][2]]
-        if db is not None and self.halves:
-            db = db.unflatten(1, (self.halves, -1))[:, :, : self.shapes[1][1] // self.halves].flatten(1, 2)
+        a, b = self.shapes
+        if da is not None and da.shape[2] != a[2]:
+            da = da[:, :, : a[2]]
+        if db is not None and self.halves and db.shape[1] != b[1]:
+            db = db.unflatten(1, (self.halves, -1))[:, :, : b[1] // self.halves].flatten(1, 2)
         return da, db
 
     def _of_pieces(self) -> tuple[Tensor | None, Tensor | None]:

@@ -18,9 +18,10 @@ from torch_moe_ops.backends.registry import Backend
 from torch_moe_ops.backends.triton_engine.backward_pass import BySlot, Pass, Slots
 from torch_moe_ops.core.call import ExpertsCall
 from torch_moe_ops.core.layout import Sizes
-from torch_moe_ops.gradients.chunks import Decoding, windows_of_hidden
+from torch_moe_ops.gradients.chunks import Decoding, Packed, windows_of_hidden
 from torch_moe_ops.gradients.lora import NO_LORA, Lora
 from torch_moe_ops.gradients.pairs import sort_slots
+from torch_moe_ops.gradients.products import operand
 from torch_moe_ops.gradients.ranks_on_gpu import RanksOnGpu
 from torch_moe_ops.gradients.weights import projection_of, projection_shape
 
@@ -45,7 +46,7 @@ def make_pass(
 ) -> Pass:
     """x: what GEMM1 multiplied, biases in checkpoint order."""
     slots = _sorted(call.topk_ids, call.local_expert_offset, sizes.num_experts)
-    x, grad = (t.to(torch.bfloat16).contiguous() for t in (x, grad))
+    x, grad = operand(x), operand(grad)
     # Without the rows that a layout adds, a bias is a view of it.
     w13_bias, w2_bias = (None if t is None else t.contiguous() for t in biases)
     return Pass(call, sizes, x, grad, (w13_bias, w2_bias), not call.router_weight_on_input, slots)
@@ -84,30 +85,31 @@ def run_pass(
         u = p.grad.new_empty((pairs, sizes.intermediate_size))
         of2.back(p.grad, token, 0, sizes.num_experts)
     addend = None if of2 is None else of2.backward_addend()
-    windows = [] if hidden_dtype is None else windows_of_hidden(p, backend)
+    w13, w2 = (projection_of(p.call, name, backend, sizes) for name in ("w13", "w2"))
+    windows = [] if hidden_dtype is None else windows_of_hidden(p, w13)
     # What the gradients of hidden states will take, no other buffer does before.
     room = pairs * (windows[0].stop if windows else 0) + p.x.numel()
-    _multiply(p, backend, "w2", p.grad, token, False, u, addend, room)
-    parts = engine.parts_of(p) if weights else None
+    _multiply(Packed(p, w2), p.grad, token, False, u, addend, room)
+    parts = engine.parts_of(p, u) if weights else None
     if of13 is not None:
         of13.down(p.x, token)
     addend = None if of13 is None else of13.forward_addend()
-    one_factor = of13 is not None or w13_bias
+    packed = Packed(p, w13, one_factor=of13 is not None or w13_bias)
     rows = p.grad.new_empty((pairs, sizes.hidden_size)) if len(windows) == 1 else None
-    decoding = Decoding(p, backend, "w13", one_factor, room=room if rows is None else 0)
+    decoding = Decoding(packed, room=room if rows is None else 0)
     hidden_of = engine.Hidden(p, decoding.factor, u, addend, z, parts, keeps_h=of2 is not None)
     product: engine.Product | None = None
     if rows is not None:
         back_addend = None if of13 is None else of13.backward_addend()
         product = engine.Product(z, None, ends, False, rows, _one(decoding.factor), back_addend)
-    for chunk in decoding.chunks():
-        given = chunk.weights, chunk.first, chunk.experts
+    for given in decoding.chunks():
         hidden_of(*given)
         if product is not None:
             if of13 is not None:
-                of13.back(z, None, chunk.first, chunk.first + chunk.experts)
+                _, first, experts = given
+                of13.back(z, None, first, first + experts)
             product(*given)
-    del chunk, given, decoding, hidden_of, product  # which hold the workspace
+    del given, decoding, hidden_of, product  # which hold the workspace
     if of13 is not None and rows is None:
         of13.back_and_learn(z)
     hidden: Tensor | None = None
@@ -121,7 +123,7 @@ def run_pass(
         del rows
     elif hidden_dtype is not None:
         hidden = p.grad.new_empty((p.call.topk_ids.shape[0], sizes.hidden_size), dtype=hidden_dtype)
-        _hidden_in_windows(p, backend, z, windows, of13, one_factor, hidden)
+        _hidden_in_windows(packed, z, windows, of13, hidden)
     if of13 is not None:
         of13.learn(p.x, True, z, False, None)
     if of2 is not None:  # where u was, the intermediate is
@@ -137,16 +139,16 @@ def run_pass(
 
 
 def _multiply(
-    p: Pass, backend: Backend, name: str, rows: Tensor, index: Tensor | None, transposed: bool, out: Tensor,
-    addend: Addend | None, room: int = 0,
+    packed: Packed, rows: Tensor, index: Tensor | None, transposed: bool, out: Tensor, addend: Addend | None,
+    room: int = 0,
 ) -> None:  # fmt: skip
     """The product of rows (Product) with all experts' weights in `out`. room: as Decoding has it."""
-    from torch_moe_ops.backends.triton_engine.grouped import Product
+    from torch_moe_ops.backends.triton_engine import backward_launch as engine
 
-    decoding = Decoding(p, backend, name, room=room)
-    product = Product(rows, index, p.slots.ends, transposed, out, decoding.factor, addend)
-    for chunk in decoding.chunks():
-        product(chunk.weights, chunk.first, chunk.experts)
+    decoding = Decoding(packed, room=room)
+    product = engine.Product(rows, index, packed.p.slots.ends, transposed, out, decoding.factor, addend)
+    for given in decoding.chunks():
+        product(*given)
 
 
 def _one(factor: Tensor) -> Tensor | None:
@@ -154,27 +156,26 @@ def _one(factor: Tensor) -> Tensor | None:
     return factor if factor.shape[1] == 1 else None
 
 
-def _hidden_in_windows(
-    p: Pass, backend: Backend, z: Tensor, windows: list[slice], of13: RanksOnGpu | None, one_factor: bool, out: Tensor
-) -> None:
+def _hidden_in_windows(packed: Packed, z: Tensor, windows: list[slice], of13: RanksOnGpu | None, out: Tensor) -> None:
     """The gradient of hidden states in `out`, some columns at a time."""
     from torch_moe_ops.backends.triton_engine import backward_launch as engine
 
-    pairs = p.slots.order.shape[0]
+    p, pairs = packed.p, z.shape[0]
     space = z.new_empty(pairs * max(columns.stop - columns.start for columns in windows))
     decoding: Decoding | None = None
     product: engine.Product | None = None
+    given: tuple[Tensor, int, int] | None = None
     for columns in windows:
         width = columns.stop - columns.start
         if decoding is None or decoding.width != width:
-            decoding = None  # before there is another workspace
-            decoding, product = Decoding(p, backend, "w13", one_factor, width), None
+            decoding = product = given = None  # which hold a workspace, before there is another
+            decoding = Decoding(packed, width)
             rows = space[: pairs * width].view(pairs, width)
         if product is None or of13 is not None:
             addend = None if of13 is None else of13.backward_addend(columns)
             product = engine.Product(z, None, p.slots.ends, False, rows, _one(decoding.factor), addend)
-        for chunk in decoding.chunks(columns.start):
-            product(chunk.weights, chunk.first, chunk.experts)
+        for given in decoding.chunks(columns.start):
+            product(*given)
         engine.combine_in(out[:, columns], rows, p)
 
 
@@ -194,25 +195,24 @@ def run_forward(p: Pass, backend: Backend, lora: Lora, dtype: torch.dtype) -> Te
     if of13 is not None:
         of13.down(p.x, token)
     addend = None if of13 is None else of13.forward_addend()
-    if backend.few_rows is not None and pairs <= FEW_ROWS * all_experts:
-        w13, w2 = (projection_of(p.call, name, backend, sizes) for name in ("w13", "w2"))
-        if backend.few_rows(p, w13, p.x, token, addend, h):
-            y = torch.empty((pairs, sizes.hidden_size), dtype=torch.float32, device=h.device)
-            if of2 is not None:
-                of2.down(h, None)
-            addend = None if of2 is None else of2.forward_addend()
-            backend.few_rows(p, w2, h, None, addend, y)
-            return engine.combine(y, p, dtype, of_output=True)
-    decoding = Decoding(p, backend, "w13")
+    w13, w2 = (projection_of(p.call, name, backend, sizes) for name in ("w13", "w2"))
+    few_rows = backend.few_rows if pairs <= FEW_ROWS * all_experts else None
+    if few_rows is not None and few_rows(p, w13, p.x, token, addend, h):
+        y = torch.empty((pairs, sizes.hidden_size), dtype=torch.float32, device=h.device)
+        if of2 is not None:
+            of2.down(h, None)
+        few_rows(p, w2, h, None, None if of2 is None else of2.forward_addend(), y)
+        return engine.combine(y, p, dtype, of_output=True)
+    decoding = Decoding(Packed(p, w13))
     hidden_of = engine.Hidden(p, decoding.factor, h, addend)
-    for chunk in decoding.chunks():
-        hidden_of(chunk.weights, chunk.first, chunk.experts)
-    del chunk, decoding, hidden_of  # which hold the workspace
+    for given in decoding.chunks():
+        hidden_of(*given)
+    del given, decoding, hidden_of  # which hold the workspace
     y = p.x.new_empty((pairs, sizes.hidden_size))
     if of2 is not None:
         of2.down(h, None)
     addend = None if of2 is None else of2.forward_addend()
-    _multiply(p, backend, "w2", h, None, True, y, addend)
+    _multiply(Packed(p, w2), h, None, True, y, addend)
     return engine.combine(y, p, dtype, of_output=True)
 
 

@@ -21,6 +21,12 @@ def product_dtype(rows: Tensor) -> torch.dtype:
     return torch.bfloat16 if rows.is_cuda and rows.dtype != torch.float32 else torch.float32
 
 
+def operand(tensor: Tensor) -> Tensor:
+    """As Triton's kernels multiply it: bfloat16, contiguous."""
+    is_one = tensor.dtype is torch.bfloat16 and tensor.is_contiguous()
+    return tensor if is_one else tensor.to(torch.bfloat16).contiguous()
+
+
 def grouped_product(rows: Tensor, weights: Tensor, piece: Piece, transposed: bool) -> Tensor:
     """rows[r] @ weights[e] for each row r of expert e, or @ weights[e].T where transposed.
 

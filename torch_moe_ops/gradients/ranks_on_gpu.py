@@ -10,13 +10,13 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from torch_moe_ops.backends.triton_engine.backward_pass import RANK_CHUNK, Pass, RanksBySlot
 from torch_moe_ops.core.schemes import ceil_div
 from torch_moe_ops.gradients.lora import Factors
+from torch_moe_ops.gradients.products import operand
 
 if TYPE_CHECKING:
     from torch_moe_ops.backends.triton_engine.grouped import Addend
@@ -32,7 +32,7 @@ class RanksOnGpu:
         from torch_moe_ops.backends.triton_engine import ranks
 
         self.factors, self.p, self.engine = factors, p, ranks
-        self.a, self.b = (t.to(torch.bfloat16).contiguous() for t in factors.given)
+        self.a, self.b = map(operand, factors.given)
         self.owners = ranks.Ranks(factors.scaling, factors.ids)
 
     @cached_property

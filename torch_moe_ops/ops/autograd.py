@@ -77,8 +77,7 @@ class _Node(_SingleLevelFunction):
         with _C._AutoDispatchBelowAutograd(), for_backward() if rule is not None else nullcontext():
             result = run(*args)
         if rule is None:
-            # By input: what its gradient would look like.
-            ctx.inputs = [(a.shape, a.dtype) if isinstance(a, Tensor) else None for a in args]
+            ctx.inputs = _inputs(args)
         else:
             ctx.plain = [None if isinstance(a, Tensor) else (a,) for a in args]
             results = result if isinstance(result, tuple) else (result,)
@@ -95,12 +94,10 @@ class _Node(_SingleLevelFunction):
         grad = next(g for g in grads if g is not None and g.is_floating_point())
         found: dict[int, Tensor] = {}
         constant: tuple[int, ...] = ()
-        if ctx.rule is None:
-            inputs, named = ctx.inputs, False
-        else:
+        args: Args = ()
+        if ctx.rule is not None:
             saved = iter(ctx.saved_tensors)
             args = tuple(next(saved) if plain is None else plain[0] for plain in ctx.plain)
-            inputs, named = [(a.shape, a.dtype) if isinstance(a, Tensor) else None for a in args], True
             smooth = tuple(need and ctx.rule.differentiable(i, args) for i, need in enumerate(needs))
             if any(smooth):
                 with _without_autocast(grad.device.type):
@@ -108,8 +105,15 @@ class _Node(_SingleLevelFunction):
             constant = ctx.rule.constant
         for i, needed in enumerate(needs):
             if needed and i not in found and i not in constant:
-                found[i] = torch.ops.moeq_autograd.refuse(grad, *inputs[i], ctx.op, ctx.names[i] if named else "")
-        return (*(None,) * _OWN_ARGUMENTS, *(found.get(i) for i in range(len(needs))))
+                named = ctx.rule is not None
+                like = (_inputs(args) if named else ctx.inputs)[i]
+                found[i] = torch.ops.moeq_autograd.refuse(grad, *like, ctx.op, ctx.names[i] if named else "")
+        return (*(None,) * _OWN_ARGUMENTS, *map(found.get, range(len(needs))))
+
+
+def _inputs(args: Args) -> list[Any]:
+    """By input: what its gradient would look like."""
+    return [(a.shape, a.dtype) if isinstance(a, Tensor) else None for a in args]
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
@@ -167,6 +171,8 @@ def attach_autograd(
         below = keyset & _C._after_autograd_keyset
 
         def run(*values: Any) -> Any:
+            if body is not None:  # which nothing else is to come before
+                return body(*values[:-1], out=values[-1]) if suffix else body(*values)
             return op.redispatch(below, *values[:-1], out=values[-1]) if suffix else op.redispatch(below, *values)
 
         if not (is_grad_enabled() and requires_grad(*values)):

@@ -7,11 +7,12 @@ wanted. Checked as the routed op was.
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 from torch import Tensor
 
-from torch_moe_ops.core.call import FIELDS, ExpertsCall
+from torch_moe_ops.core.call import FIELDS, INDEX, ExpertsCall
 from torch_moe_ops.core.check import check, check_given, describe, fail
 from torch_moe_ops.core.layout import Sizes
 from torch_moe_ops.core.schemas import arguments
@@ -24,13 +25,13 @@ from torch_moe_ops.ops.run import completed
 
 OP = "moe_routed_backward"
 NAMES, _DEFAULTS = arguments(OP)
-_POSITION = [NAMES.index(name) for name in FIELDS]
+_call_of = itemgetter(*map(NAMES.index, FIELDS))
+_of_call = itemgetter(*(INDEX[name] for name in NAMES[1:-1]))  # between the gradient and what is wanted
 
 
 def arguments_of(grad: Tensor, call: ExpertsCall, wanted: Wanted) -> tuple[Any, ...]:
     """The op's arguments."""
-    given = {**call._asdict(), "grad_output": grad, "wanted": list(wanted)}
-    return tuple(given[name] for name in NAMES)
+    return grad, *_of_call(call), list(wanted)
 
 
 def _checked(
@@ -40,7 +41,7 @@ def _checked(
     for name, value in kwargs.items():
         full[NAMES.index(name)] = value
     grad, flags = full[0], full[-1]
-    call = ExpertsCall(*(full[i] for i in _POSITION))
+    call = ExpertsCall._make(_call_of(full))
     check_given(OP, "grad_output", grad)
     if call.scheme not in SCHEMES:
         fail(OP, "scheme", f"be one of {list(SCHEMES)}", call.scheme)

@@ -6,6 +6,7 @@ One op for all schemes, as `moe_routed_backward` is, whose checks it shares. Wha
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,6 @@ from torch_moe_ops.ops.run import completed, out_dtype, run_experts
 
 OP = "moe_routed_lora"
 BACKWARD = f"{OP}_backward"
-NAMES, _DEFAULTS = arguments(OP)
 _OF_LORA = tuple(f"lora_{name}" for name in LoraArguments._fields)  # lora_merged comes last in the schema
 
 
@@ -46,10 +46,32 @@ class _Checked(NamedTuple):
         return completed(self.call, self.plan, self.table, out_dtype(self.call))
 
 
-def _checked(op: str, given: dict[str, Any], devices: bool, tracing: bool) -> _Checked:
-    values: list[Any] = [given.get(name) for name in FIELDS]  # no hidden_states_scale
-    call = ExpertsCall(*values)
-    lora = LoraArguments(*(given[name] for name in _OF_LORA))
+class _Arguments:
+    """The arguments of one op, in its order."""
+
+    def __init__(self, op: str) -> None:
+        self.names, self.defaults = arguments(op)
+        absent = len(self.names)  # hidden_states_scale: None is put behind the arguments
+        self._at = {name: i for i, name in enumerate(self.names)}
+        self._call_of = itemgetter(*(self._at.get(name, absent) for name in FIELDS))
+        self._lora_of = itemgetter(*(self._at[name] for name in _OF_LORA))
+
+    def fill(self, args: Args, kwargs: dict[str, Any]) -> Args:
+        """All of them."""
+        full = (*args, *self.defaults[len(args) :])
+        if not kwargs:
+            return full
+        return tuple(kwargs.get(name, value) for name, value in zip(self.names, full, strict=True))
+
+    def bind(self, full: Args) -> tuple[ExpertsCall, LoraArguments]:
+        return ExpertsCall._make(self._call_of((*full, None))), LoraArguments._make(self._lora_of(full))
+
+    def value(self, full: Args, name: str) -> Any:
+        return full[self._at[name]]
+
+
+def _checked(op: str, bound: tuple[ExpertsCall, LoraArguments], devices: bool, tracing: bool) -> _Checked:
+    call, lora = bound
     if call.scheme not in SCHEMES:
         fail(op, "scheme", f"be one of {list(SCHEMES)}", call.scheme)
     plan = plan_of(op, call)
@@ -99,10 +121,6 @@ def _width(op: str, found: _Checked, sizes: Sizes) -> int:
     return width if fits else padded
 
 
-def _given(names: tuple[str, ...], defaults: Args, args: Args, kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {**dict(zip(names, (*args, *defaults[len(args) :]), strict=True)), **kwargs}
-
-
 def _result(found: _Checked) -> Tensor:
     x = found.call.hidden_states
     return x.new_empty((x.shape[0], found.table.hidden_size), dtype=out_dtype(found.call))
@@ -110,7 +128,7 @@ def _result(found: _Checked) -> Tensor:
 
 def _make(devices: bool) -> Callable[..., Tensor]:
     def impl(*args: Any, **kwargs: Any) -> Tensor:
-        found = _checked(OP, _given(NAMES, _DEFAULTS, args, kwargs), devices, tracing=False)
+        found = _checked(OP, _FORWARD.bind(_FORWARD.fill(args, kwargs)), devices, tracing=False)
         x = found.call.hidden_states
         if found.lora.merged or not x.shape[0]:
             out = _result(found)
@@ -126,15 +144,16 @@ def _make(devices: bool) -> Callable[..., Tensor]:
 
 
 def _fake(*args: Any, **kwargs: Any) -> Tensor:
-    return _result(_checked(OP, _given(NAMES, _DEFAULTS, args, kwargs), devices=True, tracing=True))
+    return _result(_checked(OP, _FORWARD.bind(_FORWARD.fill(args, kwargs)), devices=True, tracing=True))
 
 
-_AT = {name: NAMES.index(name) for name in WantedLora._fields}
+_FORWARD, _BACKWARD_OP = _Arguments(OP), _Arguments(BACKWARD)
+_AT = {name: _FORWARD.names.index(name) for name in WantedLora._fields}
 
 
 def _backward(args: Args, results: Args, grads: tuple[Tensor, ...], needs: tuple[bool, ...]) -> dict[int, Tensor]:
     wanted = WantedLora(*(i < len(needs) and needs[i] for i in _AT.values()))
-    full = (*args, *_DEFAULTS[len(args) :])
+    full = _FORWARD.fill(args, {})
     found = torch.ops.moeq.moe_routed_lora_backward(grads[0], *full, list(wanted))
     return {at: gradient for at, gradient, asked in zip(_AT.values(), found, wanted, strict=True) if asked}
 
@@ -142,22 +161,20 @@ def _backward(args: Args, results: Args, grads: tuple[Tensor, ...], needs: tuple
 attach(OP, _make(devices=False), _make(devices=True), _fake, Rule(_backward, lambda at, args: at in _AT.values()))
 
 
-_BACKWARD_NAMES, _BACKWARD_DEFAULTS = arguments(BACKWARD)
-
-
 def _checked_backward(args: Args, kwargs: dict[str, Any], devices: bool, tracing: bool) -> tuple[Any, ...]:
-    given = _given(_BACKWARD_NAMES, _BACKWARD_DEFAULTS, args, kwargs)
-    grad, flags = given["grad_output"], given["wanted"]
+    full = _BACKWARD_OP.fill(args, kwargs)
+    grad, flags = full[0], full[-1]
     check_given(BACKWARD, "grad_output", grad)
-    found = _checked(BACKWARD, given, devices, tracing)
+    found = _checked(BACKWARD, _BACKWARD_OP.bind(full), devices, tracing)
     check_grad(BACKWARD, grad, found.call, found.table.hidden_size, devices)
     if len(flags) != len(WantedLora._fields):
         fail(BACKWARD, "wanted", f"have {len(WantedLora._fields)} values, for {', '.join(WantedLora._fields)}", flags)
     wanted = WantedLora(*flags)
-    for name, is_wanted in zip(WantedLora._fields, wanted, strict=True):
-        if is_wanted and given[name] is None:
+    asked = [name for name, is_wanted in zip(WantedLora._fields, wanted, strict=True) if is_wanted]
+    tensors = {name: _BACKWARD_OP.value(full, name) for name in asked}
+    for name, tensor in tensors.items():
+        if tensor is None:
             fail(BACKWARD, name, "be given where its gradient is wanted", None)
-    tensors = {name: given[name] for name, is_wanted in zip(WantedLora._fields, wanted, strict=True) if is_wanted}
     return grad, found, wanted, tensors
 
 

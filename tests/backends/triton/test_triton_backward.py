@@ -68,7 +68,7 @@ def test_activations(activation: str) -> None:
     factor = (torch.rand(3, 2 if raw.is_gated else 1, generator=g) + 0.5).to(DEVICE)
     grad = torch.randn(call.hidden_states.shape, generator=g).to(DEVICE, torch.bfloat16)
     p = on_gpu.make_pass(call, sizes, grad, call.hidden_states, (raw.w13_bias, raw.w2_bias))
-    parts, h, kept = backward_launch.parts_of(p), torch.full_like(u, 7.0), u.clone()
+    parts, h, kept = backward_launch.parts_of(p, u), torch.full_like(u, 7.0), u.clone()
     for some in (slice(0, 2), slice(2, 3)):
         weights = raw.w13[some]
         own = weights, some.start, some.stop - some.start

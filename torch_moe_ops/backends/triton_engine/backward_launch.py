@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
+from torch_moe_ops.backends.triton_engine import grouped
 from torch_moe_ops.backends.triton_engine.backward import bias_kernel, gather_sum_kernel, weights_kernel
 from torch_moe_ops.backends.triton_engine.backward_pass import Pass
-from torch_moe_ops.backends.triton_engine.grouped import Addend, Product, tile_for
+from torch_moe_ops.backends.triton_engine.grouped import Addend, tile_for
 from torch_moe_ops.backends.triton_engine.hidden import hidden_kernel
+from torch_moe_ops.backends.triton_engine.known import Known, Launch, processors_of
 from torch_moe_ops.backends.triton_engine.plan import target_of
-from torch_moe_ops.backends.triton_engine.repeated import Repeated
 from torch_moe_ops.core.schemes import ceil_div, next_power_of_2
 
 __all__ = ["Hidden", "Product", "combine", "combine_in", "parts_of", "sums_of_experts", "weights_gradient"]
@@ -22,7 +24,14 @@ _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _ROWS_AT_ONCE = 16  # programs of a multiprocessor, a row each
 
 
-class Hidden:
+class Product(grouped.Product):
+    """A grouped.Product whose launch is found by what one like it has found."""
+
+    def _launch_with(self, weights: Tensor) -> Known:
+        return Known.of(super()._launch_with(weights))
+
+
+class Hidden(Product):
     """The intermediate of some experts in u, bfloat16 [pairs, intermediate_size].
 
     Or where there is z: z becomes the gradient of what GEMM1 gives, and parts what makes those of routing weights
@@ -39,24 +48,17 @@ class Hidden:
         self, p: Pass, factor: Tensor, u: Tensor, addend: Addend | None, z: Tensor | None = None,
         parts: Tensor | None = None, keeps_h: bool = True,
     ) -> None:  # fmt: skip
-        self.p, self.factor, self.u, self.addend = p, factor, u, addend
-        self.z, self.parts, self.keeps_h = z, parts, keeps_h
-        self.tile = tile_for(u, p.sizes.hidden_size)
-        self.grid = (self.tile.grid(u),)
-        self.weights: Tensor | None = None
+        super().__init__(p.x, p.slots.token, p.slots.ends, True, u, factor, addend)
+        self.p, self.z, self.parts, self.keeps_h = p, z, parts, keeps_h
 
-    def __call__(self, weights: Tensor, first: int, count: int) -> None:
-        """weights: of w13, bfloat16 [count or more, rows, hidden_size]; of experts `first` and following."""
-        if weights is not self.weights:
-            self.weights, self.launch = weights, self._launch_with(weights)
-        self.launch(self.grid, first, count)
-
-    def _launch_with(self, weights: Tensor) -> Repeated:
+    def _launch_with(self, weights: Tensor) -> Known:
+        """weights: of w13, bfloat16 [count or more, rows, hidden_size]."""
         p, u, z, parts, addend, factor, tile = (
-            self.p, self.u, self.z, self.parts, self.addend, self.factor, self.tile,
+            self.p, self.out, self.z, self.parts, self.addend, self.scale, self.tile,
         )  # fmt: skip
         call, (bias, _) = p.call, p.biases
-        return Repeated(
+        assert factor is not None
+        return Known(
             hidden_kernel,
             (
                 p.x,
@@ -108,9 +110,9 @@ def _columns(p: Pass, columns: int) -> int:
     return columns // 2 if p.sizes.is_gated else columns
 
 
-def parts_of(p: Pass) -> Tensor:
-    """What `Hidden` leaves of routing weights: float32 [pairs, tiles]."""
-    tile = tile_for(p.grad.new_empty((0, p.sizes.intermediate_size)), p.sizes.hidden_size)
+def parts_of(p: Pass, u: Tensor) -> Tensor:
+    """What `Hidden` of u leaves of routing weights: float32 [pairs, tiles]."""
+    tile = tile_for(u, p.sizes.hidden_size)
     tiles = ceil_div(p.sizes.intermediate_size, _columns(p, tile.columns))
     return torch.empty((p.slots.order.shape[0], tiles), dtype=torch.float32, device=p.grad.device)
 
@@ -119,45 +121,37 @@ def weights_gradient(p: Pass, parts: Tensor) -> Tensor:
     """The gradient of the routing weights, float32 [slots]; zeros where an expert is not here."""
     dw = torch.zeros(parts.shape[0], dtype=torch.float32, device=parts.device)
     bias, hidden_size = p.biases[1], p.sizes.hidden_size
-    programs = 8
-    if dw.is_cuda:
-        programs = _ROWS_AT_ONCE * torch.cuda.get_device_properties(dw.device).multi_processor_count
-    weights_kernel[(programs,)](
-        parts,
-        dw,
-        p.slots.order,
-        p.slots.expert,
-        p.slots.ends,
-        parts if bias is None else bias,
-        p.grad,
-        p.sizes.num_experts,
-        p.call.topk_ids.shape[1],
+    programs = _ROWS_AT_ONCE * processors_of(dw) if dw.is_cuda else 8
+    launch, slots = _weights_launch(hidden_size, parts.shape[1], bias is not None), p.slots
+    tensors = (parts, dw, slots.order, slots.expert, slots.ends, parts if bias is None else bias, p.grad)
+    launch(weights_kernel, (programs,), tensors, p.sizes.num_experts, p.call.topk_ids.shape[1])
+    return dw
+
+
+@lru_cache
+def _weights_launch(hidden_size: int, parts: int, has_bias: bool) -> Launch:
+    return Launch(
         H=hidden_size,
-        PARTS=parts.shape[1],
-        BINS=next_power_of_2(parts.shape[1]),
-        HAS_BIAS=bias is not None,
+        PARTS=parts,
+        BINS=next_power_of_2(parts),
+        HAS_BIAS=has_bias,
         BLOCK=min(1024, max(128, next_power_of_2(hidden_size))),
     )
-    return dw
 
 
 def sums_of_experts(rows: Tensor, p: Pass, of_tokens: bool) -> Tensor:
     """float32 [experts, columns]: each expert's rows added up. of_tokens: rows of tokens, times the routing weight."""
     out = torch.empty((p.sizes.num_experts, rows.shape[1]), dtype=torch.float32, device=rows.device)
-    bias_kernel[p.sizes.num_experts, ceil_div(rows.shape[1], 128)](
-        rows,
-        p.slots.order,
-        p.slots.ends,
-        p.call.topk_weights,
-        out,
-        p.call.topk_ids.shape[1],
-        N=rows.shape[1],
-        OF_TOKENS=of_tokens,
-        WEIGHTED=of_tokens and p.weighted,
-        BLOCK_M=32,
-        BLOCK_N=128,
-    )
+    grid = p.sizes.num_experts, ceil_div(rows.shape[1], 128)
+    tensors = (rows, p.slots.order, p.slots.ends, p.call.topk_weights, out)
+    launch = _bias_launch(rows.shape[1], of_tokens, of_tokens and p.weighted)
+    launch(bias_kernel, grid, tensors, p.call.topk_ids.shape[1])
     return out
+
+
+@lru_cache
+def _bias_launch(columns: int, of_tokens: bool, weighted: bool) -> Launch:
+    return Launch(N=columns, OF_TOKENS=of_tokens, WEIGHTED=weighted, BLOCK_M=32, BLOCK_N=128)
 
 
 def combine(rows: Tensor, p: Pass, dtype: torch.dtype, of_output: bool = False, by_slot: bool = False) -> Tensor:
@@ -174,23 +168,25 @@ def combine(rows: Tensor, p: Pass, dtype: torch.dtype, of_output: bool = False, 
 def combine_in(out: Tensor, rows: Tensor, p: Pass, of_output: bool = False, by_slot: bool = False) -> None:
     """`combine` in columns of a matrix."""
     bias = p.biases[1] if of_output and not by_slot else None
-    tokens, top_k = p.call.topk_ids.shape
-    block = min(1024, next_power_of_2(rows.shape[1]))
-    gather_sum_kernel[tokens, ceil_div(rows.shape[1], block)](
-        rows,
-        p.slots.places(),
-        p.slots.ends,
-        p.slots.expert,
-        p.call.topk_weights,
-        rows if bias is None else bias,
-        out,
-        p.sizes.num_experts,
+    (tokens, top_k), width, slots = p.call.topk_ids.shape, rows.shape[1], p.slots
+    weighted, uses_ptx = of_output and p.weighted, target_of(out.device)["USE_PTX"]
+    launch = _sum_launch(top_k, width, out.stride(0), weighted, bias is not None, by_slot, uses_ptx)
+    sources = slots.places(), slots.ends, slots.expert, p.call.topk_weights
+    tensors = (rows, *sources, rows if bias is None else bias, out)
+    launch(gather_sum_kernel, (tokens, ceil_div(width, launch.constants["BLOCK"])), tensors, p.sizes.num_experts)
+
+
+@lru_cache
+def _sum_launch(
+    top_k: int, width: int, out_width: int, weighted: bool, has_bias: bool, by_slot: bool, uses_ptx: bool
+) -> Launch:
+    return Launch(
         TOP_K=top_k,
-        H=rows.shape[1],
-        OUT_WIDTH=out.stride(0),
-        WEIGHTED=of_output and p.weighted,
-        HAS_BIAS=bias is not None,
+        H=width,
+        OUT_WIDTH=out_width,
+        WEIGHTED=weighted,
+        HAS_BIAS=has_bias,
         BY_SLOT=by_slot,
-        BLOCK=block,
-        USE_PTX=target_of(out.device)["USE_PTX"],
+        BLOCK=min(1024, next_power_of_2(width)),
+        USE_PTX=uses_ptx,
     )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -10,6 +13,7 @@ from torch import Tensor
 from torch_moe_ops.backends.triton_engine.backward_pass import Slots
 from torch_moe_ops.backends.triton_engine.elements import narrow
 from torch_moe_ops.backends.triton_engine.grouped import expert_tiles, has_large_shared, tile_of
+from torch_moe_ops.backends.triton_engine.known import Launch, processors_of
 from torch_moe_ops.backends.triton_engine.plan import target_of
 from torch_moe_ops.backends.triton_engine.products import dot
 from torch_moe_ops.backends.triton_engine.ranks import Ranks, load_ranks, own_ranks, store_ranks
@@ -171,35 +175,33 @@ def low_and_sums(
     block_m, block_k = (256, 128) if k >= _LONG_ROW else (512, 64)
     parts = torch.empty((places // block_m + experts, k, width), dtype=torch.float32, device=rows.device)
     out = torch.empty((experts, width, k) if ranks_first else (experts, k, width), dtype=dtype, device=rows.device)
-    programs = 2
-    if out.is_cuda:
-        programs = torch.cuda.get_device_properties(out.device).multi_processor_count
-    shared = {"K": k, "RANKS": width, "BINS": max(32, next_power_of_2(experts)), "BLOCK_M": block_m}
-    shared |= {"BLOCK_R": max(16, next_power_of_2(width)), "USE_PTX": target_of(out.device)["USE_PTX"]}
-    low_and_sums_kernel[(programs,)](
-        rows,
-        factor,
-        other,
-        slots.ends,
-        slots.token,
-        slots.order,
-        other if weights is None else weights,
-        slots.token if ranks.ids is None else ranks.ids,
-        ranks.scaling,
-        low,
-        parts,
-        experts,
-        OF_ADAPTER=width // ranks.scaling.shape[0],
-        HAS_IDS=ranks.ids is not None,
+    own = (ranks.scaling.shape[0], ranks.ids is not None, transposed, weights is not None, ranks_first)
+    uses_ptx = target_of(out.device)["USE_PTX"]
+    low_and_parts, add_parts = _launches(k, width, experts, block_m, block_k, *own, uses_ptx)
+    weights, ids = other if weights is None else weights, slots.token if ranks.ids is None else ranks.ids
+    sources = (rows, factor, other, slots.ends, slots.token, slots.order, weights, ids, ranks.scaling)
+    low_and_parts(low_and_sums_kernel, (processors_of(out) if out.is_cuda else 2,), (*sources, low, parts), experts)
+    add_parts(add_parts_kernel, (experts, ceil_div(k, 128)), (parts, slots.ends, out), experts)
+    return out
+
+
+@lru_cache
+def _launches(
+    k: int, ranks: int, experts: int, block_m: int, block_k: int, adapters: int, has_ids: bool, transposed: bool,
+    weighted: bool, ranks_first: bool, uses_ptx: bool,
+) -> tuple[Launch, Launch]:  # fmt: skip
+    """Of low_and_sums_kernel and add_parts_kernel."""
+    shared: dict[str, Any] = {"K": k, "RANKS": ranks, "BINS": max(32, next_power_of_2(experts)), "BLOCK_M": block_m}
+    shared |= {"BLOCK_R": max(16, next_power_of_2(ranks)), "USE_PTX": uses_ptx}
+    low_and_parts = Launch(
+        num_warps=8,
+        OF_ADAPTER=ranks // adapters,
+        HAS_IDS=has_ids,
         TRANSPOSED=transposed,
-        WEIGHTED=weights is not None,
+        WEIGHTED=weighted,
         TAIL_M=_TAIL,
         BLOCK_K=block_k,
         STAGES=3,
-        num_warps=8,
         **shared,
     )
-    add_parts_kernel[experts, ceil_div(k, 128)](
-        parts, slots.ends, out, experts, RANKS_FIRST=ranks_first, BLOCK_K=128, num_warps=4, **shared
-    )
-    return out
+    return low_and_parts, Launch(RANKS_FIRST=ranks_first, BLOCK_K=128, **shared)

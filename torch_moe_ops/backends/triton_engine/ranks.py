@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch_moe_ops.backends.triton_engine.backward_pass import Slots
 from torch_moe_ops.backends.triton_engine.elements import narrow
 from torch_moe_ops.backends.triton_engine.grouped import expert_tiles, has_large_shared, sum_products, tile_of
+from torch_moe_ops.backends.triton_engine.known import Launch, processors_of
 from torch_moe_ops.backends.triton_engine.plan import target_of
 from torch_moe_ops.backends.triton_engine.products import dot
 from torch_moe_ops.core.schemes import ceil_div, next_power_of_2
@@ -206,38 +208,35 @@ def low_rows(
         chunk: a power of two; out is [slots, chunks, 2, chunk] by slot.
     """
     k, width = rows.shape[1], factor.shape[1 if transposed else 2]
-    block_r = min(_MOST_RANKS, max(16, chunk, next_power_of_2(width)))
-    programs = 2
-    if out.is_cuda:
-        programs = torch.cuda.get_device_properties(out.device).multi_processor_count * _PROGRAMS
-    few = slots.order.shape[0] <= 32 * slots.ends.shape[0]
-    low_kernel[(programs,)](
-        rows,
-        slots.token if index is None else index,
-        factor,
-        slots.ends,
-        slots.token,
-        slots.order,
-        slots.token if ranks.ids is None else ranks.ids,
-        ranks.scaling,
-        out,
-        first,
-        count,
+    programs = processors_of(out) * _PROGRAMS if out.is_cuda else 2
+    few, uses_ptx = slots.order.shape[0] <= 32 * slots.ends.shape[0], target_of(out.device)["USE_PTX"]
+    own = (k, width, ranks.scaling.shape[0], ranks.ids is not None, chunk)
+    launch = _low_launch(*own, transposed, index is not None, count, few, uses_ptx)
+    ids = slots.token if ranks.ids is None else ranks.ids
+    sources = (rows, slots.token if index is None else index, factor, slots.ends, slots.token, slots.order)
+    launch(low_kernel, (programs,), (*sources, ids, ranks.scaling, out), first, count)
+
+
+@lru_cache
+def _low_launch(
+    k: int, ranks: int, adapters: int, has_ids: bool, chunk: int, transposed: bool, gathers: bool, count: int,
+    few: bool, uses_ptx: bool,
+) -> Launch:  # fmt: skip
+    return Launch(
         K=k,
-        RANKS=width,
-        OF_ADAPTER=width // ranks.scaling.shape[0],
-        HAS_IDS=ranks.ids is not None,
+        RANKS=ranks,
+        OF_ADAPTER=ranks // adapters,
+        HAS_IDS=has_ids,
         CHUNK=chunk,
         TRANSPOSED=transposed,
-        GATHER=index is not None,
+        GATHER=gathers,
         BINS=max(32, next_power_of_2(count)),
         BLOCK_M=64 if few else _ROWS,
         TAIL_M=16 if few else 64,
-        BLOCK_R=block_r,
+        BLOCK_R=min(_MOST_RANKS, max(16, chunk, next_power_of_2(ranks))),
         BLOCK_K=_K_OF_FEW if few else _K,
         STAGES=3,
-        USE_PTX=target_of(out.device)["USE_PTX"],
-        num_warps=4,
+        USE_PTX=uses_ptx,
     )
 
 
@@ -256,24 +255,28 @@ def outer_sums(
     shape = (experts, ranks, width) if ranks_first else (experts, width, ranks)
     out = torch.empty(shape, dtype=dtype, device=rows.device)
     block_r, block_w = min(_MOST_RANKS, max(16, next_power_of_2(ranks))), 256 if has_large_shared(rows) else 128
-    outer_kernel[ceil_div(width, block_w), experts, ceil_div(ranks, block_r)](
-        rows,
-        slots.token,
-        low,
-        slots.order,
-        low if weights is None else weights,
-        slots.ends,
-        out,
+    uses_ptx = target_of(out.device)["USE_PTX"]
+    launch = _outer_launch(width, ranks, ranks_first, gathers, weights is not None, block_w, block_r, uses_ptx)
+    grid = ceil_div(width, block_w), experts, ceil_div(ranks, block_r)
+    tensors = (rows, slots.token, low, slots.order, low if weights is None else weights, slots.ends, out)
+    launch(outer_kernel, grid, tensors)
+    return out
+
+
+@lru_cache
+def _outer_launch(
+    width: int, ranks: int, ranks_first: bool, gathers: bool, weighted: bool, block_w: int, block_r: int, uses_ptx: bool
+) -> Launch:
+    return Launch(
+        num_warps=block_w // 32,
         W=width,
         RANKS=ranks,
         RANKS_FIRST=ranks_first,
         GATHER=gathers,
-        WEIGHTED=weights is not None,
+        WEIGHTED=weighted,
         BLOCK_M=64,
         BLOCK_W=block_w,
         BLOCK_R=block_r,
         STAGES=3,
-        USE_PTX=target_of(out.device)["USE_PTX"],
-        num_warps=block_w // 32,
+        USE_PTX=uses_ptx,
     )
-    return out

@@ -3,12 +3,16 @@ three: blocks of slots count their experts', add up the blocks before, and place
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from torch_moe_ops.backends.triton_engine.backward_pass import Slots
+from torch_moe_ops.backends.triton_engine.known import Launch
 from torch_moe_ops.core.schemes import ceil_div, next_power_of_2
 
 MOST_OF_ONE_LAUNCH = 4096  # slots: the work grows with their square
@@ -151,46 +155,38 @@ def sort_slots_on_gpu(topk_ids: Tensor, local_expert_offset: int, num_experts: i
     if count > MOST_OF_ONE_LAUNCH:
         _sort_in_three(topk_ids, local_expert_offset, slots)
         return slots
-    slots_kernel[(ceil_div(count, _BLOCK) + ceil_div(num_experts, _BLOCK),)](
-        topk_ids,
-        order,
-        token,
-        expert,
-        place,
-        ends,
-        count,
-        local_expert_offset,
-        EXPERTS=num_experts,
-        TOP_K=topk_ids.shape[1],
-        BLOCK=_BLOCK,
-        CHUNK=min(_CHUNK, next_power_of_2(count)),
-        num_warps=4,
-    )
+    launch = _one_launch(num_experts, topk_ids.shape[1], min(_CHUNK, next_power_of_2(count)))
+    grid = (ceil_div(count, _BLOCK) + ceil_div(num_experts, _BLOCK),)
+    launch(slots_kernel, grid, (topk_ids, order, token, expert, place, ends), count, local_expert_offset)
     return slots
+
+
+@lru_cache
+def _one_launch(num_experts: int, top_k: int, chunk: int) -> Launch:
+    return Launch(free=True, EXPERTS=num_experts, TOP_K=top_k, BLOCK=_BLOCK, CHUNK=chunk)
 
 
 def _sort_in_three(topk_ids: Tensor, local_expert_offset: int, slots: Slots) -> None:
     count, num_experts = topk_ids.numel(), slots.ends.shape[0]
-    blocks, bins = ceil_div(count, _BLOCK_OF_MANY), max(256, next_power_of_2(num_experts + 2))
+    blocks = ceil_div(count, _BLOCK_OF_MANY)
     counts = torch.empty((num_experts + 1, blocks), dtype=torch.int32, device=topk_ids.device)
     totals = torch.empty((num_experts + 1,), dtype=torch.int32, device=topk_ids.device)
-    own = {"EXPERTS": num_experts, "BINS": bins, "BLOCK": _BLOCK_OF_MANY}
-    count_slots_kernel[(blocks,)](topk_ids, counts, count, local_expert_offset, num_warps=4, **own)
-    most = max(128, next_power_of_2(blocks))
-    start_slots_kernel[(num_experts + 1,)](counts, totals, blocks, BLOCKS=most, num_warps=4)
-    place_slots_kernel[(blocks,)](
-        topk_ids,
-        counts,
-        totals,
-        slots.order,
-        slots.token,
-        slots.expert,
-        slots.place,
-        slots.ends,
-        count,
-        local_expert_offset,
-        TOP_K=topk_ids.shape[1],
-        CHUNK=_CHUNK_OF_MANY,
-        num_warps=8,
-        **own,
-    )
+    count_slots, start_slots, place_slots = _three_launches(num_experts, topk_ids.shape[1], next_power_of_2(blocks))
+    count_slots(count_slots_kernel, (blocks,), (topk_ids, counts), count, local_expert_offset)
+    start_slots(start_slots_kernel, (num_experts + 1,), (counts, totals), blocks)
+    order, token, expert, ends, place = slots
+    assert place is not None
+    tensors = (topk_ids, counts, totals, order, token, expert, place, ends)
+    place_slots(place_slots_kernel, (blocks,), tensors, count, local_expert_offset)
+
+
+@lru_cache
+def _three_launches(num_experts: int, top_k: int, blocks: int) -> tuple[Launch, Launch, Launch]:
+    """Of count_slots_kernel, start_slots_kernel and place_slots_kernel. blocks: at most, a power of 2."""
+    own: dict[str, Any] = {
+        "EXPERTS": num_experts,
+        "BINS": max(256, next_power_of_2(num_experts + 2)),
+        "BLOCK": _BLOCK_OF_MANY,
+    }
+    place_slots = Launch(num_warps=8, free=True, TOP_K=top_k, CHUNK=_CHUNK_OF_MANY, **own)
+    return Launch(free=True, **own), Launch(free=True, BLOCKS=max(128, blocks)), place_slots
