@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from torch_moe_ops.core import torch_names as _torch_names  # noqa: F401  it refuses a torch that lacks what we need
+
+# isort: split
 from torch_moe_ops import config, ops
 from torch_moe_ops.checkpoints import CheckpointError, load_experts
 from torch_moe_ops.core.problem import Problem

@@ -132,7 +132,7 @@ def test_where_the_device_may_not_be_waited_for(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_products_by_torch(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch._grouped_mm leaves rows that belong to nobody as they are: whatever they hold, nothing comes of it."""
+    """torch's grouped_mm leaves rows that belong to nobody as they are: whatever they hold, nothing comes of it."""
     case = replace(LAYER, dtype=torch.bfloat16, bias=True, foreign=True)
     call, sizes, grad = _biased(case, "reference")
     whole = _gradients(call, sizes, "reference", grad)
@@ -146,7 +146,7 @@ def test_products_by_torch(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None
             start = end
         return out
 
-    monkeypatch.setattr(torch, "_grouped_mm", grouped_mm)
+    monkeypatch.setattr(products, "grouped_mm", grouped_mm)
     monkeypatch.setattr(products, "torch_serves", lambda *of: True)
     monkeypatch.setattr(layer_pass, "product_dtype", lambda call: torch.bfloat16)
     if not waits:

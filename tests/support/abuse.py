@@ -70,7 +70,8 @@ def places(t: Tensor) -> Iterator[Mutation]:
     if t.ndim and t.dtype == torch.float32:
         yield "MKL-DNN", lambda t: t.to_mkldnn() if t.device.type == "cpu" else t.to_sparse()
         yield "nested", lambda t: torch.nested.as_nested_tensor(list(t.unbind()), layout=torch.strided)
-        yield "quantized", lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8)
+        if hasattr(torch, "quantize_per_tensor"):  # which torch will remove
+            yield "quantized", lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8)
 
 
 def storages(t: Tensor) -> Iterator[Mutation]:

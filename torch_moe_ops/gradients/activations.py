@@ -1,8 +1,8 @@
 """Derivatives of the activations: what multiplies the gradient of the result, for gate and up.
 
-A clamp passes nothing outside its range and everything on it, bounds included, as `torch.clamp` does. Where a formula
-shows NaN or infinity that a bound would hide (core/activations.py), the term that shows it is zero elsewhere and so has
-no derivative.
+A clamp passes nothing outside its range and everything on it, bounds included, in every release of torch. (Its own does
+so until 2.13; from 2.14 on it passes nothing on a bound.) Where a formula shows NaN or infinity that a bound would hide
+(core/activations.py), the term that shows it is zero elsewhere and so has no derivative.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from torch_moe_ops.gradients.outer import grouped_outer
 from torch_moe_ops.gradients.pairs import Piece
 from torch_moe_ops.gradients.products import grouped_product, product_dtype
 
-_RANK_MULTIPLE = 8  # of 2-byte factors: 16 bytes, as torch._grouped_mm wants rows
+_RANK_MULTIPLE = 8  # of 2-byte factors: 16 bytes, as torch's grouped_mm wants rows
 
 
 class LoraArguments(NamedTuple):

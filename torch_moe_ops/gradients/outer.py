@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import grouped_mm
 
 from torch_moe_ops.gradients.pairs import Piece
 from torch_moe_ops.gradients.products import torch_serves
@@ -19,7 +20,7 @@ def grouped_outer(left: Tensor, right: Tensor, piece: Piece) -> Tensor:
     Returns: of their dtype, summed in float32 or wider.
     """
     if torch_serves(left, right, left.shape[1], right.shape[1]):
-        found = torch._grouped_mm(left.T, right, offs=piece.ends)
+        found = grouped_mm(left.T, right, offs=piece.ends)
         counts = torch.diff(piece.ends, prepend=piece.ends.new_zeros(1))
         return torch.where((counts > 0)[:, None, None], found, 0.0)  # it leaves what has no rows undefined
     if piece.host_ends is None:

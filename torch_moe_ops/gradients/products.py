@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import grouped_mm
 
 from torch_moe_ops.gradients.pairs import Piece
 
-_TORCH_SERVES = ((9, 0), (10, 0), (10, 3))  # where torch._grouped_mm has a kernel, and waits for nothing
+_TORCH_SERVES = ((9, 0), (10, 0), (10, 3))  # where torch's grouped_mm has a kernel, and waits for nothing
 _ALIGNMENT = 16  # bytes, of rows and where they begin
 
 
@@ -38,7 +39,7 @@ def grouped_product(rows: Tensor, weights: Tensor, piece: Piece, transposed: boo
     """
     matrices = weights.transpose(1, 2) if transposed else weights
     if torch_serves(rows, matrices, *matrices.shape[1:]):
-        return torch._grouped_mm(rows, matrices, offs=piece.ends)
+        return grouped_mm(rows, matrices, offs=piece.ends)
     out = rows.new_empty((rows.shape[0], matrices.shape[2]))
     if triton_serves(rows):
         from torch_moe_ops.backends.triton_engine.grouped import grouped_product as multiply
@@ -62,7 +63,7 @@ def device_of(tensor: Tensor) -> AbstractContextManager[Any]:
 
 
 def torch_serves(left: Tensor, right: Tensor, *widths: int) -> bool:
-    """Whether torch._grouped_mm multiplies these two here, whose rows have so many numbers."""
+    """Whether torch's grouped_mm multiplies these two here, whose rows have so many numbers."""
     if left.dtype is not torch.bfloat16 or not left.is_cuda:
         return False
     places = (left.data_ptr(), right.data_ptr(), *(2 * width for width in widths))

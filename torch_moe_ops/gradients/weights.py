@@ -16,7 +16,7 @@ from torch_moe_ops.core.schemes import SCHEMES
 from torch_moe_ops.gradients.products import device_of
 from torch_moe_ops.oracle.operands import Operand, Weight, decode_weight
 
-MOST_EXPERTS = 1023  # that torch._grouped_mm takes
+MOST_EXPERTS = 1023  # that torch's grouped_mm takes
 LEAST_ON_GPU = 8  # experts that are decoded at once: fewer would leave most of a GPU idle
 CHUNK_ELEMENTS = 1 << 26  # weights that are decoded at once: 128 MiB in bfloat16
 

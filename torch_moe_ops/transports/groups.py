@@ -24,7 +24,7 @@ def all_gather(group: str, tensors: list[Tensor]) -> list[Tensor]:
     if pairs:
         options = c10d.AllgatherOptions()
         options.asyncOp = False  # on the current stream
-        # The name until torch 2.12, and from then on.
+        # The name that torch itself calls in newer releases, which keep the older one beside it; and in older ones.
         run = getattr(pg, "all_gather_single_coalesced", None) or pg.allgather_into_tensor_coalesced
         _wait(run([out for out, _ in pairs], [t for _, t in pairs], options))
     return gathered
@@ -35,10 +35,11 @@ def all_to_all(group: str, tensors: list[Tensor]) -> list[Tensor]:
     pg = group_of(group)
     options = c10d.AllToAllOptions()
     options.asyncOp = False
+    run = getattr(pg, "all_to_all_single", None) or pg.alltoall_base  # likewise
     received = [torch.empty_like(t) for t in tensors]
     for out, t in zip(received, tensors, strict=True):
         if t.numel():
-            _wait(pg.alltoall_base(_bytes(out), _bytes(t), [], [], options))
+            _wait(run(_bytes(out), _bytes(t), [], [], options))
     return received
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from torch_moe_ops.core.extension import cuda_extension_reason, has_cuda_extension
+from torch_moe_ops.core.torch_names import SYMMETRIC_MEMORY, missing
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -53,4 +54,6 @@ def _lacks() -> str:
         return cuda_extension_reason()
     if not hasattr(torch.ops.moeq_C, "ep_p2p_dispatch"):
         return "the CUDA extension was compiled from older sources, without the kernels"
+    if names := missing(SYMMETRIC_MEMORY):
+        return f"torch {torch.__version__} does not have {', '.join(names)}"
     return ""

@@ -53,7 +53,7 @@ def _to_ranks(rows: Rows, exchange: Exchange) -> tuple[Rows, Tensor]:
 def _needed(topk_ids: Tensor, exchange: Exchange) -> Tensor:
     """bool [T, world_size]: whether a rank has an expert of the token."""
     ends = torch.tensor(exchange.slots, device=topk_ids.device).cumsum(0)
-    ranks = torch.searchsorted(ends, topk_ids.long(), right=True)
+    ranks = torch.searchsorted(ends, topk_ids.long().contiguous(), right=True)  # else it warns
     ranks = torch.where(topk_ids < 0, exchange.world_size, ranks)
     needed = torch.zeros((topk_ids.shape[0], exchange.world_size + 1), dtype=torch.bool, device=topk_ids.device)
     return needed.scatter_(1, ranks, True)[:, :-1]

@@ -43,7 +43,7 @@ def batches(whole: Batch) -> list[list[int]]:
     return [*alone, *pairs, rows, rows * (1 + 320 // len(rows))]
 
 
-@pytest.mark.parametrize(("fmt", "activation"), _cases(), ids=str)
+@pytest.mark.parametrize(("fmt", "activation"), list(_cases()), ids=str)
 def test_rows(fmt: Format, activation: str) -> None:
     raw = make_raw(fmt, dataclasses.replace(SIZES, activation=activation))
     w, oracle = prepare(raw, fmt), as_reference(raw, fmt)
