@@ -230,6 +230,8 @@ def test_what_cannot_be_stacked() -> None:
     for adapters in ([], [moe.Lora.stack([one, one]), one]):
         with pytest.raises(ValueError, match=r"Lora\.stack: adapters must be single ones, at least one, got"):
             moe.Lora.stack(adapters)
+    with pytest.raises(ValueError, match=r"Lora\.stack: adapters must have factors, of one at least, got"):
+        moe.Lora.stack([moe.Lora(), moe.Lora(scaling=2.0)])
     moved = one.to("meta", torch.bfloat16)
     assert {(getattr(moved, name).device.type, getattr(moved, name).dtype) for name in FACTORS} == {
         ("meta", torch.bfloat16)

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from torch_moe_ops.core.check import fail
 from torch_moe_ops.core.schemas import FAMILIES
 from torch_moe_ops.core.schemes import SCHEMES
 from torch_moe_ops.prepared.lora import Lora, run_with_lora
@@ -72,6 +73,10 @@ def fused_moe(
         given |= {"lora": lora, "lora_ids": lora_ids, "lora_merged": lora_merged}
         return fused_moe_routed(hidden_states, ids, weights, w, **given)
     if isinstance(hidden_states, Tensor) and hidden_states.ndim > 2:
+        check_tokens(
+            "fused_moe", hidden_states, router_logits=router_logits, hidden_states_scale=hidden_states_scale
+        )  # fmt: skip
+        _check_owners("fused_moe", hidden_states, lora_ids)
         shape, rows = hidden_states.shape[:-1], _rows(hidden_states)
         scale = None if hidden_states_scale is None else _rows(hidden_states_scale)
         own: dict[str, Any] = {"out_dtype": out_dtype, "lora": lora, "lora_ids": _flat(lora_ids)}
@@ -179,6 +184,8 @@ def _routed_of_rows(
     out: Tensor | None,
 ) -> Tensor:
     """fused_moe_routed of [batch, sequence, ...]: all dimensions but the last one as rows."""
+    given = {"topk_ids": topk_ids, "topk_weights": topk_weights, "hidden_states_scale": hidden_states_scale}
+    check_tokens("fused_moe_routed", hidden_states, **given)
     scale = None if hidden_states_scale is None else _rows(hidden_states_scale)
     into = None if out is None else out.view(-1, out.shape[-1])  # an error where that is no view
     rows, ids, weights = _rows(hidden_states), _rows(topk_ids), _rows(topk_weights)
@@ -197,6 +204,8 @@ def _routed_with_lora(
     merged: bool,
 ) -> Tensor:
     """fused_moe_routed with adapters."""
+    check_tokens("fused_moe_routed", hidden_states, topk_ids=topk_ids, topk_weights=topk_weights)
+    _check_owners("fused_moe_routed", hidden_states, lora_ids)
     ids, weights, of_tokens = _rows(topk_ids), _rows(topk_weights), _flat(lora_ids)
     result = run_with_lora(
         _rows(hidden_states),
@@ -221,6 +230,22 @@ def _check_lora(lora: Any, hidden_states_scale: Tensor | None, out: Tensor | Non
 
 def _flat(lora_ids: Tensor | None) -> Tensor | None:
     return lora_ids.flatten() if lora_ids is not None and lora_ids.ndim > 1 else lora_ids
+
+
+def check_tokens(who: str, tokens: Any, like: str = "hidden_states", **given: Any) -> None:
+    """RuntimeError where a tensor has as many tokens in other dimensions ([sequence, batch], say): as rows, each would
+    meet another one's. One that is rows already is the op's to check."""
+    if not isinstance(tokens, Tensor) or tokens.ndim < 3:
+        return
+    for name, t in given.items():
+        if isinstance(t, Tensor) and t.ndim > 2 and t.shape[:-1] != tokens.shape[:-1]:
+            fail(who, name, f"have shape {(*tokens.shape[:-1], t.shape[-1])} like {like}", t.shape)
+
+
+def _check_owners(who: str, tokens: Tensor, lora_ids: Tensor | None) -> None:
+    """check_tokens of adapters, which have no last dimension."""
+    if isinstance(lora_ids, Tensor) and lora_ids.ndim > 1:
+        check_tokens(who, tokens, lora_ids=lora_ids[..., None])
 
 
 def _rows(tensor: Any) -> Any:
@@ -279,6 +304,7 @@ def route(
 
 def route_rows(router_logits: Tensor, routing: Routing, shared: int, weights: Tensor | None) -> tuple[Tensor, Tensor]:
     """`route` with any number of dimensions in front."""
+    check_tokens("route", router_logits, "router_logits", shared_expert_weights=weights)
     ids, gates = route(_rows(router_logits), routing, num_shared_experts=shared, shared_expert_weights=_rows(weights))
     if isinstance(router_logits, Tensor) and router_logits.ndim > 2:
         return tuple(t.unflatten(0, router_logits.shape[:-1]) for t in (ids, gates))  # type: ignore[return-value]
@@ -289,5 +315,6 @@ def over_rows(
     run: Callable[[Tensor, Tensor, Tensor], Tensor], hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor
 ) -> Tensor:
     """`run` of a routed layer, which takes rows, on tensors with any number of dimensions in front."""
+    check_tokens("fused_moe_routed", hidden_states, topk_ids=topk_ids, topk_weights=topk_weights)
     shape = hidden_states.shape[:-1]
     return run(*(t.flatten(0, -2) for t in (hidden_states, topk_ids, topk_weights))).unflatten(0, shape)
