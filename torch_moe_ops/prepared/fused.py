@@ -184,7 +184,11 @@ def _routed_of_rows(
     out: Tensor | None,
 ) -> Tensor:
     """fused_moe_routed of [batch, sequence, ...]: all dimensions but the last one as rows."""
-    given = {"topk_ids": topk_ids, "topk_weights": topk_weights, "hidden_states_scale": hidden_states_scale}
+    given: dict[str, Any] = {
+        "topk_ids": topk_ids,
+        "topk_weights": topk_weights,
+        "hidden_states_scale": hidden_states_scale,
+    }
     check_tokens("fused_moe_routed", hidden_states, **given)
     scale = None if hidden_states_scale is None else _rows(hidden_states_scale)
     into = None if out is None else out.view(-1, out.shape[-1])  # an error where that is no view
