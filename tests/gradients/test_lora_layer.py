@@ -308,3 +308,10 @@ def test_what_it_does_not_take(options: dict[str, Any], told: str) -> None:
         _run(LARGE, {"a13": lora.a13})
     with pytest.raises(TypeError, match="lora must be a Lora, got NoneType"):
         _run(LARGE, None, torch.zeros(37, dtype=torch.int32))
+    x, ids, weights = make_batch(LARGE)
+    w = moe.prepare(make_raw(LARGE))
+    for name, given in (("topk_ids", (None, weights)), ("topk_weights", (ids, None))):
+        with pytest.raises(RuntimeError, match=f"moeq::moe_routed_lora: {name} must be a Tensor, got None"):
+            moe.fused_moe_routed(x, *given, w, lora=lora)
+    with pytest.raises(RuntimeError, match=r"moe_routed_lora.*Expected a value of type 'Optional.Tensor.'.*lora_a13"):
+        moe.fused_moe_routed(x, ids, weights, w, lora=replace(lora, a13=1))

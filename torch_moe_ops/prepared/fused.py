@@ -210,17 +210,8 @@ def _routed_with_lora(
     """fused_moe_routed with adapters."""
     check_tokens("fused_moe_routed", hidden_states, topk_ids=topk_ids, topk_weights=topk_weights)
     _check_owners("fused_moe_routed", hidden_states, lora_ids)
-    ids, weights, of_tokens = _rows(topk_ids), _rows(topk_weights), _flat(lora_ids)
-    result = run_with_lora(
-        _rows(hidden_states),
-        _int32(ids) if ids.dtype == torch.int64 else ids,
-        weights.float() if weights.dtype in _ROUNDED else weights,
-        w,
-        lora,
-        _int32(of_tokens) if of_tokens is not None and of_tokens.dtype == torch.int64 else of_tokens,
-        out_dtype,
-        merged,
-    )
+    ids, weights, owners = _int32(_rows(topk_ids)), _float32(_rows(topk_weights)), _int32(_flat(lora_ids))
+    result = run_with_lora(_rows(hidden_states), ids, weights, w, lora, owners, out_dtype, merged)
     return result.unflatten(0, hidden_states.shape[:-1]) if hidden_states.ndim > 2 else result
 
 
@@ -257,9 +248,16 @@ def _rows(tensor: Any) -> Any:
     return tensor.flatten(0, -2) if isinstance(tensor, Tensor) and tensor.ndim > 2 else tensor
 
 
-def _int32(topk_ids: Tensor) -> Tensor:
+def _int32(ids: Any) -> Any:
+    """Ids of int64 as the ops take them; what is no tensor is theirs to refuse."""
+    if not isinstance(ids, Tensor) or ids.dtype is not torch.int64:
+        return ids
     # Clamp first: an id beyond 2^31 must stay foreign, not wrap around to some expert.
-    return topk_ids.clamp(-1, 2**31 - 1).to(torch.int32)
+    return ids.clamp(-1, 2**31 - 1).to(torch.int32)
+
+
+def _float32(weights: Any) -> Any:
+    return weights.float() if isinstance(weights, Tensor) and weights.dtype in _ROUNDED else weights
 
 
 def _fail_weights(function: str, w: Any) -> NoReturn:
@@ -290,8 +288,9 @@ def route(
     """
     if not isinstance(routing, Routing):
         _fail_routing("route", routing)
-    if shared_expert_weights is not None and num_shared_experts > 1 and shared_expert_weights.shape[-1] == 1:
-        shared_expert_weights = shared_expert_weights.expand(-1, num_shared_experts)
+    given = shared_expert_weights
+    if num_shared_experts > 1 and isinstance(given, Tensor) and given.ndim == 2 and given.shape[1] == 1:
+        shared_expert_weights = given.expand(-1, num_shared_experts)
     return torch.ops.moeq.route(
         router_logits,
         routing.bias,

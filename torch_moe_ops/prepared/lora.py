@@ -109,7 +109,7 @@ def _check_width(lora: Lora, w: PreparedWeights) -> None:
     width, halves = w.intermediate_size, 2 if is_gated(w.activation) else 1
     for name, dim, wanted in (("a2", 2, width), ("b13", 1, halves * width)):
         factor = getattr(lora, name)
-        if factor is not None and factor.ndim == 3 and factor.shape[dim] != wanted:
+        if isinstance(factor, Tensor) and factor.ndim == 3 and factor.shape[dim] != wanted:
             got = tuple(factor.shape)
             raise RuntimeError(
                 f"fused_moe_routed: lora.{name} must have size {wanted} in dimension {dim}, as the layer's "
