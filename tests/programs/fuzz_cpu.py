@@ -10,12 +10,9 @@ tensors, in `out`, and from three dimensions. Problem i follows from the seed an
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import sys
-import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 import torch
+from fuzz_loop import between, crash, parser_of, try_problems
 from fuzz_problems import SPECIAL, compare
 from problems import Case
 from raw_forms import Form, raw_of
@@ -178,15 +176,6 @@ def _packed(x: Tensor, w: moe.PreparedWeights) -> tuple[Tensor, Tensor] | None:
     return None
 
 
-def _between(t: Tensor) -> Tensor:
-    """The same values with others between them, in every dimension."""
-    codes = t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t
-    space = torch.full([2 * n for n in t.shape], 7, dtype=codes.dtype)
-    view = space[tuple(slice(None, None, 2) for _ in t.shape)]
-    view.copy_(codes)
-    return view.view(t.dtype) if view.dtype != t.dtype else view
-
-
 def run(b: Batch, w: moe.PreparedWeights, out_dtype: torch.dtype, **options: Any) -> Tensor:
     return moe.fused_moe_routed(b.x, b.ids, b.weights, w, hidden_states_scale=b.scale, out_dtype=out_dtype, **options)
 
@@ -209,7 +198,7 @@ def variants(d: Drawn, b: Batch, w: moe.PreparedWeights, whole: Tensor) -> Itera
         yield f"{few} tokens", run(b.rows(slice(0, few)), w, d.out_dtype), whole[:few]
         order = torch.randperm(tokens, generator=torch.Generator().manual_seed(d.case.seed))
         yield "another order", run(b.rows(order), w, d.out_dtype), whole[order]
-    strided = Batch(_between(b.x), None if b.scale is None else _between(b.scale), _between(b.ids), _between(b.weights))
+    strided = Batch(between(b.x), None if b.scale is None else between(b.scale), between(b.ids), between(b.weights))
     yield "strided", run(strided, w, d.out_dtype), whole
     out = torch.full_like(whole, math.nan)
     yield "out", run(b, w, d.out_dtype, out=out), whole
@@ -254,32 +243,15 @@ def attempt(d: Drawn) -> tuple[float, str]:
     try:
         found, what = solve(d)
     except Exception as error:
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        found, what = math.inf, f"{type(error).__name__}: {error} at {at.name}:{at.lineno}"
+        found, what = math.inf, crash(error)
     return found, f"{what}: {d}"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("count", 100), ("seed", 0), ("first", 0)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--seconds", type=float, default=math.inf)
-    a = parser.parse_args()
-    isas, integers = kernels_here()
-    print(isas, integers)
-    begin, worst, misses, done = time.time(), (0.0, -1), 0, 0
-    for index in range(a.first, a.first + a.count):
-        if time.time() - begin > a.seconds:
-            break
-        d = drawn(a.seed, index, isas, integers)
-        found, what = attempt(d)
-        done += 1
-        worst = max(worst, (found, index))
-        if not found < 1:
-            misses += 1
-            print(f"{index}: {found:.2f} {what}", flush=True)
-    print(f"{done} problems, {misses} misses, worst {worst[0]:.2f} at {worst[1]}, {time.time() - begin:.0f} s")
-    return bool(misses)
+    a = parser_of(__doc__).parse_args()
+    here = kernels_here()
+    print(*here)
+    return try_problems(a, lambda index: attempt(drawn(a.seed, index, *here)))
 
 
 if __name__ == "__main__":

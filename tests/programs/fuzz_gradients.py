@@ -12,12 +12,9 @@ and the formulas of the forward pass.
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import sys
-import time
-import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -28,6 +25,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 import torch
+from fuzz_loop import between, crash, parser_of, try_problems
 from lora_cases import factors_of
 from problems import Case
 from raw_forms import Form, raw_of
@@ -270,17 +268,9 @@ def oracle(d: Drawn, raw: moe.RawWeights, b: Batch, lora: moe.Lora | None) -> di
     return {"output": out.detach(), "sizes": sizes, **found}
 
 
-def _between(t: Tensor) -> Tensor:
-    """The same values with others between them, in every dimension."""
-    space = torch.full([2 * n for n in t.shape], 7, dtype=t.dtype)
-    view = space[tuple(slice(None, None, 2) for _ in t.shape)]
-    view.copy_(t.detach())
-    return view
-
-
 def found_of(d: Drawn, raw: moe.RawWeights, b: Batch, lora: moe.Lora | None) -> dict[str, Tensor]:
     """What the library makes of it."""
-    own = (lambda t: _between(t)) if d.strided else (lambda t: t.detach().clone())
+    own = between if d.strided else (lambda t: t.detach().clone())
     leaf = lambda t: None if t is None else own(t).requires_grad_()  # noqa: E731
     parallel = {"num_experts": d.total, "local_expert_offset": d.offset, "router_weight_on_input": d.on_input}
     w = moe.prepare(raw, act_format="none", backend=d.backend, **parallel, **d.constants)
@@ -368,30 +358,15 @@ def attempt(on: str, seed: int, index: int) -> tuple[float, str]:
     try:
         return solve(on, seed, index)
     except Exception as error:
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        return math.inf, f"{type(error).__name__}: {error} at {at.name}:{at.lineno}: {drawn(on, seed, index)}"
+        return math.inf, f"{crash(error)}: {drawn(on, seed, index)}"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--on", choices=list(LAYOUTS), required=True)
-    for name, default in (("count", 100), ("seed", 0), ("first", 0)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--seconds", type=float, default=math.inf)
     a = parser.parse_args()
     torch.set_num_threads(1)
-    begin, worst, misses, done = time.time(), (0.0, -1), 0, 0
-    for index in range(a.first, a.first + a.count):
-        if time.time() - begin > a.seconds:
-            break
-        found, what = attempt(a.on, a.seed, index)
-        done += 1
-        worst = max(worst, (found, index))
-        if not found < 1:
-            misses += 1
-            print(f"{index}: {found:.2f} {what}", flush=True)
-    print(f"{done} problems, {misses} misses, worst {worst[0]:.2f} at {worst[1]}, {time.time() - begin:.0f} s")
-    return bool(misses)
+    return try_problems(a, lambda index: attempt(a.on, a.seed, index))
 
 
 if __name__ == "__main__":
