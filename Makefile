@@ -65,6 +65,8 @@ fuzz: fuzz-problems fuzz-loader ## random problems, headers and configs
 fuzz-problems: install
 	PYTHONPATH=. $(PY) tests/programs/fuzz_problems.py --backend cpu --special --count $(FUZZ_PROBLEMS)
 	PYTHONPATH=. MOEQ_CPU_ISA=portable $(PY) tests/programs/fuzz_problems.py --backend cpu --special --count $(FUZZ_PROBLEMS)
+	PYTHONPATH=. $(PY) tests/programs/fuzz_cpu.py --count $(FUZZ_PROBLEMS)
+	PYTHONPATH=. $(PY) tests/programs/fuzz_gradients.py --on cpu --count $(FUZZ_PROBLEMS)
 
 # Mutated headers, configs and saved weights: 10 to 40 minutes for a million on one core.
 fuzz-loader: install

@@ -21,6 +21,7 @@ from gradient_cases import (
     learning,
 )
 from problems import Case, make_batch, make_raw
+from raw_forms import Form, raw_of
 from straight_through import Leaves, layer, layer_of, weights_of
 from tolerances import relative_l2
 from torch import Tensor
@@ -179,6 +180,28 @@ def test_monolithic_ops_differentiate_through_the_router(method: str, backend: s
     again = leaf(logits)
     moe.route(again, routing)[1].backward(expected.weights.grad)
     assert relative_l2(leaf_logits.grad, again.grad) <= F32
+
+
+@pytest.mark.parametrize("points", [False, True], ids=["symmetric", "zero points"])
+@pytest.mark.parametrize("scheme", ["int4", "int8"])
+def test_what_pads_a_bias_does_not_learn(scheme: str, points: bool) -> None:
+    """A code of 0 is no zero where codes have an offset: padded rows would get gradients, and with the optimizer's next
+    step results."""
+    case = Case(scheme=scheme, hidden=64, inter=40, bias=True, activation="swigluoai", dtype=torch.float32)
+    raw = raw_of(case, Form("rows", (torch.float32,) * 2, (points, points)))
+    layers = []
+    for backend in ("cpu", "reference"):
+        w = moe.prepare(raw, act_format="none", backend=backend)
+        layers.append(dataclasses.replace(w, w13_bias=leaf(w.w13_bias), w2_bias=leaf(w.w2_bias)))
+    given = make_batch(case)
+    for w in layers:
+        differentiated(moe.fused_moe_routed(*given, w))
+    found = layers[0].w13_bias.grad.unflatten(1, (2, -1))
+    assert found.shape[2] > case.inter and not found[:, :, case.inter :].any()
+    steps = [dataclasses.replace(w, w13_bias=(w.w13_bias - w.w13_bias.grad).detach()) for w in layers]
+    ours, theirs = (moe.fused_moe_routed(*given, w) for w in steps)
+    assert relative_l2(ours, theirs) <= F32
+    assert all(torch.equal(t, getattr(moe.restore(layers[0]), name)) for name, t in raw.tensors().items())
 
 
 def test_two_runs_give_the_same_bits() -> None:

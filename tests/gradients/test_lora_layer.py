@@ -230,6 +230,8 @@ def test_what_cannot_be_stacked() -> None:
     for adapters in ([], [moe.Lora.stack([one, one]), one]):
         with pytest.raises(ValueError, match=r"Lora\.stack: adapters must be single ones, at least one, got"):
             moe.Lora.stack(adapters)
+    with pytest.raises(ValueError, match=r"Lora\.stack: adapters must have factors, of one at least, got"):
+        moe.Lora.stack([moe.Lora(), moe.Lora(scaling=2.0)])
     moved = one.to("meta", torch.bfloat16)
     assert {(getattr(moved, name).device.type, getattr(moved, name).dtype) for name in FACTORS} == {
         ("meta", torch.bfloat16)
@@ -306,3 +308,10 @@ def test_what_it_does_not_take(options: dict[str, Any], told: str) -> None:
         _run(LARGE, {"a13": lora.a13})
     with pytest.raises(TypeError, match="lora must be a Lora, got NoneType"):
         _run(LARGE, None, torch.zeros(37, dtype=torch.int32))
+    x, ids, weights = make_batch(LARGE)
+    w = moe.prepare(make_raw(LARGE))
+    for name, given in (("topk_ids", (None, weights)), ("topk_weights", (ids, None))):
+        with pytest.raises(RuntimeError, match=f"moeq::moe_routed_lora: {name} must be a Tensor, got None"):
+            moe.fused_moe_routed(x, *given, w, lora=lora)
+    with pytest.raises(RuntimeError, match=r"moe_routed_lora.*Expected a value of type 'Optional.Tensor.'.*lora_a13"):
+        moe.fused_moe_routed(x, ids, weights, w, lora=replace(lora, a13=1))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import torch._dynamo.testing
@@ -72,6 +74,45 @@ def test_one_graph_for_any_batch_and_sequence(layer: moe.PreparedWeights) -> Non
 def test_what_does_not_fit_is_refused_by_the_op(layer: moe.PreparedWeights) -> None:
     x, logits = _inputs(layer, (2, 3))
     with pytest.raises(RuntimeError, match=r"router_logits must have num_tokens = 6 rows"):
-        moe.fused_moe(x, logits[:1], layer, routing=ROUTING)
+        moe.fused_moe(x, logits[0], layer, routing=ROUTING)
     with pytest.raises(RuntimeError, match=r"topk_ids must have num_tokens = 6|topk_ids must have shape \(6"):
         moe.fused_moe_routed(x, torch.zeros(2, 2, dtype=torch.int32), torch.ones(2, 2), layer)
+
+
+def test_as_many_tokens_in_other_dimensions_are_refused(layer: moe.PreparedWeights) -> None:
+    """[sequence, batch] beside [batch, sequence]: each token would meet the experts of another one."""
+    x, logits = _inputs(layer, (2, 3))
+    ids, weights = (t.view(2, 3, 2) for t in moe.route(logits.flatten(0, 1), ROUTING))
+    other = r"must have shape \(2, 3, {}\) like hidden_states, got \(3, 2, {}\)"
+    with pytest.raises(RuntimeError, match="fused_moe: router_logits " + other.format(4, 4)):
+        moe.fused_moe(x, logits.view(3, 2, 4), layer, routing=ROUTING)
+    wrong = {"topk_ids": (ids.view(3, 2, 2), weights), "topk_weights": (ids, weights.view(3, 2, 2))}
+    host = moe.HostExperts(moe.restore(layer), 1, act_format=layer.act_format)
+    factors = (torch.ones(4, 1, layer.hidden_size), torch.ones(4, 2 * layer.intermediate_size, 1))
+    lora = moe.Lora(*factors)
+    for name, given in wrong.items():
+        match = f"fused_moe_routed: {name} " + other.format(2, 2)
+        for options in ({}, {"lora": lora}, {"out": torch.empty_like(x)}):
+            with pytest.raises(RuntimeError, match=match):
+                moe.fused_moe_routed(x, *given, layer, **options)
+        with pytest.raises(RuntimeError, match=match):
+            host(x, *given)
+    owners = torch.zeros(3, 2, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="lora_ids " + other.format(1, 1)):
+        moe.fused_moe_routed(x, ids, weights, layer, lora=lora, lora_ids=owners)
+    with pytest.raises(RuntimeError, match="fused_moe: lora_ids"):
+        moe.fused_moe(x, logits, layer, routing=ROUTING, lora=lora, lora_ids=owners)
+    moe.fused_moe(x, logits, layer, routing=ROUTING, lora=lora, lora_ids=owners.flatten())
+
+
+def test_weights_of_shared_experts_are_of_the_same_tokens() -> None:
+    case = Case(scheme="none", experts=4, hidden=64, inter=48)
+    shared = make_raw(dataclasses.replace(case, experts=1, seed=1))
+    layer = moe.prepare(moe.with_shared_experts(make_raw(case), shared))
+    x, logits = torch.randn(2, 3, 64).bfloat16(), torch.randn(2, 3, 4)
+    gates = torch.rand(2, 3, 1)
+    with pytest.raises(RuntimeError, match=r"shared_expert_weights must have shape \(2, 3, 1\) like router_logits"):
+        moe.fused_moe(x, logits, layer, routing=ROUTING, shared_expert_weights=gates.view(3, 2, 1))
+    with pytest.raises(RuntimeError, match=r"topk_ids must have shape \(2, 3, 3\) like hidden_states"):
+        moe.fused_moe(x, logits.view(3, 2, 4), layer, routing=ROUTING, shared_expert_weights=gates.view(3, 2, 1))
+    moe.fused_moe(x, logits, layer, routing=ROUTING, shared_expert_weights=gates)

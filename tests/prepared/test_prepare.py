@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fixture_layers import CHECKPOINTS, LAYERS
@@ -177,6 +178,28 @@ def test_load_refuses_what_it_does_not_know(tmp_path: Path) -> None:
 def test_prepare_refuses(options: dict[str, object], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         moe.prepare(make_raw(Case()), **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("raw", None, "raw must be RawWeights, got NoneType"),
+        ("num_experts", "8", "num_experts must be an int, got str"),
+        ("num_experts", 8.0, "num_experts must be an int, got float"),
+        ("local_expert_offset", 1.5, "local_expert_offset must be an int, got float"),
+        ("local_expert_offset", True, "local_expert_offset must be an int, got bool"),
+        ("swiglu_limit", "7", "swiglu_limit must be a number, got str"),
+        ("swiglu_limit", torch.tensor(7.0), "swiglu_limit must be a number, got Tensor"),
+    ],
+)
+def test_prepare_refuses_other_types(name: str, value: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        moe.prepare(**({"raw": make_raw(Case())} | {name: value}))
+
+
+def test_numbers_of_experts_may_be_of_other_libraries() -> None:
+    w = moe.prepare(make_raw(Case()), num_experts=np.int64(9), local_expert_offset=torch.tensor(2))  # type: ignore[arg-type]
+    assert (type(w.num_experts), w.num_experts, type(w.local_expert_offset), w.local_expert_offset) == (int, 9, int, 2)
 
 
 def test_constants_come_from_the_checkpoint_unless_given() -> None:

@@ -50,3 +50,12 @@ def test_refused_by_the_op_and_its_fake(name: str) -> None:
         meta = {n: v.to("meta") if isinstance(v, torch.Tensor) else v for n, v in given.items()}
         with pytest.raises(RuntimeError, match=text):
             torch.ops.moeq.route(logits.to("meta"), None, **meta)
+
+
+@pytest.mark.parametrize("weights", [torch.tensor(1.0), torch.ones(5), torch.ones(5, 1, 1)], ids=lambda t: str(t.ndim))
+def test_weights_of_other_dimensions_are_refused_by_the_op(weights: torch.Tensor) -> None:
+    """`route` spreads one column over several shared experts, and leaves the rest to the op."""
+    with pytest.raises(RuntimeError, match=r"moeq::route: shared_expert_weights must have shape \[num_tokens, 2\]"):
+        moe.route(
+            torch.randn(5, EXPERTS), moe.Routing("renormalize", 4), num_shared_experts=2, shared_expert_weights=weights
+        )

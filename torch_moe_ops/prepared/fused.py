@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from torch_moe_ops.core.check import fail
 from torch_moe_ops.core.schemas import FAMILIES
 from torch_moe_ops.core.schemes import SCHEMES
 from torch_moe_ops.prepared.lora import Lora, run_with_lora
@@ -65,6 +66,11 @@ def fused_moe(
             "fused_moe: routing.method must be 'llama4' where router_weight_on_input was prepared "
             f"(use route and fused_moe_routed otherwise), got {routing.method!r}"
         )
+    many = isinstance(hidden_states, Tensor) and hidden_states.ndim > 2
+    if many:
+        given: dict[str, Any] = {"router_logits": router_logits, "hidden_states_scale": hidden_states_scale}
+        check_tokens("fused_moe", hidden_states, **given)
+        _check_owners("fused_moe", hidden_states, lora_ids)
     if w.num_shared_experts or shared_expert_weights is not None or lora is not None or lora_ids is not None:
         # No monolithic op has these: columns behind the router's, adapters.
         if w.num_shared_experts or shared_expert_weights is not None:
@@ -75,7 +81,7 @@ def fused_moe(
         options: dict[str, Any] = {"hidden_states_scale": hidden_states_scale, "out_dtype": out_dtype}
         options |= {"lora": lora, "lora_ids": lora_ids, "lora_merged": lora_merged}
         return fused_moe_routed(hidden_states, ids, weights, w, **options)
-    if isinstance(hidden_states, Tensor) and hidden_states.ndim > 2:
+    if many:
         rows, logits = _rows(hidden_states), _rows(router_logits)
         scale = None if hidden_states_scale is None else _rows(hidden_states_scale)
         out = fused_moe(rows, logits, w, routing=routing, hidden_states_scale=scale, out_dtype=out_dtype)
@@ -175,6 +181,12 @@ def _routed_of_rows(
     out: Tensor | None,
 ) -> Tensor:
     """fused_moe_routed of [batch, sequence, ...]: all dimensions but the last one as rows."""
+    given: dict[str, Any] = {
+        "topk_ids": topk_ids,
+        "topk_weights": topk_weights,
+        "hidden_states_scale": hidden_states_scale,
+    }
+    check_tokens("fused_moe_routed", hidden_states, **given)
     scale = None if hidden_states_scale is None else _rows(hidden_states_scale)
     into = None if out is None else out.view(-1, out.shape[-1])  # an error where that is no view
     rows, ids, weights = _rows(hidden_states), _rows(topk_ids), _rows(topk_weights)
@@ -193,17 +205,10 @@ def _routed_with_lora(
     merged: bool,
 ) -> Tensor:
     """fused_moe_routed with adapters."""
-    ids, weights, of_tokens = _rows(topk_ids), _rows(topk_weights), _flat(lora_ids)
-    result = run_with_lora(
-        _rows(hidden_states),
-        _int32(ids) if ids.dtype == torch.int64 else ids,
-        weights.float() if weights.dtype in _ROUNDED else weights,
-        w,
-        lora,
-        _int32(of_tokens) if of_tokens is not None and of_tokens.dtype == torch.int64 else of_tokens,
-        out_dtype,
-        merged,
-    )
+    check_tokens("fused_moe_routed", hidden_states, topk_ids=topk_ids, topk_weights=topk_weights)
+    _check_owners("fused_moe_routed", hidden_states, lora_ids)
+    ids, weights, owners = _int32(_rows(topk_ids)), _float32(_rows(topk_weights)), _int32(_flat(lora_ids))
+    result = run_with_lora(_rows(hidden_states), ids, weights, w, lora, owners, out_dtype, merged)
     return result.unflatten(0, hidden_states.shape[:-1]) if hidden_states.ndim > 2 else result
 
 
@@ -219,14 +224,37 @@ def _flat(lora_ids: Tensor | None) -> Tensor | None:
     return lora_ids.flatten() if lora_ids is not None and lora_ids.ndim > 1 else lora_ids
 
 
+def check_tokens(who: str, tokens: Any, like: str = "hidden_states", **given: Any) -> None:
+    """RuntimeError where a tensor has as many tokens in other dimensions ([sequence, batch], say): as rows, each would
+    meet another one's. One that is rows already is the op's to check."""
+    if not isinstance(tokens, Tensor) or tokens.ndim < 3:
+        return
+    for name, t in given.items():
+        if isinstance(t, Tensor) and t.ndim > 2 and t.shape[:-1] != tokens.shape[:-1]:
+            fail(who, name, f"have shape {(*tokens.shape[:-1], t.shape[-1])} like {like}", t.shape)
+
+
+def _check_owners(who: str, tokens: Tensor, lora_ids: Tensor | None) -> None:
+    """check_tokens of adapters, which have no last dimension."""
+    if isinstance(lora_ids, Tensor) and lora_ids.ndim > 1:
+        check_tokens(who, tokens, lora_ids=lora_ids[..., None])
+
+
 def _rows(tensor: Any) -> Any:
     """All dimensions but the last one as one; what is no such tensor is the op's to refuse."""
     return tensor.flatten(0, -2) if isinstance(tensor, Tensor) and tensor.ndim > 2 else tensor
 
 
-def _int32(topk_ids: Tensor) -> Tensor:
+def _int32(ids: Any) -> Any:
+    """Ids of int64 as the ops take them; what is no tensor is theirs to refuse."""
+    if not isinstance(ids, Tensor) or ids.dtype is not torch.int64:
+        return ids
     # Clamp first: an id beyond 2^31 must stay foreign, not wrap around to some expert.
-    return topk_ids.clamp(-1, 2**31 - 1).to(torch.int32)
+    return ids.clamp(-1, 2**31 - 1).to(torch.int32)
+
+
+def _float32(weights: Any) -> Any:
+    return weights.float() if isinstance(weights, Tensor) and weights.dtype in _ROUNDED else weights
 
 
 def _fail_weights(function: str, w: Any) -> NoReturn:
@@ -257,8 +285,9 @@ def route(
     """
     if not isinstance(routing, Routing):
         _fail_routing("route", routing)
-    if shared_expert_weights is not None and num_shared_experts > 1 and shared_expert_weights.shape[-1] == 1:
-        shared_expert_weights = shared_expert_weights.expand(-1, num_shared_experts)
+    given = shared_expert_weights
+    if num_shared_experts > 1 and isinstance(given, Tensor) and given.ndim == 2 and given.shape[1] == 1:
+        shared_expert_weights = given.expand(-1, num_shared_experts)
     return torch.ops.moeq.route(
         router_logits,
         routing.bias,
@@ -275,6 +304,7 @@ def route(
 
 def route_rows(router_logits: Tensor, routing: Routing, shared: int, weights: Tensor | None) -> tuple[Tensor, Tensor]:
     """`route` with any number of dimensions in front."""
+    check_tokens("route", router_logits, "router_logits", shared_expert_weights=weights)
     ids, gates = route(_rows(router_logits), routing, num_shared_experts=shared, shared_expert_weights=_rows(weights))
     if isinstance(router_logits, Tensor) and router_logits.ndim > 2:
         return tuple(t.unflatten(0, router_logits.shape[:-1]) for t in (ids, gates))  # type: ignore[return-value]
@@ -285,5 +315,6 @@ def over_rows(
     run: Callable[[Tensor, Tensor, Tensor], Tensor], hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor
 ) -> Tensor:
     """`run` of a routed layer, which takes rows, on tensors with any number of dimensions in front."""
+    check_tokens("fused_moe_routed", hidden_states, topk_ids=topk_ids, topk_weights=topk_weights)
     shape = hidden_states.shape[:-1]
     return run(*(t.flatten(0, -2) for t in (hidden_states, topk_ids, topk_weights))).unflatten(0, shape)

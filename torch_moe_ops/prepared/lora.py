@@ -40,7 +40,7 @@ class Lora:
     def stack(adapters: Sequence[Lora]) -> Lora:
         """Several adapters of one layer as one, numbered as they come; zeros stand for what one of them lacks.
 
-        Raises ValueError where there is none, or where one of them is a stack already.
+        Raises ValueError where there is none, where none has a factor, or where one of them is a stack already.
         """
         if not adapters or any(isinstance(x.scaling, Tensor) and x.scaling.numel() != 1 for x in adapters):
             raise ValueError(f"Lora.stack: adapters must be single ones, at least one, got {list(adapters)}")
@@ -58,6 +58,8 @@ class Lora:
                 missing = ranks - t.shape[rank_at]
                 padded.append(F.pad(t, (0, missing) if rank_at == 2 else (0, 0, 0, missing)))
             named[name] = torch.cat(padded, rank_at)
+        if not named:
+            raise ValueError(f"Lora.stack: adapters must have factors, of one at least, got {list(adapters)}")
         device = next(iter(named.values())).device
         scaling = torch.tensor([float(adapter.scaling) for adapter in adapters], dtype=torch.float32, device=device)
         return Lora(**named, scaling=scaling)
@@ -107,7 +109,7 @@ def _check_width(lora: Lora, w: PreparedWeights) -> None:
     width, halves = w.intermediate_size, 2 if is_gated(w.activation) else 1
     for name, dim, wanted in (("a2", 2, width), ("b13", 1, halves * width)):
         factor = getattr(lora, name)
-        if factor is not None and factor.ndim == 3 and factor.shape[dim] != wanted:
+        if isinstance(factor, Tensor) and factor.ndim == 3 and factor.shape[dim] != wanted:
             got = tuple(factor.shape)
             raise RuntimeError(
                 f"fused_moe_routed: lora.{name} must have size {wanted} in dimension {dim}, as the layer's "

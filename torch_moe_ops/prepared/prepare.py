@@ -62,10 +62,13 @@ def prepare(
     Warns, once for a device and a reason, where "auto" has nothing but `reference`, which is slow.
 
     Raises:
+        TypeError: an argument of another type.
         ValueError: an argument does not fit, or no backend (or not the forced one) can run the
             problem; the message then holds the whole `explain` table. So with accuracy "strict" and a backend by
             name (or MOEQ_BACKEND) that is not strict. So where a scale of the weights is NaN.
     """
+    if not isinstance(raw, RawWeights):
+        raise TypeError(f"prepare: raw must be RawWeights, got {type(raw).__name__}")
     if dtype not in (None, *FLOATS):
         raise ValueError(f"prepare: dtype must be None or one of {[str(known) for known in FLOATS]}, got {dtype}")
     target = torch.device(device) if device is not None else raw.device

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import numbers
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,6 +36,11 @@ def settings_of(
     weight_policy: str,
 ) -> dict[str, Any]:
     """The plain fields of PreparedWeights, validated."""
+    local_expert_offset = _whole("local_expert_offset", local_expert_offset)
+    num_experts = None if num_experts is None else _whole("num_experts", num_experts)
+    for constant, value in zip(("alpha", "beta", "limit"), swiglu, strict=True):
+        if value is not None and not isinstance(value, numbers.Real):
+            raise TypeError(f"prepare: swiglu_{constant} must be a number, got {type(value).__name__}")
     scheme = get_scheme(raw.scheme)
     name = activation or raw.activation or ("silu" if raw.is_gated else "silu_no_mul")
     if name not in ACTIVATIONS:
@@ -78,6 +85,13 @@ def settings_of(
         "swiglu_beta": beta,
         "swiglu_limit": limit,
     }
+
+
+def _whole(name: str, value: Any) -> int:
+    """TypeError where a number of experts is none."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"prepare: {name} must be an int, got {type(value).__name__}")
+    return operator.index(value)
 
 
 def problem_of(

@@ -2,7 +2,7 @@
 
 Output rows go in panels of 16, K in units of 16 elements; a weight is [experts, panels, units, unit].
 Gate and up panels of w13 alternate (gate 0, up 0, gate 1, ...). Rows and K that do not fill a panel or
-a unit are padded with zeros, each half of w13 by itself. Within a unit:
+a unit are padded with zeros, each half of w13 by itself; along K with codes that stand for zero. Within a unit:
 
 * 4-bit codes, 128 bytes: [half of K 2][row 16][h 2][b 2], where the byte holds elements 4 b + h (low
   nibble) and 4 b + 2 + h (high nibble) of that half. A 16-bit word shifted by 4 p then has the pair
@@ -206,9 +206,15 @@ def intermediate_size_of(scheme: str, w2_shape: tuple[int, ...]) -> int:
     return int(w2_shape[2]) * UNIT
 
 
-def pack_weight(scheme: str, rows: Tensor, gated: bool) -> Tensor:
-    """[E, N, K storage] -> [E, panels, units, unit]; gated: rows are [gate; up]."""
+def pack_weight(scheme: str, rows: Tensor, gated: bool, fill: Tensor | None = None) -> Tensor:
+    """[E, N, K storage] -> [E, panels, units, unit]; gated: rows are [gate; up].
+
+    fill: [E, N, 1], what each row is padded with along K; None: 0.
+    """
     codes = _codes_of(scheme, rows.dtype)
+    missing = -rows.shape[2] % (UNIT // codes.pack)
+    if fill is not None and missing:
+        rows = torch.cat((rows, fill.expand(-1, -1, missing)), 2)
     return _expert_by_expert(rows, gated, lambda half: codes.forward(_tile(half, UNIT // codes.pack)))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch_moe_ops.backends.cpu_panels import layout as cpu_layout
 from torch_moe_ops.core.layout import Sizes, Spec
 from torch_moe_ops.core.mapped_memory import mapped_empty
-from torch_moe_ops.core.schemes import SCHEMES, Scheme
+from torch_moe_ops.core.schemes import SCHEMES, ZERO_POINT_DTYPES, Scheme
 from torch_moe_ops.weights.raw_weights import RawWeights
 
 # Scheme -> the kernels' name of it. fp6 codes of either element are kept as the e4m3 codes of
@@ -73,12 +73,31 @@ def prepare(raw: RawWeights) -> dict[str, Tensor]:
     name = kernel_scheme(scheme)
     tensors = {}
     for which, gated in (("w13", raw.is_gated), ("w2", False)):
-        tensors[which] = cpu_layout.pack_weight(name, _to_kernel_codes(scheme, getattr(raw, which)), gated)
+        codes = _to_kernel_codes(scheme, getattr(raw, which))
+        tensors[which] = cpu_layout.pack_weight(name, codes, gated, _code_of_zero(raw, which))
         for part in ("_scale", "_zero_point"):
             tensor = getattr(raw, which + part)
             if tensor is not None:
                 tensors[which + part] = _pack_scale(scheme, tensor, gated)
     return tensors
+
+
+def _code_of_zero(raw: RawWeights, which: str) -> Tensor | None:
+    """Of each row, [E, N, 1] in storage elements, where it is another code than 0 and K may be padded.
+
+    What is padded meets zeros in a layer, but in its gradient, what derivatives of activations at zero give. Groups
+    along K have whole units.
+    """
+    weight, zero = getattr(raw, which), getattr(raw, f"{which}_zero_point")
+    scale = getattr(raw, f"{which}_scale")
+    if raw.scheme not in ZERO_POINT_DTYPES or scale.shape[2] != 1:
+        return None
+    if raw.scheme == "int8":
+        return None if zero is None else zero
+    if zero is None:
+        return weight.new_full((*weight.shape[:2], 1), 0x88, dtype=torch.uint8)
+    nibble = zero.clamp(max=15)  # a zero point of 16 has no code
+    return nibble | nibble << 4
 
 
 def restore(scheme: Scheme, tensors: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
