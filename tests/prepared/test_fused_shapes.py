@@ -113,6 +113,6 @@ def test_weights_of_shared_experts_are_of_the_same_tokens() -> None:
     gates = torch.rand(2, 3, 1)
     with pytest.raises(RuntimeError, match=r"shared_expert_weights must have shape \(2, 3, 1\) like router_logits"):
         moe.fused_moe(x, logits, layer, routing=ROUTING, shared_expert_weights=gates.view(3, 2, 1))
-    with pytest.raises(RuntimeError, match=r"topk_ids must have shape \(2, 3, 3\) like hidden_states"):
+    with pytest.raises(RuntimeError, match=r"router_logits must have shape \(2, 3, 4\) like hidden_states"):
         moe.fused_moe(x, logits.view(3, 2, 4), layer, routing=ROUTING, shared_expert_weights=gates.view(3, 2, 1))
     moe.fused_moe(x, logits, layer, routing=ROUTING, shared_expert_weights=gates)
