@@ -10,7 +10,11 @@
 namespace moeq::cpu::MOEQ_ISA {
 
 constexpr int kBlockRows = 8;
-constexpr int64_t kFirstBlockRows = 4;  // rows of an expert from which on a block is faster than row by row
+
+// Rows of an expert from which on a block is faster than row by row. Weights of 16 bits are bound by memory for longer,
+// which two panels side by side get less of than one after the other.
+template <class W>
+constexpr int64_t kFirstBlockRows = W::Codes::kUnitBytes > 256 ? 6 : 4;
 
 // Rows are `stride` bytes apart. Their addresses are sums of few registers, made anew for every unit: kept as eight
 // pointers they would not all find one.
@@ -149,7 +153,7 @@ template <class W>
 Dot block_dot() {
   Dot dot{MOEQ_ISA::dot<W, OperandBf16>, OperandType::kBFloat16};
   dot.tile = blocks<W>;
-  dot.tile_rows = kFirstBlockRows;
+  dot.tile_rows = kFirstBlockRows<W>;
   return dot;
 }
 
