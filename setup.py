@@ -52,7 +52,7 @@ X86_FLAGS = {
         "-Wno-uninitialized",
     ],  # false alarms in GCC 12's own headers
 }
-X86_FLAGS["avx512bf16"] = [*X86_FLAGS["avx512"], "-mavx512bf16", "-mavx512vbmi"]
+X86_FLAGS["avx512bf16"] = [*X86_FLAGS["avx512"], "-mavx512bf16", "-mavx512vbmi", "-mprfchw"]
 X86_FLAGS["amx"] = [*X86_FLAGS["avx512bf16"], "-mavx512fp16", "-mamx-tile", "-mamx-bf16"]
 X86_FLAGS["amx_emulated"] = X86_FLAGS["avx2"]
 X86_FLAGS |= {f"integers_{isa}": X86_FLAGS[isa] for isa in ("avx2", "avx512")}

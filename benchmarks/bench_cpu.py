@@ -23,6 +23,7 @@ import torch_moe_ops._C  # noqa: F401  (registers the private ops)
 from torch import Tensor
 
 from torch_moe_ops.backends.cpu_panels import layout
+from torch_moe_ops.backends.cpu_panels.huge_pages import with_huge_pages
 from torch_moe_ops.core.call import KERNEL_FIELDS
 
 ROUTINGS = 16
@@ -30,7 +31,9 @@ ROUNDS = 3  # in which instruction sets take turns
 INT4_GROUP = 128
 
 
-def random_layer(scheme: str, experts: int, hidden: int, inter: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def random_layer(
+    scheme: str, experts: int, hidden: int, inter: int, dtype: torch.dtype, huge_pages: bool = False
+) -> dict[str, Tensor]:
     """Packed weights with random bits where any bit pattern is a number, small random numbers elsewhere."""
     tensors: dict[str, Tensor] = {}
     scales = {"int4": (torch.bfloat16, INT4_GROUP), "int8": (torch.float32, 0)}.get(scheme, (None, 0))
@@ -42,6 +45,8 @@ def random_layer(scheme: str, experts: int, hidden: int, inter: int, dtype: torc
             tensors[name] = torch.randint(0, 256, shape, dtype=torch.uint8)
         else:
             tensors[name] = torch.randn(shape, dtype=torch.float32).to(kind)
+        if huge_pages:
+            tensors[name] = with_huge_pages(torch.empty_like(tensors[name])).copy_(tensors[name])
     return tensors
 
 
@@ -110,7 +115,7 @@ def take_turns(
 
 
 def run(args: argparse.Namespace, scheme: str, act_format: str) -> list[dict[str, Any]]:
-    w = random_layer(scheme, args.experts, args.hidden, args.intermediate, torch.bfloat16)
+    w = random_layer(scheme, args.experts, args.hidden, args.intermediate, torch.bfloat16, args.huge_pages)
     bytes_per_expert = sum(t[0].numel() * t.element_size() for t in w.values())
     rows = []
     for tokens in args.tokens:
@@ -159,6 +164,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--isas", nargs="+", default=[], help="instruction sets to compare, in turns")
     parser.add_argument("--seconds", type=float, default=2.0, help="per measurement")
+    parser.add_argument("--huge-pages", action="store_true", help="weights lie as those that the library packs")
     parser.add_argument("--processor-time", action="store_true", help="of one thread, where other processes are busy")
     parser.add_argument("--json", type=Path, help="append one line per measurement to this file")
     args = parser.parse_args()
@@ -172,6 +178,7 @@ def main() -> None:
         "clock": "processor" if args.processor_time else "wall",
         "torch": torch.__version__,
         "shape": [args.experts, args.top_k, args.hidden, args.intermediate],
+        **({"huge_pages": True} if args.huge_pages else {}),
     }
     print(machine)
     for pair in args.schemes:

@@ -79,7 +79,7 @@ class Chunk {
   // chunk_gemm.cpp: each takes some panels of one expert
   void first_gemm_panels(const PanelTask& task) const;
   void second_gemm_panels(const PanelTask& task) const;
-  void split(int64_t panels, std::vector<PanelTask>& tasks) const;
+  void split(int64_t panels, int64_t halves, std::vector<PanelTask>& tasks) const;
   DotCall dot_call(const Weight& weight, int64_t expert, int64_t panel, float* out) const;
   TileCall tile_call(const DotCall* panels, int num_panels, const Operands& operands, int64_t slot, int64_t end) const;
   GluCall glu_call(int64_t expert) const;

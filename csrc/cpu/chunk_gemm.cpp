@@ -6,8 +6,10 @@
 namespace moeq::cpu {
 namespace {
 
-constexpr int64_t kTasksPerThread = 24;
-constexpr int64_t kMaxPanelsPerTask = 8;
+// A task takes this part of what a thread would do of the work that is left.
+constexpr int64_t kTaskParts = 8;
+// A panel's weights cost as much as this many rows of products, by the times of layers whose weights come from memory.
+constexpr int64_t kRowsOfAPanel = 2;
 
 float alpha(const Weight& weight, int64_t expert, int64_t half) {
   if (weight.alphas == nullptr) return 1.0f;
@@ -39,15 +41,22 @@ struct TileSums {
 
 }  // namespace
 
-void Chunk::split(int64_t panels, std::vector<PanelTask>& tasks) const {
-  const int64_t segments = static_cast<int64_t>(routing_.segments.size());
-  const int64_t wanted = segments * panels / (parallel_.threads * kTasksPerThread);
-  const int64_t step = std::clamp<int64_t>(wanted, 1, kMaxPanelsPerTask);
+// Long runs of panels first: one thread reads them without a break, and what it asks for ahead is its own. Short ones
+// at the end, so that all threads are done at once.
+void Chunk::split(int64_t panels, int64_t halves, std::vector<PanelTask>& tasks) const {
+  const int64_t fewest = 2 / halves;  // that blocks and tiles take at once
+  const int64_t parts = parallel_.threads * kTaskParts;
+  int64_t left = (slots_ + kRowsOfAPanel * static_cast<int64_t>(routing_.segments.size())) * panels;
   tasks.clear();
-  tasks.reserve(static_cast<size_t>(segments * divide_up(panels, step)));
   for (const Segment& segment : routing_.segments) {
-    for (int64_t begin = 0; begin < panels; begin += step) {
-      tasks.push_back({&segment, begin, std::min(panels, begin + step)});
+    const int64_t cost = segment.end - segment.begin + kRowsOfAPanel;
+    for (int64_t begin = 0; begin < panels;) {
+      const int64_t wanted = std::max(left / (parts * cost), fewest);
+      const int64_t even = divide_up(panels - begin, divide_up(panels - begin, wanted));
+      const int64_t end = std::min(panels, begin + divide_up(even, fewest) * fewest);
+      tasks.push_back({&segment, begin, end});
+      left -= (end - begin) * cost;
+      begin = end;
     }
   }
 }
@@ -183,7 +192,10 @@ void Chunk::first_gemm_tiles(const PanelTask& task) const {
     DotCall panels[kTileCallPanels];
     for (int i = 0; i < count; ++i) panels[i] = dot_call(w13, expert, halves * first + i, sums.of(i, count));
     for (int64_t slot = task.segment->begin; slot < task.segment->end; slot += kTileCallRows) {
-      const TileCall call = tile_call(panels, count, input_, slot, task.segment->end);
+      TileCall call = tile_call(panels, count, input_, slot, task.segment->end);
+      call.results = h_ + slot * inter_ + first * kPanelRows;
+      call.result_stride = inter_;
+      call.result_panels = count / halves;
       dot_.tile(call);
       for (int i = 0; i < count; i += halves) {
         const int64_t panel = first + i / halves;
@@ -211,7 +223,10 @@ void Chunk::second_gemm_tiles(const PanelTask& task) const {
     DotCall panels[kTileCallPanels];
     for (int i = 0; i < count; ++i) panels[i] = dot_call(args_.w2, expert, first + i, sums.of(i, count));
     for (int64_t slot = task.segment->begin; slot < task.segment->end; slot += kTileCallRows) {
-      const TileCall call = tile_call(panels, count, intermediate_, slot, task.segment->end);
+      TileCall call = tile_call(panels, count, intermediate_, slot, task.segment->end);
+      call.results = y_ + slot * hidden_ + first * kPanelRows;
+      call.result_stride = hidden_;
+      call.result_panels = count;
       dot_.tile(call);
       for (int i = 0; i < count; ++i) {
         scale.bias = bias.load(args_.w2, expert, 1, 0, first + i);

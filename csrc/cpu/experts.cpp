@@ -25,8 +25,8 @@ Chunk::Chunk(const ExpertsArgs& args, const IsaTable& isa, const Dot& dot, const
 
 void Chunk::run() {
   allocate(scratch_.workspace);
-  split(inter_ / kPanelRows, scratch_.first_tasks);
-  split(hidden_ / kPanelRows, scratch_.second_tasks);
+  split(inter_ / kPanelRows, halves_, scratch_.first_tasks);
+  split(hidden_ / kPanelRows, 1, scratch_.second_tasks);
   auto row_tasks = [&](int64_t rows, int64_t size) { return divide_up(rows, task_rows(rows, size)); };
   Pass passes[5];
   auto set = [&](int i, int64_t tasks, void (*body)(const void*, int64_t)) {

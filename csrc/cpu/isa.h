@@ -36,6 +36,9 @@ struct TileCall {
   int64_t groups;
   const int32_t* row_sums;  // [count, sum_groups], int8 operands only
   int64_t sum_groups;
+  float* results;  // of the first row, `result_stride` apart: what the caller will write there when it has the sums
+  int64_t result_stride;
+  int result_panels;  // of 16 values
 };
 using TileFn = void (*)(const TileCall&);
 

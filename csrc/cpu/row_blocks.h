@@ -10,7 +10,11 @@
 namespace moeq::cpu::MOEQ_ISA {
 
 constexpr int kBlockRows = 8;
-constexpr int64_t kFirstBlockRows = 6;  // rows of an expert from which on a block is faster than row by row
+
+// Rows of an expert from which on a block is faster than row by row. Weights of 16 bits are bound by memory for longer,
+// which two panels side by side get less of than one after the other.
+template <class W>
+constexpr int64_t kFirstBlockRows = W::Codes::kUnitBytes > 256 ? 6 : 4;
 
 // Rows are `stride` bytes apart. Their addresses are sums of few registers, made anew for every unit: kept as eight
 // pointers they would not all find one.
@@ -105,9 +109,19 @@ void block(const DotCall* calls, StridedRows rows) {
                      __attribute__((always_inline)) { store_rows<W>(acc[panel.value], calls[panel.value]); });
 }
 
+// Asks for the lines that results go to: the stores of many rows, each to a page of its own, else wait for memory, and
+// sums that leave their registers wait behind them.
+inline void prefetch_results(const TileCall& call) {
+  for (int row = 0; row < call.count; ++row) {
+    const float* results = call.results + row * call.result_stride;
+    for (int panel = 0; panel < call.result_panels; ++panel) prefetch_to_write(results + panel * kPanelRows);
+  }
+}
+
 // All rows of a call, in blocks as even as can be.
 template <class W>
 void blocks(const TileCall& call) {
+  prefetch_results(call);
   const int number = (call.count + kBlockRows - 1) / kBlockRows;
   DotCall calls[2] = {call.panels[0], call.panels[call.num_panels - 1]};
   for (int i = 0, first = 0; i < number; ++i) {
@@ -139,7 +153,7 @@ template <class W>
 Dot block_dot() {
   Dot dot{MOEQ_ISA::dot<W, OperandBf16>, OperandType::kBFloat16};
   dot.tile = blocks<W>;
-  dot.tile_rows = kFirstBlockRows;
+  dot.tile_rows = kFirstBlockRows<W>;
   return dot;
 }
 

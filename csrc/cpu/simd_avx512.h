@@ -90,6 +90,7 @@ MOEQ_INLINE F32 int8_bytes(Words w) {
 }
 
 MOEQ_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+MOEQ_INLINE void prefetch_to_write(const void* p) { __builtin_prefetch(p, 1); }
 MOEQ_INLINE void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
 #ifdef MOEQ_BF16

@@ -11,7 +11,7 @@ from cpu_cases import BF16, CASES, any_case
 from cpu_problems import assert_close_by_rows
 
 BLOCKS = "avx512bf16"  # the instruction set whose rows are multiplied so, from this many rows of an expert on:
-FIRST = 6
+FIRST = 4
 
 
 @pytest.fixture(autouse=True)
