@@ -26,6 +26,8 @@ def quantize_experts(w13: Tensor, w2: Tensor, scheme: str = "nvfp4", **fields: A
 
     Gate and up of an expert share one nvfp4 scale_2, as the exporting tools do for fused weights.
     Peak memory beyond the result is one expert in float32.
+
+    Raises ValueError: shapes, dtypes or a scheme that do not fit; weights to quantize that are NaN or infinite.
     """
     sizes = get_scheme(scheme)
     for name, weight in (("w13", w13), ("w2", w2)):
@@ -34,6 +36,8 @@ def quantize_experts(w13: Tensor, w2: Tensor, scheme: str = "nvfp4", **fields: A
             got = f"{tuple(weight.shape)} {weight.dtype}"
             raise ValueError(f"quantize_experts: {name} must have {need}, got {got}")
         sizes.storage_k(weight.shape[2])
+        if scheme != "none":
+            _check_finite(name, weight)
     tensors: dict[str, Any] = {}
     for name, weight in (("w13", w13), ("w2", w2)):
         # The halves of w13 are tiled separately.
@@ -43,6 +47,18 @@ def quantize_experts(w13: Tensor, w2: Tensor, scheme: str = "nvfp4", **fields: A
     if "w13_scale_2" in tensors:
         tensors["w13_scale_2"] = tensors["w13_scale_2"][:, None]
     return RawWeights(scheme=scheme, **tensors, **fields)
+
+
+def _check_finite(name: str, weight: Tensor) -> None:
+    """A group with an infinite weight would have an infinite scale, and be NaN as a whole once it is decoded."""
+    if weight.device.type == "meta" or isinstance(weight, torch._subclasses.FakeTensor):
+        return
+    bad = torch.stack([~of_expert.isfinite().all() for of_expert in weight])  # little memory, and one wait
+    if bad.any():
+        expert = int(bad.nonzero()[0])
+        at = tuple((~weight[expert].isfinite()).nonzero()[0].tolist())
+        got = f"{weight[expert][at].item()} in expert {expert} at {at}"
+        raise ValueError(f"quantize_experts: {name} must be finite to be quantized, got {got}")
 
 
 def quantized(raw: RawWeights, scheme: str) -> RawWeights:
