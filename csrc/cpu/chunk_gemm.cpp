@@ -44,12 +44,12 @@ struct TileSums {
 // Long runs of panels first: one thread reads them without a break, and what it asks for ahead is its own. Short ones
 // at the end, so that all threads are done at once.
 void Chunk::split(int64_t panels, int64_t halves, std::vector<PanelTask>& tasks) const {
-  const int64_t fewest = 2 / halves;  // that blocks and tiles take at once
   const int64_t parts = parallel_.threads * kTaskParts;
   int64_t left = (slots_ + kRowsOfAPanel * static_cast<int64_t>(routing_.segments.size())) * panels;
   tasks.clear();
   for (const Segment& segment : routing_.segments) {
     const int64_t cost = segment.end - segment.begin + kRowsOfAPanel;
+    const int64_t fewest = takes_tiles(segment) ? 2 / halves : 1;  // that blocks and tiles take at once
     for (int64_t begin = 0; begin < panels;) {
       const int64_t wanted = std::max(left / (parts * cost), fewest);
       const int64_t even = divide_up(panels - begin, divide_up(panels - begin, wanted));

@@ -91,11 +91,11 @@ def test_as_many_tokens_in_other_dimensions_are_refused(layer: moe.PreparedWeigh
     factors = (torch.ones(4, 1, layer.hidden_size), torch.ones(4, 2 * layer.intermediate_size, 1))
     lora = moe.Lora(*factors)
     for name, given in wrong.items():
-        match = f"fused_moe_routed: {name} " + other.format(2, 2)
+        match = f"{name} " + other.format(2, 2)
         for options in ({}, {"lora": lora}, {"out": torch.empty_like(x)}):
-            with pytest.raises(RuntimeError, match=match):
+            with pytest.raises(RuntimeError, match=f"fused_moe_routed: {match}"):
                 moe.fused_moe_routed(x, *given, layer, **options)
-        with pytest.raises(RuntimeError, match=match):
+        with pytest.raises(RuntimeError, match=f"HostExperts: {match}"):
             host(x, *given)
     owners = torch.zeros(3, 2, dtype=torch.int32)
     with pytest.raises(RuntimeError, match="lora_ids " + other.format(1, 1)):
@@ -111,8 +111,37 @@ def test_weights_of_shared_experts_are_of_the_same_tokens() -> None:
     layer = moe.prepare(moe.with_shared_experts(make_raw(case), shared))
     x, logits = torch.randn(2, 3, 64).bfloat16(), torch.randn(2, 3, 4)
     gates = torch.rand(2, 3, 1)
-    with pytest.raises(RuntimeError, match=r"shared_expert_weights must have shape \(2, 3, 1\) like router_logits"):
+    with pytest.raises(RuntimeError, match=r"shared_expert_weights must have shape \(2, 3, 1\) like hidden_states"):
         moe.fused_moe(x, logits, layer, routing=ROUTING, shared_expert_weights=gates.view(3, 2, 1))
     with pytest.raises(RuntimeError, match=r"router_logits must have shape \(2, 3, 4\) like hidden_states"):
         moe.fused_moe(x, logits.view(3, 2, 4), layer, routing=ROUTING, shared_expert_weights=gates.view(3, 2, 1))
     moe.fused_moe(x, logits, layer, routing=ROUTING, shared_expert_weights=gates)
+
+
+def test_gates_beside_logits_that_are_rows() -> None:
+    case = Case(scheme="none", experts=4, hidden=64, inter=48)
+    raw = moe.with_shared_experts(make_raw(case), make_raw(dataclasses.replace(case, experts=1, seed=1)))
+    x, logits, gates = torch.randn(2, 3, 64).bfloat16(), torch.randn(6, 4), torch.rand(3, 2, 1)
+    other = r"shared_expert_weights must have shape \(2, 3, 1\) like hidden_states, got \(3, 2, 1\)"
+    with pytest.raises(RuntimeError, match=other):
+        moe.fused_moe(x, logits, moe.prepare(raw), routing=ROUTING, shared_expert_weights=gates)
+    with pytest.raises(RuntimeError, match="HostExperts: " + other):
+        moe.HostExperts(raw, 1).fused(x, logits, routing=ROUTING, shared_expert_weights=gates)
+
+
+def test_dimensions_of_one_token_do_not_count(layer: moe.PreparedWeights) -> None:
+    x, logits = _inputs(layer, (2, 1, 3))
+    expected = moe.fused_moe(x.flatten(0, 2), logits.flatten(0, 2), layer, routing=ROUTING)
+    assert torch.equal(moe.fused_moe(x, logits.squeeze(1), layer, routing=ROUTING).flatten(0, 2), expected)
+
+
+def test_a_compiler_is_told_the_argument_too(layer: moe.PreparedWeights) -> None:
+    x, logits = _inputs(layer, (5, 7))
+    compiled = torch.compile(
+        lambda x, logits: moe.fused_moe(x, logits, layer, routing=ROUTING),
+        backend="eager",
+        fullgraph=True,
+        dynamic=True,
+    )
+    with pytest.raises(Exception, match="router_logits must have shape"):
+        compiled(x, logits.transpose(0, 1))

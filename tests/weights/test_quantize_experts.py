@@ -24,3 +24,14 @@ def test_weights_that_are_not_finite_are_refused(scheme: str, name: str, value: 
 def test_unquantized_weights_are_kept_as_they_are() -> None:
     w13 = torch.full((1, 64, 128), torch.inf)
     assert moe.quantize_experts(w13, torch.zeros(1, 128, 32), "none").w13 is w13
+
+
+def test_one_graph() -> None:
+    """A compiler's graph has no wait for what is not finite."""
+    w13, w2 = torch.randn(2, 64, 128), torch.randn(2, 128, 32)
+
+    def codes(w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+        return moe.quantize_experts(w13, w2, "int8").w13
+
+    compiled = torch.compile(codes, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(w13, w2), codes(w13, w2))

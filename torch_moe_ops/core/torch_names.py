@@ -11,7 +11,7 @@ import torch
 
 from torch_moe_ops.core.version import __version__
 
-TESTED = ("2.11", "2.15")  # the oldest and the newest release that the tests have passed with
+TESTED = ("2.11", "2.15")  # the oldest and the newest release that tests have run with
 
 Names = dict[str, tuple[str, ...]]  # by module
 

@@ -23,6 +23,7 @@ from torch_moe_ops.expert_parallel.share import prepared_share
 from torch_moe_ops.prepared.fused import fused_moe_routed, over_rows, route_rows
 from torch_moe_ops.prepared.lora import Lora
 from torch_moe_ops.prepared.prepared_weights import PreparedWeights
+from torch_moe_ops.prepared.same_tokens import check_owners, check_tokens
 from torch_moe_ops.prepared.shared_experts import check_router_columns
 from torch_moe_ops.routing.options import Routing
 from torch_moe_ops.transports import p2p
@@ -202,10 +203,11 @@ class ExpertParallel:
             overflow of the capacity, which every rank raises.
         """
         if hidden_states.ndim > 2:
+            check_owners("ExpertParallel", hidden_states, lora_ids)
             own = None if lora_ids is None else lora_ids.flatten()
             options: dict[str, Any] = {"max_tokens": max_tokens, "lora": lora, "lora_ids": own}
             run = lambda rows, ids, weights: self(rows, ids, weights, out_dtype, **options)  # noqa: E731
-            return over_rows(run, hidden_states, topk_ids, topk_weights)
+            return over_rows("ExpertParallel", run, hidden_states, topk_ids, topk_weights)
         most = self.max_tokens_per_rank
         rows_of_a_rank = check_call(hidden_states, self.w.hidden_size, most, max_tokens, self.capacity)
         check_adapters(lora, lora_ids, hidden_states, self.w)
@@ -306,6 +308,8 @@ class ExpertParallel:
         """
         shared = self.w.num_shared_experts
         check_router_columns(router_logits, self.placement.num_experts - shared, shared, "ExpertParallel")
+        given: dict[str, Any] = {"router_logits": router_logits, "shared_expert_weights": shared_expert_weights}
+        check_tokens("ExpertParallel", hidden_states, **given)
         ids, weights = route_rows(router_logits, routing, shared, shared_expert_weights)
         return self(hidden_states, ids, weights, out_dtype, max_tokens=max_tokens, lora=lora, lora_ids=lora_ids)
 

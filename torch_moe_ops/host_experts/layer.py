@@ -18,6 +18,7 @@ from torch_moe_ops.host_experts.staging import Staging, staging_of
 from torch_moe_ops.prepared.fused import fused_moe_routed, over_rows, route_rows
 from torch_moe_ops.prepared.prepare import prepare
 from torch_moe_ops.prepared.prepared_weights import PreparedWeights
+from torch_moe_ops.prepared.same_tokens import check_tokens
 from torch_moe_ops.prepared.shared_experts import check_router_columns
 from torch_moe_ops.routing.options import Routing
 from torch_moe_ops.weights.raw_weights import RawWeights
@@ -103,7 +104,7 @@ class HostExperts:
         """
         if hidden_states.ndim > 2:
             run = lambda rows, ids, weights: self(rows, ids, weights, out_dtype)  # noqa: E731
-            return over_rows(run, hidden_states, topk_ids, topk_weights)
+            return over_rows("HostExperts", run, hidden_states, topk_ids, topk_weights)
         places = torch.ops.moeq.ep_place(topk_ids, self._first, self._count, self._slots, self.load, 0)
         return torch.ops.moeq.host_experts(hidden_states, places, topk_weights.to(torch.float32), self.name, out_dtype)
 
@@ -125,6 +126,8 @@ class HostExperts:
         """
         routed, shared = self.num_experts - self.num_shared_experts, self.num_shared_experts
         check_router_columns(router_logits, routed, shared, "HostExperts")
+        given: dict[str, Any] = {"router_logits": router_logits, "shared_expert_weights": shared_expert_weights}
+        check_tokens("HostExperts", hidden_states, **given)
         return self(hidden_states, *route_rows(router_logits, routing, shared, shared_expert_weights), out_dtype)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

@@ -8,11 +8,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from torch_moe_ops.core.check import fail
 from torch_moe_ops.core.schemas import FAMILIES
 from torch_moe_ops.core.schemes import SCHEMES
 from torch_moe_ops.prepared.lora import Lora, run_with_lora
 from torch_moe_ops.prepared.prepared_weights import PreparedWeights
+from torch_moe_ops.prepared.same_tokens import check_owners, check_tokens
 from torch_moe_ops.prepared.shared_experts import check_columns, check_router_columns
 from torch_moe_ops.routing.options import Routing
 from torch_moe_ops.weights.raw_weights import RawWeights
@@ -68,9 +68,9 @@ def fused_moe(
         )
     many = isinstance(hidden_states, Tensor) and hidden_states.ndim > 2
     if many:
-        given: dict[str, Any] = {"router_logits": router_logits, "hidden_states_scale": hidden_states_scale}
-        check_tokens("fused_moe", hidden_states, **given)
-        _check_owners("fused_moe", hidden_states, lora_ids)
+        given: dict[str, Any] = {"router_logits": router_logits, "shared_expert_weights": shared_expert_weights}
+        check_tokens("fused_moe", hidden_states, hidden_states_scale=hidden_states_scale, **given)
+        check_owners("fused_moe", hidden_states, lora_ids)
     if w.num_shared_experts or shared_expert_weights is not None or lora is not None or lora_ids is not None:
         # No monolithic op has these: columns behind the router's, adapters.
         if w.num_shared_experts or shared_expert_weights is not None:
@@ -206,7 +206,7 @@ def _routed_with_lora(
 ) -> Tensor:
     """fused_moe_routed with adapters."""
     check_tokens("fused_moe_routed", hidden_states, topk_ids=topk_ids, topk_weights=topk_weights)
-    _check_owners("fused_moe_routed", hidden_states, lora_ids)
+    check_owners("fused_moe_routed", hidden_states, lora_ids)
     ids, weights, owners = _int32(_rows(topk_ids)), _float32(_rows(topk_weights)), _int32(_flat(lora_ids))
     result = run_with_lora(_rows(hidden_states), ids, weights, w, lora, owners, out_dtype, merged)
     return result.unflatten(0, hidden_states.shape[:-1]) if hidden_states.ndim > 2 else result
@@ -222,22 +222,6 @@ def _check_lora(lora: Any, hidden_states_scale: Tensor | None, out: Tensor | Non
 
 def _flat(lora_ids: Tensor | None) -> Tensor | None:
     return lora_ids.flatten() if lora_ids is not None and lora_ids.ndim > 1 else lora_ids
-
-
-def check_tokens(who: str, tokens: Any, like: str = "hidden_states", **given: Any) -> None:
-    """RuntimeError where a tensor has as many tokens in other dimensions ([sequence, batch], say): as rows, each would
-    meet another one's. One that is rows already is the op's to check."""
-    if not isinstance(tokens, Tensor) or tokens.ndim < 3:
-        return
-    for name, t in given.items():
-        if isinstance(t, Tensor) and t.ndim > 2 and t.shape[:-1] != tokens.shape[:-1]:
-            fail(who, name, f"have shape {(*tokens.shape[:-1], t.shape[-1])} like {like}", t.shape)
-
-
-def _check_owners(who: str, tokens: Tensor, lora_ids: Tensor | None) -> None:
-    """check_tokens of adapters, which have no last dimension."""
-    if isinstance(lora_ids, Tensor) and lora_ids.ndim > 1:
-        check_tokens(who, tokens, lora_ids=lora_ids[..., None])
 
 
 def _rows(tensor: Any) -> Any:
@@ -312,9 +296,13 @@ def route_rows(router_logits: Tensor, routing: Routing, shared: int, weights: Te
 
 
 def over_rows(
-    run: Callable[[Tensor, Tensor, Tensor], Tensor], hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor
+    who: str,
+    run: Callable[[Tensor, Tensor, Tensor], Tensor],
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
 ) -> Tensor:
     """`run` of a routed layer, which takes rows, on tensors with any number of dimensions in front."""
-    check_tokens("fused_moe_routed", hidden_states, topk_ids=topk_ids, topk_weights=topk_weights)
+    check_tokens(who, hidden_states, topk_ids=topk_ids, topk_weights=topk_weights)
     shape = hidden_states.shape[:-1]
     return run(*(t.flatten(0, -2) for t in (hidden_states, topk_ids, topk_weights))).unflatten(0, shape)

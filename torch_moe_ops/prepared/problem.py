@@ -67,7 +67,7 @@ def settings_of(
     # Constants without an activation (a quant config has none) are for the one that is named here.
     said = (raw.swiglu_alpha, raw.swiglu_beta, raw.swiglu_limit)
     said = said if raw.activation in (None, name) else (None, None, None)
-    alpha, beta, limit = (given if given is not None else own for given, own in zip(swiglu, said, strict=True))
+    alpha, beta, limit = (own if given is None else float(given) for given, own in zip(swiglu, said, strict=True))
     resolve_constants(name, alpha, beta, limit)  # raises where the activation takes no such constant
     return {
         "scheme": scheme.name,

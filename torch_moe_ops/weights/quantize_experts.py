@@ -27,7 +27,8 @@ def quantize_experts(w13: Tensor, w2: Tensor, scheme: str = "nvfp4", **fields: A
     Gate and up of an expert share one nvfp4 scale_2, as the exporting tools do for fused weights.
     Peak memory beyond the result is one expert in float32.
 
-    Raises ValueError: shapes, dtypes or a scheme that do not fit; weights to quantize that are NaN or infinite.
+    Raises ValueError: shapes, dtypes or a scheme that do not fit; weights to quantize that are NaN or infinite
+        (unless a compiler traces this, or a CUDA graph is captured: nothing waits for the device then).
     """
     sizes = get_scheme(scheme)
     for name, weight in (("w13", w13), ("w2", w2)):
@@ -51,7 +52,13 @@ def quantize_experts(w13: Tensor, w2: Tensor, scheme: str = "nvfp4", **fields: A
 
 def _check_finite(name: str, weight: Tensor) -> None:
     """A group with an infinite weight would have an infinite scale, and be NaN as a whole once it is decoded."""
-    if weight.device.type == "meta" or isinstance(weight, torch._subclasses.FakeTensor):
+    if (
+        weight.device.type == "meta"
+        or isinstance(weight, torch._subclasses.FakeTensor)
+        or torch.compiler.is_compiling()
+    ):
+        return
+    if weight.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     bad = torch.stack([~of_expert.isfinite().all() for of_expert in weight])  # little memory, and one wait
     if bad.any():

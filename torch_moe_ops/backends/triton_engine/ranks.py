@@ -217,7 +217,7 @@ def low_rows(
     launch(low_kernel, (programs,), (*sources, ids, ranks.scaling, out), first, count)
 
 
-@lru_cache
+@lru_cache(maxsize=1024)  # of as many pieces of experts as numbers of tokens give
 def _low_launch(
     k: int, ranks: int, adapters: int, has_ids: bool, chunk: int, transposed: bool, gathers: bool, count: int,
     few: bool, uses_ptx: bool,
