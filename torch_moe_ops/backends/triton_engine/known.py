@@ -1,9 +1,9 @@
 """Launches of kernels that an earlier launch has found: Triton's own look-up takes three times what a launch does.
 
 What is compared instead of all that Triton asks: the device, numbers that it may specialize, dtypes of tensors and
-whether they are aligned; and of constants, who keeps them (Launch) or they themselves (Known). No tensor is kept. Of what Triton does around a
-launch, a remembered kernel has the hooks of its entry and exit, but neither a kernel's own pre-run hooks nor modes of
-Triton's that were set after the kernel was found (debugging, instrumentation).
+whether they are aligned; and of constants, who keeps them (Launch) or they themselves (Known). No tensor is kept.
+Of what Triton does around a launch, a remembered kernel has the hooks of its entry and exit, but neither pre-run hooks of
+its own nor modes of Triton's that were set after it was found (debugging, instrumentation).
 """
 
 from __future__ import annotations
