@@ -2,8 +2,8 @@
 
 What is compared instead of all that Triton asks: the device, numbers that it may specialize, dtypes of tensors and
 whether they are aligned; and of constants, who keeps them (Launch) or they themselves (Known). No tensor is kept.
-Of what Triton does around a launch, a remembered kernel has the hooks of its entry and exit, but neither pre-run hooks of
-its own nor modes of Triton's that were set after it was found (debugging, instrumentation).
+Of what Triton does around a launch, a remembered kernel has the hooks of its entry and exit, but neither pre-run hooks
+of its own nor modes of Triton's that were set after it was found (debugging, instrumentation).
 """
 
 from __future__ import annotations
