@@ -151,8 +151,8 @@ def fused_moe_routed(
     args = (
         hidden_states,
         hidden_states_scale,
-        _int32(topk_ids) if topk_ids is not None and topk_ids.dtype == torch.int64 else topk_ids,
-        topk_weights.float() if topk_weights is not None and topk_weights.dtype in _ROUNDED else topk_weights,
+        _int32(topk_ids),
+        _float32(topk_weights),
         *w.op_weights(),
         w.backend,
         w.act_format,
@@ -238,6 +238,7 @@ def _int32(ids: Any) -> Any:
 
 
 def _float32(weights: Any) -> Any:
+    """Routing weights likewise."""
     return weights.float() if isinstance(weights, Tensor) and weights.dtype in _ROUNDED else weights
 
 
