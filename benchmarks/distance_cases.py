@@ -17,6 +17,7 @@ from torch import Tensor
 
 import torch_moe_ops as moe
 from torch_moe_ops.backends import BACKENDS
+from torch_moe_ops.core.activations import is_gated
 
 Line = dict[str, Any]
 
@@ -77,6 +78,7 @@ FEW_LAYERS = {
     "int4zpf16": 3,
     **dict.fromkeys(("int4g32zp", "int4g32zpf16", "int4f32", "int4zpf32"), 3),
 }
+PEERS_RUN = "silu"  # the activation of the peers; beside others they are emulated
 _NOT_OURS = ("reference", "flashinfer_trtllm", "flashinfer_cutlass")
 
 
@@ -88,6 +90,10 @@ class Case(NamedTuple):
     def shape(self) -> common.Shape:
         shape = LAYERS[self.layer]
         return dataclasses.replace(shape, E=min(shape.E, max(EXPERTS, 2 * shape.k)))
+
+    def shape_with(self, activation: str) -> common.Shape:
+        """With one half of w13 where the activation has no gate."""
+        return dataclasses.replace(self.shape, act="silu" if is_gated(activation) else "relu2")
 
 
 def cases(formats: list[str], layers: list[str]) -> list[Case]:
@@ -109,20 +115,20 @@ class Contestant(NamedTuple):
     note: Line = {}  # noqa: RUF012  read only
 
 
-def measure(case: Case, peers_dir: Path, device: str) -> Iterator[Line]:
+def measure(case: Case, peers_dir: Path, device: str, activation: str = PEERS_RUN) -> Iterator[Line]:
     """A line a contestant and number of tokens, or one that says why there is none. Ours come first.
 
     Raises ValueError where the oracle does not take the layer.
     """
     common.set_device(device)
     torch.manual_seed(0)
-    weights = common.Weights.random(case.fmt, case.shape)
-    raw = moe_layers.raw_weights(case.fmt, weights, "silu", None)
+    weights = common.Weights.random(case.fmt, case.shape_with(activation))
+    raw = moe_layers.raw_weights(case.fmt, weights, activation, None)
     problem = moe.explain(raw, act_format=moe_layers.FORMATS[case.fmt][1], device=device).problem
     about = {
         "format": case.fmt, "scheme": problem.scheme, "act_format": problem.act_format,
-        "weight_scales": problem.weight_scales, "layer": case.layer, "experts": case.shape.E, "top_k": case.shape.k,
-        "hidden": case.shape.H, "inter": case.shape.I,
+        "weight_scales": problem.weight_scales, "activation": activation, "layer": case.layer, "experts": case.shape.E,
+        "top_k": case.shape.k, "hidden": case.shape.H, "inter": case.shape.I,
     }  # fmt: skip
     batches = {m: [common.make_inputs(case.shape, m, 1000 * m + i) for i in range(n)] for m, n in BATCHES.items()}
     wanted = {policy: _oracle(raw, problem, policy, batches, device) for policy in _policies(case.fmt)}
@@ -171,11 +177,13 @@ def _contestants(
             settings = {"act_format": problem.act_format, "weight_policy": policy, "device": problem.device}
             yield Contestant(name, "ours", lambda n=name, s=settings: _ours(raw, n, s), {"weight_policy": policy})  # type: ignore[misc]
     if case.fmt in peer_numerics.OF_FORMAT:
-        numerics = peer_numerics.OF_FORMAT[case.fmt]
+        numerics, activation = peer_numerics.OF_FORMAT[case.fmt], problem.activation
         yield Contestant(
-            numerics.name, "emulated", lambda: lambda inputs: peer_numerics.emulated(weights, inputs, numerics)
+            numerics.name,
+            "emulated",
+            lambda: lambda inputs: peer_numerics.emulated(weights, inputs, numerics, activation),
         )
-    for name in PEERS[case.fmt]:
+    for name in PEERS[case.fmt] if problem.activation == PEERS_RUN else ():
         if case.layer in COMPILED_FOR.get(name, LAYERS):
             yield Contestant(name, "peer", lambda n=name: _peer(n, case.fmt, weights, peers_dir))  # type: ignore[misc]
 

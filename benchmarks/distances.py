@@ -3,6 +3,8 @@
 
     bash benchmarks/peers/fetch_peers.sh          # once, where there is a network: the peers, in .peers
     python benchmarks/distances.py                # one H100 or H200, about two minutes
+    python benchmarks/distances.py --activations gelu_tanh,relu2_no_mul --layers qwen3_30b,dsv3 --formats fp8,int4 \
+        --out benchmarks/results/h200_distances_activations.jsonl
     python scripts/distance_table.py --write      # docs/numerics.md and what `accuracy="standard"` may choose
 
 Writes JSON lines, --out (default: benchmarks/results/h200_distances.jsonl): relative L2 distance of a whole result
@@ -10,7 +12,7 @@ and of its worst row from the float32 result of `reference`, in the mean over ca
 of tokens and contestant. A contestant is a backend of the library ("ours"), another library's kernel ("peer"), or what
 that kernel rounds in plain torch ("emulated", peer_numerics.py). One that cannot run leaves a line with the reason.
 Every layer and format runs in a process of its own, several at once: a kernel that crashes ends that one alone. What
-is not done after --seconds is named and left out.
+is not done after --seconds is named and left out. Peers run silu alone; beside other activations they are emulated.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ import torch  # noqa: E402
 from distance_cases import FORMATS, LAYERS, Case  # noqa: E402
 
 import torch_moe_ops as moe  # noqa: E402
+from torch_moe_ops.core.activations import ACTIVATIONS  # noqa: E402
 
 
 def parser() -> argparse.ArgumentParser:
@@ -44,19 +47,22 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--jobs", type=int, default=12, help="processes at once")
     p.add_argument("--formats", default=",".join(FORMATS))
     p.add_argument("--layers", default=",".join(LAYERS))
+    p.add_argument("--activations", default=distance_cases.PEERS_RUN, help="one after the other in each process")
     p.add_argument("--peers-dir", type=Path, default=Path(os.environ.get("MOE_PEERS_DIR", ".peers")))
     p.add_argument("--device", default="cuda", help="cpu: our CPU backend and the emulated peers")
     p.add_argument("--case", help=argparse.SUPPRESS)  # FORMAT:LAYER, in a process of its own
     return p
 
 
-def run_case(text: str, out: Path, peers_dir: Path, device: str) -> None:
+def run_case(args: argparse.Namespace) -> None:
     """The lines of one layer and format, each written when it is known."""
-    sys.path.insert(0, str(peers_dir.resolve()))
-    with out.open("a", encoding="utf-8") as file, torch.inference_mode():
-        for line in distance_cases.measure(Case(*text.split(":")), peers_dir.resolve(), device):
-            file.write(json.dumps(line) + "\n")
-            file.flush()
+    peers_dir = args.peers_dir.resolve()
+    sys.path.insert(0, str(peers_dir))
+    with args.out.open("a", encoding="utf-8") as file, torch.inference_mode():
+        for activation in args.activations.split(","):
+            for line in distance_cases.measure(Case(*args.case.split(":")), peers_dir, args.device, activation):
+                file.write(json.dumps(line) + "\n")
+                file.flush()
 
 
 class Job:
@@ -66,6 +72,7 @@ class Job:
         self.case, self.lines_file = case, folder / f"{case.fmt}-{case.layer}.jsonl"
         self._errors = (folder / f"{case.fmt}-{case.layer}.err").open("w+", encoding="utf-8")
         options = ["--case", f"{case.fmt}:{case.layer}", "--out", str(self.lines_file), "--device", args.device]
+        options += ["--activations", args.activations]
         command = [sys.executable, __file__, *options, "--peers-dir", str(args.peers_dir)]
         self.process = subprocess.Popen(command, stdout=self._errors, stderr=self._errors)
 
@@ -125,13 +132,13 @@ def environment(args: argparse.Namespace) -> dict[str, Any]:
 def main() -> int:
     args = parser().parse_args()
     if args.case:
-        run_case(args.case, args.out, args.peers_dir, args.device)
+        run_case(args)
         return 0
     if args.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("no CUDA device; --device cpu measures the CPU backend and the emulated peers")
-    unknown = set(args.formats.split(",")) - set(FORMATS), set(args.layers.split(",")) - set(LAYERS)
-    if any(unknown):
-        raise SystemExit(f"--formats must be of {', '.join(FORMATS)} and --layers of {', '.join(LAYERS)}")
+    for option, known in (("formats", FORMATS), ("layers", LAYERS), ("activations", ACTIVATIONS)):
+        if set(getattr(args, option).split(",")) - set(known):
+            raise SystemExit(f"--{option} must be of {', '.join(known)}")
     with tempfile.TemporaryDirectory() as folder:
         lines = [environment(args), *run_all(args, Path(folder))]
     args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,8 @@ import torch
 from moe_peers import common
 from torch import Tensor
 
+from torch_moe_ops.core.activations import apply_activation, is_gated
+
 E4M3_LARGEST = 448.0
 
 
@@ -57,7 +59,7 @@ def weight(weights: common.Weights, which: int, expert: int, numerics: Numerics)
     return (values.bfloat16() if numerics.round_weights else values).double()
 
 
-def emulated(weights: common.Weights, inputs: common.Inputs, numerics: Numerics) -> Tensor:
+def emulated(weights: common.Weights, inputs: common.Inputs, numerics: Numerics, activation: str = "silu") -> Tensor:
     """bfloat16 [tokens, hidden_size]: every GEMM's result is rounded, the second one after the routing weight."""
     tokens, hidden = inputs.x.shape
     slots = torch.zeros(tokens, inputs.ids.shape[1], hidden, device=inputs.x.device)
@@ -65,8 +67,8 @@ def emulated(weights: common.Weights, inputs: common.Inputs, numerics: Numerics)
         token, slot = torch.where(inputs.ids == e)
         x = operand(inputs.x[token], numerics.act)
         h = (x @ weight(weights, 1, e, numerics).T).float().bfloat16().float()
-        gate, up = h.chunk(2, 1)
-        h = torch.nn.functional.silu(gate) * up
+        gate, up = h.chunk(2, 1) if is_gated(activation) else (None, h)
+        h = apply_activation(activation, gate, up)
         h = h.bfloat16().float() if numerics.round_activation else h
         y = (operand(h, numerics.act) @ weight(weights, 2, e, numerics).T).float()
         slots[token, slot] = (y * inputs.weights[token, slot, None]).bfloat16().float()

@@ -2,10 +2,10 @@
 
     python scripts/distance_table.py [--write]
 
-Reads benchmarks/results/h200_distances.jsonl and h200_distances_int4.jsonl (`benchmarks/distances.py`), and the times
-of h200_moe.jsonl and h200_standard.jsonl (`benchmarks/run_h200.sh fp8`, `standard`). A file that is not there counts
-for nothing. Writes the table and torch_moe_ops/backends/distances.json, or without --write fails where they are not
-what the results say.
+Reads benchmarks/results/h200_distances*.jsonl (`benchmarks/distances.py`), and the times of h200_moe.jsonl,
+h200_standard.jsonl (`benchmarks/run_h200.sh fp8`, `standard`) and h200_auto_sweep_own.jsonl (`bench_sweep.py --peers
+""`). A file that is not there counts for nothing. Writes the tables and torch_moe_ops/backends/distances.json, or
+without --write fails where they are not what the results say.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE, DATA = ROOT / "docs" / "numerics.md", ROOT / "torch_moe_ops" / "backends" / "distances.json"
-DISTANCES = ("h200_distances.jsonl", "h200_distances_int4.jsonl")
-TIMES = ("h200_moe.jsonl", "h200_standard.jsonl")
+DISTANCES = ("h200_distances.jsonl", "h200_distances_int4.jsonl", "h200_distances_activations.jsonl")
+TIMES = ("h200_moe.jsonl", "h200_standard.jsonl", "h200_auto_sweep_own.jsonl")
 BEGIN, END = "<!-- distances: begin (scripts/distance_table.py --write) -->", "<!-- distances: end -->"
 FORMATS = {
     "fp8": "FP8 in 128x128 blocks, fp8 activations", "fp8row": "FP8 with scales of rows, fp8 activations",
@@ -55,7 +55,8 @@ TIMED = {
     "mxint4": ("mxint4", "none", None),
 }
 
-ACTIVATION = "silu"  # of every layer of benchmarks/distances.py
+ACTIVATION = "silu"  # of lines that name none, and of the table's long part
+ALIKE = "-silu"  # ends the name of a layer that was timed with silu where its model has another activation
 
 Line = dict[str, Any]
 
@@ -72,28 +73,38 @@ def read(name: str) -> list[Line]:
 
 
 def distances() -> list[Line]:
-    """The lines of all runs; a format has those of the last run that measured it."""
+    """The lines of all runs; a format with an activation has those of the last run that measured it."""
     runs = [(name, read(name)) for name in DISTANCES]
-    last = {line["format"]: name for name, lines in runs for line in lines if line["event"] == "distance"}
+    last = {measured_as(line): name for name, lines in runs for line in lines if line["event"] == "distance"}
     return [
         line | {"file": name} if line["event"] == "env" else line
         for name, lines in runs
         for line in lines
-        if last.get(line.get("format", ""), name) == name
+        if last.get(measured_as(line), name) == name
     ]
+
+
+def measured_as(line: Line) -> tuple[str, str]:
+    """(format, activation)."""
+    return line.get("format", ""), line.get("activation", ACTIVATION)
 
 
 def contestant(line: Line) -> Contestant:
     return Contestant(line["kind"], line["who"], line.get("weight_policy", "exact"))
 
 
-def by_format(lines: Iterable[Line]) -> dict[str, dict[Contestant, list[Line]]]:
-    """The distances, in the order of FORMATS."""
-    found: dict[str, dict[Contestant, list[Line]]] = {name: defaultdict(list) for name in FORMATS}
+Measured = dict[tuple[str, str], dict[Contestant, list[Line]]]
+
+
+def by_format(lines: Iterable[Line]) -> Measured:
+    """(format, activation) -> the distances; in the order of FORMATS, silu first."""
+    found: Measured = defaultdict(lambda: defaultdict(list))
     for line in lines:
         if line["event"] == "distance":
-            found[line["format"]][contestant(line)].append(line)
-    return {name: dict(each) for name, each in found.items() if each}
+            found[measured_as(line)][contestant(line)].append(line)
+    order = {name: i for i, name in enumerate(FORMATS)}
+    names = sorted(found, key=lambda name: (order[name[0]], name[1] != ACTIVATION, name[1]))
+    return {name: dict(found[name]) for name in names}
 
 
 def field_of(each: dict[Contestant, list[Line]]) -> dict[tuple[str, int], list[tuple[Contestant, Line]]]:
@@ -126,16 +137,16 @@ def stated(lines: list[Line]) -> list[Line]:
     A layer counts where all numbers of tokens were measured.
     """
     tokens = {line["tokens"] for line in lines if line["event"] == "distance"}
-    failed = {(line["format"], contestant(line)) for line in lines if line["event"] == "missing" and "who" in line}
+    failed = {(measured_as(line), contestant(line)) for line in lines if line["event"] == "missing" and "who" in line}
     entries = []
-    for fmt, each in by_format(lines).items():
+    for kind, each in by_format(lines).items():
         for who, mine in each.items():
-            if who.kind != "ours" or (fmt, who) in failed:
+            if who.kind != "ours" or (kind, who) in failed:
                 continue
             against = ratio_to_field(mine, each)
             entry = {name: mine[0][name] for name in ("scheme", "act_format", "weight_scales")}
             entry |= {"backend": who.who, "weight_policy": who.weight_policy}
-            entry["activation"] = ACTIVATION
+            entry["activation"] = kind[1]
             entry["layers"] = len(complete_layers(mine, tokens))
             for what in ("l2", "row"):
                 values = [line[what] for line in mine]
@@ -164,7 +175,7 @@ def times(files: Iterable[list[Line]], backends: set[str]) -> list[Line]:
     for lines in files:
         for line in lines:
             run += line["event"] == "env"
-            name, _, fmt = line.get("layer", "").partition("/")
+            name, fmt = timed_as(line)
             if line["event"] != "bench" or fmt not in TIMED or name not in backends or line["covers"] != "ids":
                 continue
             key = (*TIMED[fmt], line["E"], line["k"], line["H"], line["I"])
@@ -178,6 +189,15 @@ def times(files: Iterable[list[Line]], backends: set[str]) -> list[Line]:
                 us[name][str(tokens)] = value
         entries.append(dict(zip(names, key, strict=True)) | {"us": {name: us[name] for name in sorted(us)}})
     return entries
+
+
+def timed_as(line: Line) -> tuple[str, str]:
+    """(backend, format): that which `auto` took, and none of a layer that was timed with silu as well."""
+    name, _, fmt = line.get("layer", "").partition("/")
+    if line.get("activation"):
+        return "", fmt
+    name = name.removesuffix(ALIKE)
+    return line.get("backend", name) if name == "auto" else name, fmt
 
 
 def data() -> str:
@@ -203,7 +223,9 @@ def table(lines: list[Line]) -> list[str]:
             f"`python benchmarks/distances.py`, `benchmarks/results/{env.get('file', DISTANCES[0])}`."
             for env in lines if env["event"] == "env"] + [""]  # fmt: skip
     tokens = sorted({line["tokens"] for line in lines if line["event"] == "distance"})
-    for fmt, each in formats.items():
+    for (fmt, activation), each in formats.items():
+        if activation != ACTIVATION:
+            continue
         text += [f"| {FORMATS[fmt]} | layers | " + " | ".join(f"M={m}" for m in tokens) + " | of the field's |"]
         text += ["|---|---:|" + "---:|" * len(tokens) + "---:|"]
         for who, mine in sorted(
@@ -215,8 +237,20 @@ def table(lines: list[Line]) -> list[str]:
             layers = len({line["layer"] for line in mine})
             text.append(f"| {_name(who)} | {layers} | " + " | ".join(cells) + f" | {share} |")
         text.append("")
+    text += activation_table(formats)
     missing = list(dict.fromkeys(_missing(line) for line in lines if line["event"] == "missing"))
     return [*text, "Not measured:", "", *missing] if missing else text[:-1]
+
+
+def activation_table(formats: Measured) -> list[str]:
+    """Our backends with other activations than silu: a row a format and activation, the largest of all numbers."""
+    rows = []
+    for (fmt, activation), each in formats.items():
+        for who, mine in sorted(each.items()) if activation != ACTIVATION else ():
+            if who.kind == "ours" and (against := ratio_to_field(mine, each)):
+                rows.append(f"| {FORMATS[fmt]} | `{activation}` | {_name(who)} | {_cell(mine)} | {against[0]:.2f} |")
+    head = ["| format | activation | backend | largest | of the field's, emulated |", "|---|---|---|---:|---:|"]
+    return [*head, *rows, ""] if rows else []
 
 
 def _name(who: Contestant) -> str:

@@ -202,16 +202,28 @@ CASES = {
 }  # fmt: skip
 
 
-def test_fp8_blocks_take_one_backend_at_every_number_of_tokens() -> None:
+# (experts, top_k, hidden_size, intermediate_size): Qwen3-30B, DeepSeek-V3, Mixtral, Kimi-K2, GLM-4.6, and one that no
+# record has, of Moonlight's experts.
+LAYERS = (
+    (128, 8, 2048, 768), (256, 8, 7168, 2048), (8, 2, 4096, 14336), (384, 8, 7168, 2048), (160, 8, 5120, 1536),
+    (64, 6, 2048, 1408),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+@pytest.mark.parametrize(
+    ("scheme", "scales"), [("fp8_block", None), ("fp8", "channel"), ("fp8", "tensor"), ("fp8", "half")], ids=str
+)
+def test_fp8_takes_one_backend_at_every_number_of_tokens(
+    scheme: str, scales: str | None, layer: tuple[int, int, int, int]
+) -> None:
     """By the library's own results: the one whose layout serves few tokens and many."""
-    for experts, hidden, inter in ((128, 2048, 768), (256, 7168, 2048)):
-        sizes = {
-            "num_experts": experts,
-            "num_local_experts": experts,
-            "hidden_size": hidden,
-            "intermediate_size": inter,
-        }
-        assert moe.explain(dataclasses.replace(FP8, top_k=8, **sizes)).chosen == "cuda_sm90_fp8"
+    experts, top_k, hidden, inter = layer
+    posed = dataclasses.replace(
+        FP8, scheme=scheme, weight_scales=scales, top_k=top_k, num_experts=experts, num_local_experts=experts,
+        hidden_size=hidden, intermediate_size=inter,
+    )  # fmt: skip
+    assert moe.explain(posed).chosen == "cuda_sm90_fp8"
 
 
 @pytest.mark.parametrize(("least", "chosen"), [(2, "triton_fp8"), (3, "triton")])
@@ -257,6 +269,25 @@ def test_distances_count_for_the_activation_that_was_measured(
         "standard, 2.0e-03 to 6.0e-03 from the oracle, 9.0e-03 in the worst row with silu: at most 0.50 times vLLM's "
         "Triton kernel; by name only: its distance is measured with silu and no constants alone"
     )
+
+
+def test_each_activation_has_a_distance_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Near with gelu_tanh, too far with situ, and without a kernel of the field beside it with silu."""
+    ratios = {"silu": None, "gelu_tanh": 0.8, "situ": 1.2}
+    results(
+        monkeypatch, [r for a, ratio in ratios.items() for r in near("triton_fp8", activation=a, ratio=ratio)], [TIMES]
+    )
+    found = {a: moe.explain(dataclasses.replace(FP8, activation=a)) for a in (*ratios, "relu2")}
+    chosen = {a: explanation.chosen for a, explanation in found.items()}
+    assert chosen == {"silu": "triton", "gelu_tanh": "triton_fp8", "situ": "triton", "relu2": "triton"}
+    assert "in the worst row: at most 0.80 times" in found["gelu_tanh"].accuracy["triton_fp8"]
+    assert "more than 1.1 times as far" in found["situ"].accuracy["triton_fp8"]
+    assert "no kernel of the field" in found["relu2"].accuracy["triton_fp8"]
+    results(monkeypatch, near("triton_fp8") + near("triton_fp8", activation="situ"), [TIMES])
+    text = moe.explain(dataclasses.replace(FP8, activation="relu2")).accuracy["triton_fp8"]
+    assert text.endswith("its distance is measured with silu, situ and no constants alone")
+    constants = dataclasses.replace(FP8, activation="situ", constants=(1.0, 2.0, 3.0))
+    assert moe.explain(constants).chosen == "triton", "constants of the caller's were not measured"
 
 
 def test_a_scale_of_a_matrix_is_measured_as_that_of_two_halves(monkeypatch: pytest.MonkeyPatch) -> None:

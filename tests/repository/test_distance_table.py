@@ -108,6 +108,45 @@ def test_times_of_a_cell_are_of_one_run_the_last(script: Any) -> None:
     assert (entry["scheme"], entry["act_format"], sizes) == ("fp8_block", "fp8", (256, 8, 7168, 2048))
 
 
+def test_what_auto_took_is_a_time_of_that_backend(script: Any) -> None:
+    """Of a layer that was timed with silu as well, those times alone."""
+    write(script, "h200_distances.jsonl", ENV, *OURS, *FIELD)
+    lines = [
+        bench("auto", 1, 20.0) | {"backend": "triton_fp8"},
+        bench("triton", 1, 30.0),
+        bench("auto", 8, 50.0) | {"backend": "triton", "activation": "swigluoai, biases"},
+        bench("auto-silu", 8, 40.0) | {"backend": "triton_fp8"},
+        bench("triton-silu", 8, 45.0),
+        bench("triton", 8, 52.0) | {"activation": "swigluoai, biases"},
+    ]
+    lines[3]["layer"] = "auto-silu/fp8"
+    write(script, "h200_auto_sweep_own.jsonl", {"event": "env"}, *lines)
+    (entry,) = json.loads(script.data())["times"]
+    assert entry["us"] == {"triton": {"1": 30.0, "8": 45.0}, "triton_fp8": {"1": 20.0, "8": 40.0}}
+
+
+def test_each_activation_is_measured_by_itself(script: Any) -> None:
+    """In its own entry, of the last run that has it, and in a short table."""
+    gelu = [
+        line | {"activation": "gelu_tanh"}
+        for line in (
+            distance("triton_fp8", "ours", 2e-3, 5e-3),
+            distance("triton_fp8", "ours", 3e-3, 6e-3, "qwen3_30b"),
+            distance("vllm_triton", "emulated", 1e-2, 1e-2),
+            distance("vllm_triton", "emulated", 1e-2, 1e-2, "qwen3_30b"),
+        )
+    ]
+    write(script, "h200_distances.jsonl", ENV, *OURS, *FIELD)
+    write(script, "h200_distances_activations.jsonl", ENV, *gelu)
+    entries = {(e["backend"], e["activation"]): e for e in json.loads(script.data())["distances"]}
+    assert set(entries) == {("triton", "silu"), ("triton_fp8", "silu"), ("triton_fp8", "gelu_tanh")}
+    assert (entries["triton_fp8", "silu"]["ratio"], entries["triton_fp8", "gelu_tanh"]["ratio"]) == (0.75, 0.6)
+    assert entries["triton_fp8", "gelu_tanh"]["row"] == [5e-3, 6e-3]
+    table = "\n".join(script.table(script.distances()))
+    row = "| FP8 in 128x128 blocks, fp8 activations | `gelu_tanh` | `triton_fp8` | 3.0e-03 / 6.0e-03 | 0.60 |"
+    assert row in table and "| 5.0e-03 / 6.0e-03 | 0.75 |" in table
+
+
 def test_what_the_script_writes_is_what_auto_reads(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     write(script, "h200_distances.jsonl", ENV, *OURS, *FIELD)
     timed = [bench(name, m, us * m) for m in (1, 64, 512) for name, us in (("triton", 30.0), ("triton_fp8", 20.0))]

@@ -62,6 +62,15 @@ def test_a_layer_is_measured_and_a_peer_that_is_not_there_is_named(program: Any,
     assert set(missing) == wanted and all(missing.values()), missing
 
 
+@pytest.mark.parametrize("activation", ["gelu_tanh", "swigluoai", "relu2_no_mul"])
+def test_other_activations_are_compared_with_what_peers_round(program: Any, activation: str, tmp_path: Path) -> None:
+    """No peer runs them, so none is missing; an emulation of silu would be far from this oracle."""
+    lines = list(program.cases.measure(program.cases.Case("fp8row", "tiny"), tmp_path, "cpu", activation))
+    assert {line["event"] for line in lines} == {"distance"} and {line["activation"] for line in lines} == {activation}
+    emulated = [line["l2"] for line in lines if line["kind"] == "emulated"]
+    assert len(emulated) == 2 and all(1e-3 < value < 0.05 for value in emulated)
+
+
 def test_the_emulation_rounds_what_it_says(program: Any) -> None:
     """Weights that are bfloat16 already cost Marlin nothing more than 16-bit results do."""
     weights = program.common.Weights.random("int4", program.common.Shape("tiny", 4, 2, 128, 128))
@@ -128,3 +137,5 @@ def test_names_are_checked() -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "distances.py"), "--device", "cpu", "--formats", "nvfp3"]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == 1 and "--formats must be of fp8," in ended.stderr
+    ended = subprocess.run([*command[:-2], "--activations", "gelu2"], capture_output=True, text=True)
+    assert ended.returncode == 1 and "--activations must be of silu," in ended.stderr

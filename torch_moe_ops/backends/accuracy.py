@@ -14,7 +14,8 @@ same weights, and `bench_moe.py` times; `python scripts/distance_table.py --writ
 
 l2, row: relative L2 distance of a whole result and of its worst row, over layers and numbers of tokens. ratio: the
 largest of our distance over the field's (of `field`) on one layer and number of tokens; null where there is no peer.
-weight_scales: as Problem says; null in `times`: any. activation: with which all of it was measured, without constants.
+weight_scales: as Problem says; null in `times`: any. activation: with which all of it was measured, without a caller's
+constants; an entry each.
 """
 
 from __future__ import annotations
@@ -57,17 +58,21 @@ def _on_this_device(problem: Problem) -> bool:
     return problem.device == "cuda" and capability is not None and problem.capability == tuple(capability)
 
 
-def distance_of(backend: str, problem: Problem) -> Record | None:
-    """The measured distance of a backend for such weights and activations, on such a device."""
+def _distances_of(backend: str, problem: Problem) -> list[Record]:
+    """The measured distances of a backend for such weights, one an activation, on such a device."""
     if not _on_this_device(problem):
-        return None
-    wanted = (backend, problem.scheme, problem.act_format, problem.weight_policy)
+        return []
     kind = _MEASURED_AS.get(problem.weight_scales or "", problem.weight_scales)
-    for record in measured()["distances"]:
-        key = (record["backend"], record["scheme"], record["act_format"], record["weight_policy"])
-        if key == wanted and record["weight_scales"] == kind:
-            return record
-    return None
+    wanted = (backend, problem.scheme, problem.act_format, problem.weight_policy, kind)
+    names = ("backend", "scheme", "act_format", "weight_policy", "weight_scales")
+    return [record for record in measured()["distances"] if tuple(record[name] for name in names) == wanted]
+
+
+def distance_of(backend: str, problem: Problem) -> Record | None:
+    """The one with the problem's activation, else the first; None where there is none."""
+    found = _distances_of(backend, problem)
+    of_activation = [record for record in found if record["activation"] == problem.activation]
+    return next(iter(of_activation or found), None)
 
 
 def statement(backend: str, problem: Problem) -> str:
@@ -97,7 +102,8 @@ def too_far(backend: str, problem: Problem) -> str | None:
     if found["ratio"] is None:
         return "there is no kernel of the field to compare with"
     if not _as_measured(found, problem):
-        return f"its distance is measured with {found['activation']} and no constants alone"
+        names = ", ".join(record["activation"] for record in _distances_of(backend, problem))
+        return f"its distance is measured with {names} and no constants alone"
     if found["layers"] < MIN_LAYERS:
         return f"its distance is measured on too few layers ({found['layers']})"
     if found["ratio"] > FACTOR:
