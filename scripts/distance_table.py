@@ -243,13 +243,23 @@ def table(lines: list[Line]) -> list[str]:
 
 
 def activation_table(formats: Measured) -> list[str]:
-    """Our backends with other activations than silu: a row a format and activation, the largest of all numbers."""
-    rows = []
+    """Our backends with other activations than silu: a row a format and backend, the largest of all numbers."""
+    found: dict[tuple[str, Contestant], dict[str, tuple[list[Line], float]]] = defaultdict(dict)
     for (fmt, activation), each in formats.items():
         for who, mine in sorted(each.items()) if activation != ACTIVATION else ():
             if who.kind == "ours" and (against := ratio_to_field(mine, each)):
-                rows.append(f"| {FORMATS[fmt]} | `{activation}` | {_name(who)} | {_cell(mine)} | {against[0]:.2f} |")
-    head = ["| format | activation | backend | largest | of the field's, emulated |", "|---|---|---|---:|---:|"]
+                found[fmt, who][activation] = mine, against[0]
+    rows = []
+    for (fmt, who), of in found.items():
+        names = ", ".join(f"`{name}`" for name in of)
+        largest = _cell([line for mine, _ in of.values() for line in mine])
+        layers = min(len({line["layer"] for line in mine}) for mine, _ in of.values())
+        ratio = max(ratio for _, ratio in of.values())
+        rows.append(f"| {FORMATS[fmt]} | {_name(who)} | {names} | {layers} | {largest} | {ratio:.2f} |")
+    head = [
+        "| format | backend | activations | layers | largest | of the field's, emulated |",
+        "|---|---|---|---:|---:|---:|",
+    ]
     return [*head, *rows, ""] if rows else []
 
 

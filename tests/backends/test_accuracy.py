@@ -298,6 +298,11 @@ def test_a_scale_of_a_matrix_is_measured_as_that_of_two_halves(monkeypatch: pyte
         for kind in ("half", "tensor", "channel", None)
     }
     assert chosen == {"half": "triton_fp8", "tensor": "triton_fp8", "channel": "triton", None: "triton"}
+    # Where w13 is one half, a record says "tensor" itself.
+    of_one_half = near("triton_fp8", scheme="fp8", weight_scales="tensor", activation="relu2_no_mul")
+    results(monkeypatch, near_fp8 + of_one_half, [TIMES | {"scheme": "fp8"}])
+    posed = dataclasses.replace(FP8, scheme="fp8", weight_scales="tensor", activation="relu2_no_mul")
+    assert moe.explain(posed).chosen == "triton_fp8"
 
 
 def test_explain_shows_class_and_distance(monkeypatch: pytest.MonkeyPatch) -> None:

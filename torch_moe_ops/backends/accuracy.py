@@ -62,10 +62,17 @@ def _distances_of(backend: str, problem: Problem) -> list[Record]:
     """The measured distances of a backend for such weights, one an activation, on such a device."""
     if not _on_this_device(problem):
         return []
-    kind = _MEASURED_AS.get(problem.weight_scales or "", problem.weight_scales)
-    wanted = (backend, problem.scheme, problem.act_format, problem.weight_policy, kind)
-    names = ("backend", "scheme", "act_format", "weight_policy", "weight_scales")
-    return [record for record in measured()["distances"] if tuple(record[name] for name in names) == wanted]
+    wanted = (backend, problem.scheme, problem.act_format, problem.weight_policy)
+    names, kind = ("backend", "scheme", "act_format", "weight_policy"), _kind(problem.weight_scales)
+    return [
+        record
+        for record in measured()["distances"]
+        if tuple(record[name] for name in names) == wanted and _kind(record["weight_scales"]) == kind
+    ]
+
+
+def _kind(weight_scales: str | None) -> str | None:
+    return _MEASURED_AS.get(weight_scales or "", weight_scales)
 
 
 def distance_of(backend: str, problem: Problem) -> Record | None:
