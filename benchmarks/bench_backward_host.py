@@ -42,7 +42,7 @@ from host_gpu import host_gpu
 
 import torch_moe_ops as moe
 from torch_moe_ops.backends import BACKENDS
-from torch_moe_ops.backends.triton_engine import grouped
+from torch_moe_ops.backends.triton_engine import grouped, known
 from torch_moe_ops.core.layout import Sizes
 from torch_moe_ops.core.schemes import SCHEMES
 
@@ -133,13 +133,14 @@ def of_launches(calls: int) -> dict[str, float]:
     with host_gpu():
         for _ in range(2):
             product(weights, 0, 4)
-        launch = product.launch
-        tensors, named, kernel = launch.tensors, dict(launch.constants), launch.compiled
-        args = (*tensors, 0, 4, *named.values())
+        launch, found = product.launch, next(iter(known.FOUND.values()))
+        tensors, named, compiled = launch.tensors, launch.constants, found.compiled
+        args = (*tensors, 0, 4, *found.constants)
         ways: dict[str, Callable[[], Any]] = {
             "looked_up_us": lambda: launch.kernel[(132,)](*tensors, 0, 4, **named, **launch.options),
-            "found_again_us": lambda: kernel[(132, 1, 1)](*args),
-            "stand_in_us": lambda: kernel.run(132, 1, 1, 0, 1, (), None, None, None, *args),
+            "by_triton_us": lambda: compiled[(132, 1, 1)](*args),
+            "found_again_us": lambda: launch((132,), 0, 4),
+            "stand_in_us": lambda: compiled.run.launch(*range(13), *args),
         }
         return {name: round(statistics.median(microseconds(way, calls)), 2) for name, way in ways.items()}
 
