@@ -8,9 +8,10 @@ Forward and backward of Qwen3-30B's layer in NVFP4 as `cuda_sm90` lays it out, g
 weights; with adapters of a rank, to their factors too. Triton has to be installed; host_gpu.py has what stands in for
 the GPU. A line has the microseconds of a step (the median, and what a tenth of all steps was within), how often each
 kernel was launched, and how many launches Triton looked up; then the microseconds of one launch that it looks up, of
-one that goes to the kernel that it found, and of what stands there in place of C code.
+one that Triton makes of the kernel that it found, of one that goes there as those of a pass do (direct.py, with Triton
+3.6), and of what stands there in place of C code, which asks tensors for their addresses.
 
-In the time: our Python, torch's dispatcher and autograd, Triton's Python for each launch, buffers.
+In the time: our Python, torch's dispatcher and autograd, Triton's Python for launches that it makes, buffers.
 Not in it: the CUDA driver and the C code in front of it, what Hopper's own kernels take to be launched, comparing
 devices of arguments, autograd's second thread; small operations of torch (a zeroed buffer) are the host's, which cost
 less than launches; buffers come from malloc's heap. So it compares versions of the Python code. It does not say what a
