@@ -8,9 +8,10 @@ Forward and backward of Qwen3-30B's layer in NVFP4 as `cuda_sm90` lays it out, g
 weights; with adapters of a rank, to their factors too. Triton has to be installed; host_gpu.py has what stands in for
 the GPU. A line has the microseconds of a step (the median, and what a tenth of all steps was within), how often each
 kernel was launched, and how many launches Triton looked up; then the microseconds of one launch that it looks up, of
-one that goes to the kernel that it found, and of what stands there in place of C code.
+one that Triton makes of the kernel that it found, of one that goes there as those of a pass do (direct.py, with Triton
+3.6), and of what stands there in place of C code, which asks tensors for their addresses.
 
-In the time: our Python, torch's dispatcher and autograd, Triton's Python for each launch, buffers.
+In the time: our Python, torch's dispatcher and autograd, Triton's Python for launches that it makes, buffers.
 Not in it: the CUDA driver and the C code in front of it, what Hopper's own kernels take to be launched, comparing
 devices of arguments, autograd's second thread; small operations of torch (a zeroed buffer) are the host's, which cost
 less than launches; buffers come from malloc's heap. So it compares versions of the Python code. It does not say what a
@@ -42,7 +43,7 @@ from host_gpu import host_gpu
 
 import torch_moe_ops as moe
 from torch_moe_ops.backends import BACKENDS
-from torch_moe_ops.backends.triton_engine import grouped
+from torch_moe_ops.backends.triton_engine import grouped, known
 from torch_moe_ops.core.layout import Sizes
 from torch_moe_ops.core.schemes import SCHEMES
 
@@ -133,13 +134,14 @@ def of_launches(calls: int) -> dict[str, float]:
     with host_gpu():
         for _ in range(2):
             product(weights, 0, 4)
-        launch = product.launch
-        tensors, named, kernel = launch.tensors, dict(launch.constants), launch.compiled
-        args = (*tensors, 0, 4, *named.values())
+        launch, found = product.launch, next(iter(known.FOUND.values()))
+        tensors, named, compiled = launch.tensors, launch.constants, found.compiled
+        args = (*tensors, 0, 4, *found.constants)
         ways: dict[str, Callable[[], Any]] = {
             "looked_up_us": lambda: launch.kernel[(132,)](*tensors, 0, 4, **named, **launch.options),
-            "found_again_us": lambda: kernel[(132, 1, 1)](*args),
-            "stand_in_us": lambda: kernel.run(132, 1, 1, 0, 1, (), None, None, None, *args),
+            "by_triton_us": lambda: compiled[(132, 1, 1)](*args),
+            "found_again_us": lambda: launch((132,), 0, 4),
+            "stand_in_us": lambda: compiled.run.launch(*range(13), *args),
         }
         return {name: round(statistics.median(microseconds(way, calls)), 2) for name, way in ways.items()}
 

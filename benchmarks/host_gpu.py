@@ -19,6 +19,7 @@ import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaLauncher
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
@@ -32,11 +33,12 @@ from torch_moe_ops.backends.triton_engine import (
     rank_sums,
     ranks,
 )
-from torch_moe_ops.core import device_code
+from torch_moe_ops.core import device_code, devices
 from torch_moe_ops.tuning import tuned
 
 _PROPERTIES = SimpleNamespace(multi_processor_count=132, major=9, minor=0)
 _TARGET = GPUTarget("cuda", 90, 32)
+_BEFORE_ARGUMENTS = 13  # of Triton's C code: a kernel's own are behind them, or a tuple
 _OPS = ("experts_sm90", "experts_sm90_rows")
 _SCHEMAS = Path(__file__).resolve().parent.parent / "csrc" / "generated" / "calls.h"
 _KEPT = "experts_sm90_rows_kept(int tokens, int top_k, int experts, int hidden, int inter) -> int"
@@ -54,19 +56,22 @@ class Counts:
         self.looked_up.clear()
 
 
-class _Launcher:
-    """In place of what Triton makes for a kernel, which is C code that wants the addresses of tensors."""
+class _Launcher(CudaLauncher):
+    """Triton's launching function of a kernel, but for the C code behind it, which wants the addresses of tensors."""
+
+    global_scratch_size = profile_scratch_size = launch_cooperative_grid = launch_pdl = 0
+    global_scratch_align = profile_scratch_align = num_ctas = 1
+    gsan_enabled, arg_annotations, kernel_signature = False, b"", b""
 
     def __init__(self, name: str, launches: Counter[str]) -> None:
-        self.name, self.launches, self.tensors = name, launches, -1
+        self.launch, self.name, self.launches, self.tensors = self._launch, name, launches, -1
 
-    def __call__(
-        self, x: int, y: int, z: int, stream: int, function: Any, packed: Any, metadata: Any, enter: Any, leave: Any,
-        *args: Any,
-    ) -> None:  # fmt: skip
-        if self.tensors < 0:
-            self.tensors = sum(isinstance(value, Tensor) for value in args)  # which come first
-        deque(map(Tensor.data_ptr, args[: self.tensors]), maxlen=0)
+    def _launch(self, *args: Any) -> None:
+        given = args[-1] if isinstance(args[-1], tuple) else args[_BEFORE_ARGUMENTS:]
+        if isinstance(given[0], Tensor):  # or its address is there
+            if self.tensors < 0:
+                self.tensors = sum(isinstance(value, Tensor) for value in given)  # which come first
+            deque(map(Tensor.data_ptr, given[: self.tensors]), maxlen=0)
         self.launches[self.name] += 1
 
 
@@ -146,7 +151,7 @@ def _define_ops(launches: Counter[str]) -> torch.library.Library:
 
 
 def _target_of(device: torch.device) -> dict[str, bool]:
-    return {"USE_PTX": True, "PDL": torch.cuda.get_device_capability(device)[0] >= 9}
+    return {"USE_PTX": True, "PDL": True}
 
 
 @contextmanager
@@ -165,6 +170,7 @@ def host_gpu() -> Iterator[Counts]:
         for name, function in _of_triton(counts, touched).items():
             put(JITFunction, name, function)
         put(triton.runtime.driver, "_active", _Driver())
+        put(devices, "_facts", lambda index: ((9, 0), _PROPERTIES.multi_processor_count))
         stack.enter_context(mock.patch.dict(known.FOUND, clear=True))
         for module in (backward_launch, dequantize_tiles, few, grouped, rank_sums, ranks):
             put(module, "target_of", _target_of)

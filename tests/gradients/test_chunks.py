@@ -44,7 +44,7 @@ def test_a_gpu_says_how_many_multiprocessors_it_has(
 ) -> None:
     """120 tiles of 132, 105 of 108, 135 of 148."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    monkeypatch.setattr(chunks, "processors_of", lambda tensor: processors)
+    monkeypatch.setattr(chunks, "processors_of", lambda device: processors)
     stored = Stored(torch.empty(0, dtype=torch.uint8), None, None, None)
     projection = Projection("w13", stored, "nvfp4", "exact", BACKENDS["cuda_sm90"], QWEN3)
     assert chunks.at_once_on_gpu(projection, 8 * 4096, QWEN3.num_experts) == expected

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops.backends.triton_engine import known
-from torch_moe_ops.backends.triton_engine.known import Known, Launch
-from torch_moe_ops.backends.triton_engine.repeated import Repeated
+from torch_moe_ops.backends.triton_engine.known import Launch, Repeated
 
 SPACE = torch.zeros(64, dtype=torch.int32)
 ALIGNED, NEXT = SPACE[:32], SPACE[1:33]
@@ -52,11 +51,12 @@ def _as_if_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known, "FOUND", {})
     monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(known, "_direct_of", lambda compiled: None)  # test_direct.py has what it makes of Triton's
 
 
 def _again(kernel: _Kernel, tensors: tuple[Any, ...], number: int = 4, **constants: int) -> None:
-    """A launch by another Known."""
-    Known(kernel, tensors, {"num_warps": 8}, **({"B": 7, "A": 6} | constants))((3,), number)
+    """A launch by another Repeated."""
+    Repeated(kernel, tensors, {"num_warps": 8}, **({"B": 7, "A": 6} | constants))((3,), number)
 
 
 def test_another_launch_goes_to_what_the_first_one_found() -> None:
@@ -69,14 +69,15 @@ def test_another_launch_goes_to_what_the_first_one_found() -> None:
     ]
 
 
-def test_so_does_each_launch_of_another_known() -> None:
+def test_so_does_each_launch_of_another_repeated() -> None:
     kernel = _Kernel()
     for _ in range(2):
-        launch = Known.of(Repeated(kernel, (ALIGNED, ALIGNED), {"num_warps": 8}, B=7, A=6))
-        for number in (0, 2, 4):
-            launch((3,), number)
+        launch = Repeated(kernel, (ALIGNED, ALIGNED), {"num_warps": 8}, B=7, A=6)
+        launch((3,), 0)
+        launch((3,), 2)
+        launch((2, 5), 4)
     looked_up = ("looked up", (3,), (0,), {"A": 6, "B": 7, "num_warps": 8})
-    again = [("again", (3, 1, 1), (number, 6, 7)) for number in (0, 2, 4)]
+    again = [("again", (*grid, 1), (number, 6, 7)) for grid, number in (((3, 1), 0), ((3, 1), 2), ((2, 5), 4))]
     assert kernel.seen == [looked_up, *again[1:], *again]
 
 

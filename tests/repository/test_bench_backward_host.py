@@ -59,25 +59,25 @@ def test_launches_of_a_step(lines: list[dict[str, Any]]) -> None:
 
 
 def test_few_launches_are_looked_up(lines: list[dict[str, Any]]) -> None:
-    """Once in a step for each of the three workspaces that weights are decoded into; no other after the first step."""
-    assert [line["looked_up"] for line in lines[:2]] == [3, 3]
+    """None after the first step."""
+    assert [line["looked_up"] for line in lines[:2]] == [0, 0]
 
 
 def test_lines(lines: list[dict[str, Any]]) -> None:
     assert [line["label"] for line in lines] == ["of a test"] * 3
     assert all(0 < line["tenth_us"] <= line["step_us"] for line in lines[:2])
-    assert lines[2]["looked_up_us"] > lines[2]["found_again_us"] > lines[2]["stand_in_us"] > 0
+    assert lines[2]["looked_up_us"] > lines[2]["by_triton_us"] > lines[2]["stand_in_us"] > 0
+    assert lines[2]["looked_up_us"] > lines[2]["found_again_us"] > 0
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="Triton's interpreter compiles nothing")
 def test_other_numbers_of_tokens_are_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for weights that are decoded. And behind it tensors are the host's again."""
+    """And behind it tensors are the host's again."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     bench, gpu = (importlib.import_module(name) for name in ("bench_backward_host", "host_gpu"))
     with gpu.host_gpu() as counts:
         for tokens in (700, 701, 900):
             counts.clear()
             bench.step_of(bench.Shape(8, 2, 256, 128), tokens, 16)()
-        assert counts.looked_up == {"dequantize_tiles_kernel": counts.looked_up.total()}
-        assert counts.looked_up.total() <= 3
+        assert not counts.looked_up
     assert not torch.zeros(1).is_cuda

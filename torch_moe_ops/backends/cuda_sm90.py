@@ -7,6 +7,7 @@ several kernels read that: `decode`, one persistent launch for few tokens, and p
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -208,7 +209,7 @@ class _BySlot:
         self.sized = torch.empty_like(x)
         self.arguments = for_kernels(call._replace(hidden_states=x, router_weight_on_input=False))
         count = (x.shape[0], top_k, sizes.num_experts, sizes.hidden_size, sizes.intermediate_size)
-        self.kept = x.new_empty(torch.ops.moeq_C.experts_sm90_rows_kept(*count), dtype=torch.uint8)
+        self.kept = x.new_empty(_kept_bytes(*count), dtype=torch.uint8)
 
     def hidden(self, addend: RanksBySlot | None, out: Tensor | None) -> None:
         self._run(addend, out, second=False)
@@ -220,6 +221,12 @@ class _BySlot:
         low, factor = addend or (None, None)
         own = (low, factor, out, self.kept, second, self.kernel)
         torch.ops.moeq_C.experts_sm90_rows(self.sized, *self.arguments, *own)
+
+
+@lru_cache
+def _kept_bytes(*sizes: int) -> int:
+    """Of what the second GEMM reads of the first, and both launches of slots."""
+    return int(torch.ops.moeq_C.experts_sm90_rows_kept(*sizes))
 
 
 def rows_by_slot(p: Pass) -> BySlot | None:

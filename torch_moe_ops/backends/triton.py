@@ -17,6 +17,7 @@ from torch_moe_ops.backends.registry import Backend, Requirement, available, for
 from torch_moe_ops.backends.triton_engine.backward_pass import Decoder
 from torch_moe_ops.backends.triton_engine.formats import ACT_FORMATS, SCHEMES  # plain values: Triton is not imported
 from torch_moe_ops.core.call import ExpertsCall
+from torch_moe_ops.core.devices import capability_of
 from torch_moe_ops.core.problem import Problem
 from torch_moe_ops.tuning import tuned
 
@@ -84,7 +85,7 @@ def run(call: ExpertsCall, out: Tensor) -> None:
 
 def runs_on(device: torch.device) -> bool:
     """Whether the kernels run on tensors of this device."""
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    capability = capability_of(device) if device.type == "cuda" else None
     return package_reason() is None and device_reason(device.type, capability) is None
 
 

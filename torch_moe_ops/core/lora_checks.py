@@ -49,8 +49,8 @@ def check_factors(
             fail(op, missing, f"be given with {there}", None)
         return
     experts, rows, k = shape
-    wanted = f"have shape [{experts}, ranks, {k}], ranks a positive multiple of the {adapters} adapters"
     if a.ndim != 3 or a.shape[0] != experts or a.shape[2] != k or not a.shape[1] or a.shape[1] % adapters:
+        wanted = f"have shape [{experts}, ranks, {k}], ranks a positive multiple of the {adapters} adapters"
         fail(op, first, wanted, a.shape)
     if tuple(b.shape) != (experts, rows, a.shape[1]):
         fail(op, second, f"have shape ({experts}, {rows}, {a.shape[1]})", b.shape)

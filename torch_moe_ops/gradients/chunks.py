@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops.backends.triton_engine.backward_pass import Decoder, Pass
-from torch_moe_ops.backends.triton_engine.known import processors_of
+from torch_moe_ops.core.devices import processors_of
 from torch_moe_ops.core.schemes import ceil_div
 from torch_moe_ops.gradients.weights import Projection, decode_projection, decoder_of
 
@@ -92,7 +92,7 @@ def at_once_on_gpu(
     elements: None: WORKSPACE_ELEMENTS.
     """
     (n, k), weight = projection.shape, projection.stored.weight
-    processors = processors_of(weight) if weight.is_cuda else PROCESSORS
+    processors = processors_of(weight.device) if weight.is_cuda else PROCESSORS
     at_once = _at_once(n, width or k, rows, all_experts, elements or WORKSPACE_ELEMENTS, processors)
     return min(projection.sizes.num_experts, at_once)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
+from torch_moe_ops.core.devices import capability_of
 from torch_moe_ops.gradients.pairs import Piece
 
 _TORCH_SERVES = ((9, 0), (10, 0), (10, 3))  # where torch's grouped_mm has a kernel, and waits for nothing
@@ -67,7 +68,7 @@ def torch_serves(left: Tensor, right: Tensor, *widths: int) -> bool:
     if left.dtype is not torch.bfloat16 or not left.is_cuda:
         return False
     places = (left.data_ptr(), right.data_ptr(), *(2 * width for width in widths))
-    return torch.cuda.get_device_capability(left.device) in _TORCH_SERVES and not any(n % _ALIGNMENT for n in places)
+    return capability_of(left.device) in _TORCH_SERVES and not any(n % _ALIGNMENT for n in places)
 
 
 def triton_serves(rows: Tensor) -> bool:

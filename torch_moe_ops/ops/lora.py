@@ -37,10 +37,7 @@ class _Checked(NamedTuple):
     lora: LoraArguments
     plan: Plan
     table: Table
-
-    def sizes(self) -> Sizes:
-        inter = self.plan.backend.layout.intermediate_size(self.plan.scheme, tuple(self.call.w2.shape))
-        return Sizes(self.table.num_experts, self.table.hidden_size, inter, self.plan.is_gated, self.call.w13.dtype)
+    sizes: Sizes
 
     def completed(self) -> ExpertsCall:
         return completed(self.call, self.plan, self.table, out_dtype(self.call))
@@ -77,7 +74,9 @@ def _checked(op: str, bound: tuple[ExpertsCall, LoraArguments], devices: bool, t
     plan = plan_of(op, call)
     table = check_experts(op, call, plan, devices, tracing)
     check_topk(op, call)
-    found = _Checked(call, lora, plan, table)
+    inter = plan.backend.layout.intermediate_size(plan.scheme, tuple(call.w2.shape))
+    sizes = Sizes(table.num_experts, table.hidden_size, inter, plan.is_gated, call.w13.dtype)
+    found = _Checked(call, lora, plan, table, sizes)
     _check_lora(op, found)
     if devices:
         for name, value in zip(_OF_LORA, lora, strict=True):
@@ -87,7 +86,7 @@ def _checked(op: str, bound: tuple[ExpertsCall, LoraArguments], devices: bool, t
 
 
 def _check_lora(op: str, found: _Checked) -> None:
-    lora, sizes = found.lora, found.sizes()
+    lora, sizes = found.lora, found.sizes
     check_scaling(op, lora.scaling)
     check_ids(op, lora.ids, found.call.hidden_states.shape[0], lora.scaling.shape[0])
     if lora.merged and (lora.ids is not None or lora.scaling.shape[0] != 1):
@@ -136,7 +135,7 @@ def _make(devices: bool) -> Callable[..., Tensor]:
                 run_experts(found.call, found.plan, found.table, out)  # as without adapters, bit for bit
             return out
         with like_a_kernel(x.device.type):
-            made = lora_layer(found.completed(), found.plan.backend, found.sizes(), found.lora)
+            made = lora_layer(found.completed(), found.plan.backend, found.sizes, found.lora)
             same = made.dtype is out_dtype(found.call) and made.is_contiguous()
             return made if same else _result(found).copy_(made)
 
@@ -185,7 +184,7 @@ def _make_backward(devices: bool) -> Callable[..., tuple[Tensor, ...]]:
         if not found.call.topk_ids.shape[0]:
             return tuple(result.zero_() for result in like_arguments(x, names, tensors))
         with like_a_kernel(grad.device.type):
-            gradients = lora_gradients(found.completed(), found.plan.backend, found.sizes(), found.lora, grad, wanted)
+            gradients = lora_gradients(found.completed(), found.plan.backend, found.sizes, found.lora, grad, wanted)
             return tuple(handed_on(made, tensors.get(name), x) for name, made in zip(names, gradients, strict=True))
 
     return impl

@@ -9,26 +9,19 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from torch_moe_ops.backends.triton_engine import grouped
 from torch_moe_ops.backends.triton_engine.backward import bias_kernel, gather_sum_kernel, weights_kernel
 from torch_moe_ops.backends.triton_engine.backward_pass import Pass
-from torch_moe_ops.backends.triton_engine.grouped import Addend, tile_for
+from torch_moe_ops.backends.triton_engine.grouped import Addend, Product, tile_for
 from torch_moe_ops.backends.triton_engine.hidden import hidden_kernel
-from torch_moe_ops.backends.triton_engine.known import Known, Launch, processors_of
+from torch_moe_ops.backends.triton_engine.known import Launch, Repeated
 from torch_moe_ops.backends.triton_engine.plan import target_of
+from torch_moe_ops.core.devices import processors_of
 from torch_moe_ops.core.schemes import ceil_div, next_power_of_2
 
 __all__ = ["Hidden", "Product", "combine", "combine_in", "parts_of", "sums_of_experts", "weights_gradient"]
 
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _ROWS_AT_ONCE = 16  # programs of a multiprocessor, a row each
-
-
-class Product(grouped.Product):
-    """A grouped.Product whose launch is found by what one like it has found."""
-
-    def _launch_with(self, weights: Tensor) -> Known:
-        return Known.of(super()._launch_with(weights))
 
 
 class Hidden(Product):
@@ -51,14 +44,14 @@ class Hidden(Product):
         super().__init__(p.x, p.slots.token, p.slots.ends, True, u, factor, addend)
         self.p, self.z, self.parts, self.keeps_h = p, z, parts, keeps_h
 
-    def _launch_with(self, weights: Tensor) -> Known:
+    def _launch_with(self, weights: Tensor) -> Repeated:
         """weights: of w13, bfloat16 [count or more, rows, hidden_size]."""
         p, u, z, parts, addend, factor, tile = (
             self.p, self.out, self.z, self.parts, self.addend, self.scale, self.tile,
         )  # fmt: skip
         call, (bias, _) = p.call, p.biases
         assert factor is not None
-        return Known(
+        return Repeated(
             hidden_kernel,
             (
                 p.x,
@@ -121,7 +114,7 @@ def weights_gradient(p: Pass, parts: Tensor) -> Tensor:
     """The gradient of the routing weights, float32 [slots]; zeros where an expert is not here."""
     dw = torch.zeros(parts.shape[0], dtype=torch.float32, device=parts.device)
     bias, hidden_size = p.biases[1], p.sizes.hidden_size
-    programs = _ROWS_AT_ONCE * processors_of(dw) if dw.is_cuda else 8
+    programs = _ROWS_AT_ONCE * processors_of(dw.device) if dw.is_cuda else 8
     launch, slots = _weights_launch(hidden_size, parts.shape[1], bias is not None), p.slots
     tensors = (parts, dw, slots.order, slots.expert, slots.ends, parts if bias is None else bias, p.grad)
     launch(weights_kernel, (programs,), tensors, p.sizes.num_experts, p.call.topk_ids.shape[1])

@@ -18,8 +18,8 @@ from torch_moe_ops.backends.triton_engine.decode_scales import load_groups, spre
 from torch_moe_ops.backends.triton_engine.decode_words import decode_words
 from torch_moe_ops.backends.triton_engine.elements import narrow
 from torch_moe_ops.backends.triton_engine.formats import stored_format
+from torch_moe_ops.backends.triton_engine.known import Repeated
 from torch_moe_ops.backends.triton_engine.plan import target_of
-from torch_moe_ops.backends.triton_engine.repeated import Repeated
 from torch_moe_ops.core.schemes import ceil_div
 
 _ROWS, _K = 32, 256  # that a program decodes

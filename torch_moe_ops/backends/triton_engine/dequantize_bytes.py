@@ -14,8 +14,8 @@ from torch_moe_ops.backends.triton_engine.backward_pass import Decoder
 from torch_moe_ops.backends.triton_engine.decode_words import decode_words
 from torch_moe_ops.backends.triton_engine.elements import narrow
 from torch_moe_ops.backends.triton_engine.formats import stored_format
+from torch_moe_ops.backends.triton_engine.known import Repeated
 from torch_moe_ops.backends.triton_engine.plan import target_of
-from torch_moe_ops.backends.triton_engine.repeated import Repeated
 from torch_moe_ops.core.schemes import ceil_div
 
 

@@ -16,8 +16,8 @@ from torch_moe_ops.backends.triton_engine.decode_scales import spread
 from torch_moe_ops.backends.triton_engine.decode_words import four_natural
 from torch_moe_ops.backends.triton_engine.dequantize import store_scaled
 from torch_moe_ops.backends.triton_engine.elements import decode_e2m1
+from torch_moe_ops.backends.triton_engine.known import Repeated
 from torch_moe_ops.backends.triton_engine.plan import target_of
-from torch_moe_ops.backends.triton_engine.repeated import Repeated
 from torch_moe_ops.core.schemes import ceil_div
 
 E2M1_UNIT = 2.0**38  # codes come out as 2^-126, scales as 2^88

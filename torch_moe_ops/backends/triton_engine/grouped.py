@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from torch_moe_ops.backends.triton_engine.elements import narrow
+from torch_moe_ops.backends.triton_engine.known import Repeated
 from torch_moe_ops.backends.triton_engine.plan import target_of
 from torch_moe_ops.backends.triton_engine.products import dot
-from torch_moe_ops.backends.triton_engine.repeated import Repeated
+from torch_moe_ops.core.devices import capability_of, processors_of
 from torch_moe_ops.core.schemes import next_power_of_2
 
 
@@ -28,7 +28,7 @@ class _Tile(NamedTuple):
         """Programs on the device of `out`."""
         if not out.is_cuda:
             return 2
-        return torch.cuda.get_device_properties(out.device).multi_processor_count * self.programs
+        return processors_of(out.device) * self.programs
 
 
 _LARGE, _SMALL = _Tile(128, 256, 64, 8, 4, 1), _Tile(128, 128, 32, 4, 3, 2)
@@ -307,4 +307,4 @@ def has_large_shared(tensor: Tensor) -> bool:
 
 def _capability(out: Tensor) -> tuple[int, int] | None:
     """None in Triton's interpreter."""
-    return torch.cuda.get_device_capability(out.device) if out.is_cuda else None
+    return capability_of(out.device) if out.is_cuda else None

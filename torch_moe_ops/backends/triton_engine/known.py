@@ -1,31 +1,39 @@
 """Launches of kernels that an earlier launch has found: Triton's own look-up takes three times what a launch does.
 
 What is compared instead of all that Triton asks: the device, numbers that it may specialize, dtypes of tensors and
-whether they are aligned; and of constants, who keeps them (Launch) or they themselves (Known). No tensor is kept.
+whether they are aligned; and of constants, who keeps them (Launch) or they themselves (Repeated). No tensor is kept.
 Of what Triton does around a launch, a remembered kernel has the hooks of its entry and exit, but neither pre-run hooks
 of its own nor modes of Triton's that were set after it was found (debugging, instrumentation).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache, reduce
+from collections.abc import Callable, Sequence
+from functools import reduce
 from operator import attrgetter, or_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_moe_ops.backends.triton_engine.repeated import Repeated
-
 _MOST = 1024  # kernels that are remembered, far more than a process uses
-_dtype_of = attrgetter("dtype")
+_dtype_of, _address_of = attrgetter("dtype"), Tensor.data_ptr
+_Launching = Callable[[tuple[int, ...], tuple[int, ...]], None]
 
 
 class _Found(NamedTuple):
     kernel: Any  # whose id is in the key: nobody else has it while this is here
     compiled: Any
     constants: tuple[Any, ...]  # in the kernel's order
+    direct: Any  # a direct.Direct, or None
+
+    def bound(self, device: int, tensors: tuple[Any, ...], values: list[Any]) -> _Launching:
+        """Launches on the current stream, called with a grid and numbers. values: tensors' addresses, floats."""
+        _, compiled, constants, direct = self
+        launch = None if direct is None else direct.bound(device, values, constants)
+        if launch is not None:
+            return launch  # type: ignore[no-any-return]
+        return lambda grid, numbers: compiled[(*grid, 1, 1)[:3]](*tensors, *numbers, *constants)
 
 
 FOUND: dict[tuple[Any, ...], _Found] = {}
@@ -45,70 +53,74 @@ class Launch:
         if not tensors[0].is_cuda:  # in Triton's interpreter
             kernel[grid](*tensors, *numbers, num_warps=self.num_warps, **self.constants)
             return
-        key = (self, id(kernel), () if self.free else numbers, *_of_tensors(tensors))
+        device, addresses = torch.cuda.current_device(), [*map(_address_of, tensors)]
+        key = (self, id(kernel), () if self.free else numbers, *_seen(device, tensors, addresses))
         found = FOUND.get(key)
         if found is not None:
-            found.compiled[(*grid, 1, 1)[:3]](*tensors, *numbers, *found.constants)
+            found.bound(device, tensors, addresses)(grid, numbers)
             return
         compiled = kernel[grid](*tensors, *numbers, num_warps=self.num_warps, **self.constants)
         _remember(key, kernel, compiled, self.constants)
 
 
-class Known(Repeated):
-    """A Repeated, of one grid, that begins with the kernel that one like it has found, in this call or before it."""
+class Repeated:
+    """Launches of one kernel that differ in grids and numbers alone: what a launch costs in Python is paid once.
+
+    The kernel's parameters are tensors (the same at each launch), floats, numbers that it does not specialize, and
+    constants. The first launch of a process goes through Triton's look-up, others to the kernel that it found. To be
+    dropped with the pass that made it: launches are on the stream that was the current one at the first.
+    """
 
     def __init__(self, kernel: Any, tensors: tuple[Any, ...], options: dict[str, int] | None = None, **constants: Any):
-        super().__init__(kernel, tensors, options, **constants)
-        self.run: Callable[..., None] | None = None
-        self.values: tuple[Any, ...] = ()
-
-    @staticmethod
-    def of(launch: Repeated) -> Known:
-        """The same, of a Repeated that was not launched yet."""
-        return Known(launch.kernel, launch.tensors, launch.options, **launch.constants)
+        self.kernel, self.tensors, self.options, self.constants = kernel, tensors, options or {}, constants
+        self.launch: _Launching | None = None
 
     def __call__(self, grid: tuple[int, ...], *numbers: int) -> None:
-        if self.run is not None:
-            self.run(*self.tensors, *numbers, *self.values)
-            return
-        key = self._key() if self.tensors[0].is_cuda else None
-        found = None if key is None else FOUND.get(key)
+        if self.launch is not None:
+            self.launch(grid, numbers)
+        elif self.tensors[0].is_cuda:
+            self.launch = self._first(grid, numbers)
+        else:  # in Triton's interpreter
+            self._look_up(grid, numbers)
+
+    def _first(self, grid: tuple[int, ...], numbers: tuple[int, ...]) -> _Launching | None:
+        """Launches, and returns what launches again."""
+        given, constants = self.tensors, self.constants
+        tensors = [value for value in given if isinstance(value, Tensor)]
+        device, addresses = torch.cuda.current_device(), [*map(_address_of, tensors)]
+        seen = _seen(device, tensors, addresses)
+        key = (id(self.kernel), *self.options.values(), *constants, *constants.values(), *seen)
+        found = FOUND.get(key)
         if found is not None:
-            self.run, self.values = found.compiled[(*grid, 1, 1)[:3]], found.constants
-            self.run(*self.tensors, *numbers, *self.values)
-            return
-        compiled = self.kernel[grid](*self.tensors, *numbers, **self.constants, **self.options)
-        if key is not None:
-            _remember(key, self.kernel, compiled, self.constants)
+            launch = found.bound(device, given, [*addresses, *given[len(tensors) :]])
+            launch(grid, numbers)
+            return launch
+        found = _remember(key, self.kernel, self._look_up(grid, numbers), constants)
+        return None if found is None else found.bound(device, given, [*addresses, *given[len(tensors) :]])
 
-    def _key(self) -> tuple[Any, ...]:
-        tensors, constants = self.tensors, self.constants
-        while isinstance(tensors[-1], float):  # which Triton does not specialize
-            tensors = tensors[:-1]
-        return (id(self.kernel), *self.options.values(), *constants, *constants.values(), *_of_tensors(tensors))
+    def _look_up(self, grid: tuple[int, ...], numbers: tuple[int, ...]) -> Any:
+        return self.kernel[grid](*self.tensors, *numbers, **self.constants, **self.options)
 
 
-def _of_tensors(tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    """What a kernel is compiled for: the device, whether addresses are aligned, dtypes."""
-    aligned: Any = reduce(or_, map(Tensor.data_ptr, tensors)) % 16 == 0
-    if not aligned:
-        aligned = tuple(t.data_ptr() % 16 == 0 for t in tensors)
-    return (torch.cuda.current_device(), aligned, *map(_dtype_of, tensors))
-
-
-def _remember(key: tuple[Any, ...], kernel: Any, compiled: Any, constants: dict[str, Any]) -> None:
+def _remember(key: tuple[Any, ...], kernel: Any, compiled: Any, constants: dict[str, Any]) -> _Found | None:
     if compiled is None:  # a stand-in's
-        return
+        return None
     if len(FOUND) >= _MOST:
         FOUND.clear()
-    FOUND[key] = _Found(kernel, compiled, tuple(constants[name] for name in kernel.arg_names if name in constants))
+    ordered = tuple(constants[name] for name in kernel.arg_names if name in constants)
+    found = FOUND[key] = _Found(kernel, compiled, ordered, _direct_of(compiled))
+    return found
 
 
-def processors_of(tensor: Tensor) -> int:
-    """Multiprocessors of the GPU that a tensor is on."""
-    return _processors(tensor.device)
+def _direct_of(compiled: Any) -> Any:
+    from torch_moe_ops.backends.triton_engine.direct import direct_of  # without Triton nothing is compiled
+
+    return direct_of(compiled)
 
 
-@lru_cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def _seen(device: int, tensors: Sequence[Tensor], addresses: list[int]) -> tuple[Any, ...]:
+    """What a kernel is compiled for: the device, whether addresses are aligned, dtypes."""
+    aligned: Any = reduce(or_, addresses) % 16 == 0
+    if not aligned:
+        aligned = tuple(address % 16 == 0 for address in addresses)
+    return (device, aligned, *map(_dtype_of, tensors))

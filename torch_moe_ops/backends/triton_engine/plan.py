@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from torch_moe_ops.backends.triton_engine.schedule import FIELDS, TAIL, max_tile
 from torch_moe_ops.backends.triton_engine.tiled import ROWS, TILE_K
 from torch_moe_ops.core.activations import ACTIVATIONS
 from torch_moe_ops.core.call import ExpertsCall
+from torch_moe_ops.core.devices import capability_of
 from torch_moe_ops.core.schemes import SCHEMES, ceil_div
 
 
@@ -61,10 +63,11 @@ def _padded(k: int, form: WeightFormat) -> int:
     return k if form.per_word == 1 else triton.cdiv(k, BLOCK) * BLOCK
 
 
+@cache
 def target_of(device: torch.device) -> dict[str, bool]:
-    """Which instructions the kernels may use: none of them in Triton's interpreter."""
-    on_gpu = device.type == "cuda" and not triton.knobs.runtime.interpret
-    return {"USE_PTX": on_gpu, "PDL": on_gpu and torch.cuda.get_device_capability(device)[0] >= 9}
+    """Which instructions the kernels may use: none of them in Triton's interpreter. device: a tensor's."""
+    on_gpu = device.type == "cuda" and not triton.knobs.runtime.interpret  # as it was when kernels were made
+    return {"USE_PTX": on_gpu, "PDL": on_gpu and capability_of(device)[0] >= 9}
 
 
 def multiplies_int8(device: torch.device) -> bool:

@@ -13,10 +13,11 @@ from torch import Tensor
 from torch_moe_ops.backends.triton_engine.backward_pass import Slots
 from torch_moe_ops.backends.triton_engine.elements import narrow
 from torch_moe_ops.backends.triton_engine.grouped import expert_tiles, has_large_shared, tile_of
-from torch_moe_ops.backends.triton_engine.known import Launch, processors_of
+from torch_moe_ops.backends.triton_engine.known import Launch
 from torch_moe_ops.backends.triton_engine.plan import target_of
 from torch_moe_ops.backends.triton_engine.products import dot
 from torch_moe_ops.backends.triton_engine.ranks import Ranks, load_ranks, own_ranks, store_ranks
+from torch_moe_ops.core.devices import processors_of
 from torch_moe_ops.core.schemes import ceil_div, next_power_of_2
 
 MOST_RANKS = 16  # more would not fit beside the rows in shared memory
@@ -180,7 +181,9 @@ def low_and_sums(
     low_and_parts, add_parts = _launches(k, width, experts, block_m, block_k, *own, uses_ptx)
     weights, ids = other if weights is None else weights, slots.token if ranks.ids is None else ranks.ids
     sources = (rows, factor, other, slots.ends, slots.token, slots.order, weights, ids, ranks.scaling)
-    low_and_parts(low_and_sums_kernel, (processors_of(out) if out.is_cuda else 2,), (*sources, low, parts), experts)
+    low_and_parts(
+        low_and_sums_kernel, (processors_of(out.device) if out.is_cuda else 2,), (*sources, low, parts), experts
+    )
     add_parts(add_parts_kernel, (experts, ceil_div(k, 128)), (parts, slots.ends, out), experts)
     return out
 

@@ -13,9 +13,10 @@ from torch import Tensor
 from torch_moe_ops.backends.triton_engine.backward_pass import Slots
 from torch_moe_ops.backends.triton_engine.elements import narrow
 from torch_moe_ops.backends.triton_engine.grouped import expert_tiles, has_large_shared, sum_products, tile_of
-from torch_moe_ops.backends.triton_engine.known import Launch, processors_of
+from torch_moe_ops.backends.triton_engine.known import Launch
 from torch_moe_ops.backends.triton_engine.plan import target_of
 from torch_moe_ops.backends.triton_engine.products import dot
+from torch_moe_ops.core.devices import processors_of
 from torch_moe_ops.core.schemes import ceil_div, next_power_of_2
 
 _PROGRAMS = 4  # of a multiprocessor, which its shared memory holds
@@ -208,7 +209,7 @@ def low_rows(
         chunk: a power of two; out is [slots, chunks, 2, chunk] by slot.
     """
     k, width = rows.shape[1], factor.shape[1 if transposed else 2]
-    programs = processors_of(out) * _PROGRAMS if out.is_cuda else 2
+    programs = processors_of(out.device) * _PROGRAMS if out.is_cuda else 2
     few, uses_ptx = slots.order.shape[0] <= 32 * slots.ends.shape[0], target_of(out.device)["USE_PTX"]
     own = (k, width, ranks.scaling.shape[0], ranks.ids is not None, chunk)
     launch = _low_launch(*own, transposed, index is not None, count, few, uses_ptx)

@@ -147,16 +147,14 @@ def place_slots_kernel(
 def sort_slots_on_gpu(topk_ids: Tensor, local_expert_offset: int, num_experts: int) -> Slots:
     """Slots of topk_ids [num_tokens, top_k], contiguous, at most MOST of them."""
     count = topk_ids.numel()
-    apart = ceil_div(count, 4) * 4  # kernels are compiled for aligned rows
-    space = torch.empty((4, apart), dtype=torch.int32, device=topk_ids.device)
-    order, token, expert, place = space[:, :count].unbind()
-    ends = torch.empty((num_experts,), dtype=torch.int32, device=topk_ids.device)
-    slots = Slots(order, token, expert, ends, place)
+    made = [torch.empty((n,), dtype=torch.int32, device=topk_ids.device) for n in (*(count,) * 3, num_experts, count)]
+    slots = Slots(*made)
     if count > MOST_OF_ONE_LAUNCH:
         _sort_in_three(topk_ids, local_expert_offset, slots)
         return slots
     launch = _one_launch(num_experts, topk_ids.shape[1], min(_CHUNK, next_power_of_2(count)))
     grid = (ceil_div(count, _BLOCK) + ceil_div(num_experts, _BLOCK),)
+    order, token, expert, ends, place = made
     launch(slots_kernel, grid, (topk_ids, order, token, expert, place, ends), count, local_expert_offset)
     return slots
 
