@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from problems import Case, make_raw
 import torch_moe_ops as moe
 from torch_moe_ops.backends import BACKENDS, accuracy
 from torch_moe_ops.backends.native import auto_act_format
+from torch_moe_ops.core.activations import ACTIVATIONS
 from torch_moe_ops.core.problem import ACCURACIES
 from torch_moe_ops.core.schemes import SCHEMES
 
@@ -267,7 +269,7 @@ def test_distances_count_for_the_activation_that_was_measured(
     assert explanation.chosen == "triton" and moe.explain(FP8).chosen == "triton_fp8"
     assert explanation.accuracy["triton_fp8"] == (
         "standard, 2.0e-03 to 6.0e-03 from the oracle, 9.0e-03 in the worst row with silu: at most 0.50 times vLLM's "
-        "Triton kernel; by name only: its distance is measured with silu and no constants alone"
+        "Triton kernel; by name only: its distance is measured with silu and their own constants alone"
     )
 
 
@@ -285,8 +287,10 @@ def test_each_activation_has_a_distance_of_its_own(monkeypatch: pytest.MonkeyPat
     assert "no kernel of the field" in found["relu2"].accuracy["triton_fp8"]
     results(monkeypatch, near("triton_fp8") + near("triton_fp8", activation="situ"), [TIMES])
     text = moe.explain(dataclasses.replace(FP8, activation="relu2")).accuracy["triton_fp8"]
-    assert text.endswith("its distance is measured with silu, situ and no constants alone")
-    constants = dataclasses.replace(FP8, activation="situ", constants=(1.0, 2.0, 3.0))
+    assert text.endswith("its distance is measured with silu, situ and their own constants alone")
+    own = dataclasses.replace(FP8, activation="situ", constants=ACTIVATIONS["situ"].constants)
+    assert moe.explain(own).chosen == "triton_fp8", "as `prepare` poses it"
+    constants = dataclasses.replace(FP8, activation="situ", constants=(1.0, 2.0, math.inf))
     assert moe.explain(constants).chosen == "triton", "constants of the caller's were not measured"
 
 
@@ -354,6 +358,19 @@ def test_another_word_is_refused_at_every_door() -> None:
 
 
 INT4 = moe.Problem("int4", device="cuda", capability=(9, 0), num_experts=160, hidden_size=5120, intermediate_size=1536)
+
+
+@pytest.mark.parametrize("activation", ["swigluoai", "gelu_tanh", "relu2_no_mul"])
+@pytest.mark.parametrize("scheme", ["int4", "fp8", "fp8_block"])
+def test_activations_of_known_models_by_what_the_library_came_with(scheme: str, activation: str) -> None:
+    """gpt-oss', Gemma's and Nemotron's, as `prepare` poses them."""
+    constants = ACTIVATIONS[activation].constants
+    posed = dataclasses.replace(
+        INT4, scheme=scheme, activation=activation, act_format="none" if scheme == "int4" else "fp8",
+        constants=None if constants == ACTIVATIONS["silu"].constants else constants,
+        weight_scales={"int4": "bfloat16 per 32", "fp8": "channel", "fp8_block": None}[scheme],
+    )  # fmt: skip
+    assert moe.explain(posed).chosen == ("cuda_sm90_int4" if scheme == "int4" else "cuda_sm90_fp8")
 
 
 @pytest.mark.parametrize("groups", ("per 128", "per 32"))

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_moe_ops.backends.registry import BACKENDS
+from torch_moe_ops.core.activations import ACTIVATIONS
 from torch_moe_ops.core.problem import Problem
 
 FILE = Path(__file__).parent / "distances.json"
@@ -98,7 +99,8 @@ def statement(backend: str, problem: Problem) -> str:
 
 def _as_measured(found: Record, problem: Problem) -> bool:
     """Whether the activation is the one that was measured: another one bends the same errors in another way."""
-    return bool(problem.activation == found["activation"]) and problem.constants is None
+    own = ACTIVATIONS[problem.activation].constants
+    return bool(problem.activation == found["activation"]) and problem.constants in (None, own)
 
 
 def too_far(backend: str, problem: Problem) -> str | None:
@@ -110,7 +112,7 @@ def too_far(backend: str, problem: Problem) -> str | None:
         return "there is no kernel of the field to compare with"
     if not _as_measured(found, problem):
         names = ", ".join(record["activation"] for record in _distances_of(backend, problem))
-        return f"its distance is measured with {names} and no constants alone"
+        return f"its distance is measured with {names} and their own constants alone"
     if found["layers"] < MIN_LAYERS:
         return f"its distance is measured on too few layers ({found['layers']})"
     if found["ratio"] > FACTOR:
