@@ -24,20 +24,13 @@ sys.path[:0] = [str(_HERE.parent), str(_HERE)]
 
 import result_lines  # noqa: E402
 import torch  # noqa: E402
+from bench_expert_parallel import Shape, joined_codes  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import torch_moe_ops as moe  # noqa: E402
 from torch_moe_ops.backends import cuda_sm90  # noqa: E402
 from torch_moe_ops.backends.sm90.choice import Choice  # noqa: E402
 from torch_moe_ops.tuning.tuned_kernels import KERNELS  # noqa: E402
-
-
-class Shape(NamedTuple):
-    experts: int
-    top_k: int
-    hidden: int
-    inter: int
-
 
 SHAPES = {
     "qwen3_30b": Shape(128, 8, 2048, 768),
@@ -84,14 +77,8 @@ def share_of(shape: Shape, ranks: int, scheme: str, seed: int) -> moe.PreparedWe
     raw = moe.RawWeights(scheme, activation="silu", **joined)
     first = 0 if ranks == 1 else local
     return moe.prepare(
-        raw, act_format="none", backend="cuda_sm90", num_experts=shape.experts, local_expert_offset=first
+        raw, backend="cuda_sm90", act_format="none", num_experts=shape.experts, local_expert_offset=first
     )
-
-
-def joined_codes(parts: list[Tensor]) -> Tensor:
-    """torch.cat, of float8 too."""
-    dtype = parts[0].dtype
-    return torch.cat([t.view(torch.uint8) if dtype.itemsize == 1 else t for t in parts]).view(dtype)
 
 
 class Routings:
