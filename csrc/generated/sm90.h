@@ -67,6 +67,10 @@ constexpr int kMaxSlots = 128;
 constexpr int kMaxTokens = 8;
 // Of policy packed, which the other kernel does not decode.
 constexpr int kMaxTokensPacked = 16;
+// Of W4A16, whose rows are gathered by those experts that want them.
+constexpr int kGatheredTokens = 32;
+// Tokens * top_k of these.
+constexpr int kGatheredSlots = 256;
 
 }  // namespace moeq::sm90::few
 

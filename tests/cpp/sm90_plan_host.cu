@@ -54,6 +54,12 @@ struct Layer {
 namespace {
 
 bool shares(const few::Plan& plan) { return few::shares_units(plan.kind); }
+bool gathers(const few::Plan& plan) { return plan.kind == few::Kind::kGathered; }
+
+// Parts of a GEMM's K, as the exponent of 2.
+int bits_of(const few::Plan& plan, int gemm, int entries) {
+  return gathers(plan) ? 0 : plan.args.part_bits[gemm][entries];
+}
 
 // All units are dealt, no block gets two parts, no part is empty, and their sums have room behind all others.
 bool shares_rightly(const few::Plan& plan) {
@@ -78,6 +84,13 @@ bool holds(const few::Plan& plan) {
   bool right = plan.shared_bytes == shared_memory && args.ring_offset + ring <= shared_memory;
   right = right && args.stages >= few::kLeastStages && args.stages <= few::kMaxStages;
   right = right && args.h_offset + args.h_buffers * args.columns * args.h_stride <= args.ring_offset;
+  right = right && args.rows >= (gathers(plan) ? args.columns : args.p.tokens);
+  right = right && args.x_offset + args.rows * args.x_stride <= args.h_offset;
+  right = right && args.sums_offset >= few::fixed_bytes(plan.kind) && args.slots <= few::slots_of(plan.kind);
+  const int sums = args.x_offset - args.sums_offset, of_expert = few::slots_of(plan.kind) / 8;
+  right = right && (args.slots <= few::kFewSlots || args.p.experts * of_expert <= sums);
+  const size_t room = few::pairs_for(plan.kind);
+  right = right && args.half_pairs == few::pairs_for(plan.kind);
   if (plan.codes != few::Codes::kFourBits) {   // a row has room for its scales, behind its values
     const int scales = plan.codes == few::Codes::kFp8Groups ? args.k_tiles[0] / 2 : 1;
     const int at = args.fp8.scales_at[0], end = at + scales * static_cast<int>(sizeof(float));
@@ -86,16 +99,17 @@ bool holds(const few::Plan& plan) {
   }
   for (int entries = 1; entries <= args.slots; ++entries) {
     for (int gemm = 0; gemm < 2; ++gemm) {
-      const int bits = args.part_bits[gemm][entries], tiles = args.part_tiles[gemm][bits];
+      const int bits = bits_of(plan, gemm, entries), tiles = args.part_tiles[gemm][bits];
       right = right && tiles << bits >= args.k_tiles[gemm];
       right = right && args.part_stage_tiles[gemm][bits] <= args.stage_tiles;
       // Two tiles of 64 values of K lie together, and have a scale.
       right = right && (!in_pairs || (tiles % 2 == 0 && args.part_stage_tiles[gemm][bits] % 2 == 0));
     }
     const int64_t outputs = int64_t{args.slots} * args.row_tiles[1] * (moeq::sm90::kTileRows / 2);
-    const size_t end = args.outputs + (outputs << args.part_bits[1][entries]);
-    right = right && end <= few::kExchangePairs && end <= plan.exchange_pairs;
+    const size_t end = args.outputs + (outputs << bits_of(plan, 1, entries));
+    right = right && end <= room && end <= plan.exchange_pairs;
   }
+  right = right && args.outputs >= args.slots * args.row_tiles[0] * few::hidden_pairs_of_tile(plan.kind);
   return right && (!shares(plan) || shares_rightly(plan));
 }
 
@@ -145,7 +159,9 @@ Shares shares_of(const few::Plan& plan, int block, int entries) {
   const bool whole = shares(plan) && entries == plan.args.slots;
   Shares found = {};
   for (int gemm = 0; gemm < 2; ++gemm) {
-    found.of[gemm] = whole ? few::share_of_whole(plan.args, gemm) : few::share_of(plan.args, gemm, entries);
+    found.of[gemm] = whole           ? few::share_of_whole(plan.args, gemm)
+                     : gathers(plan) ? few::share_of<few::Kind::kGathered>(plan.args, gemm, entries)
+                                     : few::share_of(plan.args, gemm, entries);
   }
   if (whole) {
     found.of[few::kSharedUnit] = few::share_of_whole(plan.args, few::kSharedUnit);
@@ -230,8 +246,9 @@ bool deals_each_tile_once(const few::Plan& plan) {
   const int slots = plan.args.slots;
   for (const int entries : {slots, slots - 1, (slots + 1) / 2, slots / 3, 1, 0}) {
     if (entries >= 0 && entries <= slots &&
-        !(shares(plan) ? deals_rightly<few::Kind::kPlainShared>(plan, entries)
-                       : deals_rightly<few::Kind::kPlain>(plan, entries))) {
+        !(shares(plan)    ? deals_rightly<few::Kind::kPlainShared>(plan, entries)
+          : gathers(plan) ? deals_rightly<few::Kind::kGathered>(plan, entries)
+                          : deals_rightly<few::Kind::kPlain>(plan, entries))) {
       return false;
     }
   }
@@ -247,6 +264,11 @@ extern "C" int plan_few(const Layer* layer) {
   return answer(*layer, [](const few::Plan& plan) {
     return !holds(plan) ? -1 : shares(plan) ? 1 << plan.args.whole[0].shared_bits : 1;
   });
+}
+
+// Whether rows are gathered (1) or not (0).
+extern "C" int gathers_few(const Layer* layer) {
+  return answer(*layer, [](const few::Plan& plan) { return gathers(plan) ? 1 : 0; });
 }
 
 // Whether one block, and no other, writes what was chosen for each token.

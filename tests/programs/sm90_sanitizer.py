@@ -84,6 +84,8 @@ TOKENS: dict[str, tuple[Fields, ...]] = {
         {"tokens": 1, "hidden": 1024, "inter": 768, "experts": 9, "top_k": 6},
         {"tokens": 3, "hidden": 320, "inter": 192},
         {"tokens": 8, "top_k": 6, "experts": 20},  # more slots than a warp sorts
+        {"tokens": 9, "experts": 9},  # of W4A16 rows are gathered
+        {"tokens": 32, "top_k": 8, "experts": 200},  # a block multiplies rows of three experts
         {"tokens": 33},
     ),
     "slim": ({"tokens": 50},),

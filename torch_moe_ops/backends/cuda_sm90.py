@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torch_moe_ops.backends.registry import Backend, RemoteExperts, Requirement, formats, one_of, register
 from torch_moe_ops.backends.sm90 import byte_formats
-from torch_moe_ops.backends.sm90.choice import choice_of, decode_max_tokens, switches_of
+from torch_moe_ops.backends.sm90.choice import choice_of, decode_max_tokens, may_gather, switches_of
 from torch_moe_ops.backends.sm90.common import (
     NEEDS,
     NO_ROUTER,
@@ -97,7 +97,9 @@ def run_monolithic(call: ExpertsCall, routing: tuple[Any, ...], out: Tensor) -> 
 def _kernel(call: ExpertsCall, out: Tensor, top_k: int) -> int:
     tokens, hidden = out.shape
     sizes = (call.w13.shape[0], top_k, hidden, call.w2.shape[2] * tile_k(call.scheme), call.all_experts())
-    return choice_of(out.get_device(), call.scheme, call.act_format, *sizes).kernel(tokens)
+    has_bias = call.w13_bias is not None or call.w2_bias is not None
+    gathers = may_gather(call.scheme, call.act_format, call.activation, has_bias, call.router_weight_on_input)
+    return choice_of(out.get_device(), call.scheme, call.act_format, *sizes, gathers).kernel(tokens)
 
 
 def run_kernel(call: ExpertsCall, out: Tensor, kernel: int, router: Router = NO_ROUTER) -> None:
@@ -257,24 +259,30 @@ def _notes(problem: Problem) -> str:
         return f"decode kernel up to {switch} tokens, prefill kernels beyond, where no table has the layer{share}"
     device = tuned.name_of_device(torch.cuda.current_device()) if torch.cuda.is_available() else ""
     key = key_of(problem.scheme, problem.act_format, local, problem.top_k, hidden, inter)
-    switches, source = switches_of(device, key, experts)
+    gathers = may_gather(
+        problem.scheme, problem.act_format, problem.activation, problem.has_bias, problem.router_weight_on_input
+    )
+    switches, source = switches_of(device, key, experts, gathers)
     if problem.scheme in byte_formats.SCHEMES:
         described = ", ".join(_described_bytes(name, most) for name, most in switches)
     else:
-        described = ", ".join(_described(name, most, problem.top_k) for name, most in switches)
+        described = ", ".join(_described(name, most, problem.top_k, gathers) for name, most in switches)
     return f"{described} (by {source}{share})"
 
 
 def _described_bytes(kernel: str, most: int | None) -> str:
     if kernel == "decode":
         return f"decode kernel up to {most} tokens, while its buffers fit an SM"
-    return _described(kernel, most, 1)
+    return _described(kernel, most, 1, False)
 
 
-def _described(kernel: str, most: int | None, top_k: int) -> str:
+def _described(kernel: str, most: int | None, top_k: int, gathers: bool) -> str:
     if kernel != "decode":
         return f"{kernel} tiles of the prefill kernel " + ("beyond" if most is None else f"up to {most}")
-    few = min(Sm90Few.MAX_TOKENS, Sm90Few.MAX_SLOTS // top_k, most or 0)
+    few = min(Sm90Few.MAX_TOKENS, Sm90Few.MAX_SLOTS // top_k)
+    if gathers:
+        few = max(few, min(Sm90Few.GATHERED_TOKENS, Sm90Few.GATHERED_SLOTS // top_k))
+    few = min(few, most or 0)
     return f"decode kernel up to {most} tokens (without grid barriers up to {few}, while its buffers fit an SM)"
 
 

@@ -158,6 +158,44 @@ def test_a_rank_has_the_kernels_of_its_experts_at_as_many_tokens_each(tmp_path: 
     assert _kernels_of(_choice(ranks=4)) == (("slim", 400), ("wide", None)), "decode ends at 120"
 
 
+def _of_share(key: tuned.Key, ranks: int, gathers: bool = True) -> Switches:
+    return choice.switches_of("", key, ranks * key.num_experts, gathers)[0]
+
+
+def test_a_rank_gathers_the_rows_of_few_pairs(tmp_path: Path) -> None:
+    """Up to two pairs an expert in the mean, where the kernel surely takes them; of no layer whose pairs are all here."""
+    share = KEY._replace(num_experts=32)
+    assert _of_share(share, 4) == (("decode", 32), ("narrow", 1280), ("wide", None))
+    assert _of_share(share, 4, gathers=False) == (("decode", 14), ("narrow", 1280), ("wide", None))
+    assert _of_share(KEY, 1) == RULES
+    assert _of_share(share._replace(top_k=10), 4)[0] == ("decode", 25), "256 slots"
+    assert _of_share(KEY._replace(num_experts=16, top_k=4), 2)[0] == ("decode", 16), "64 pairs of 32 experts"
+    assert _of_share(share._replace(hidden_size=8192), 4)[0] == ("decode", 30), "the exchange"
+    assert _of_share(share._replace(intermediate_size=14336), 4)[0] != ("decode", 32), "an SM's memory"
+    assert _of_share(share._replace(num_experts=513, top_k=32), 4)[0] == ("decode", 14), "experts that one block sorts"
+    tuned_kernels.save(DEVICE, share, THEIRS, tmp_path)
+    _load(tmp_path)
+    assert _kernels_of(choice.choice_of(0, *share, 128, True))[0] == ("decode", 32)
+    assert _kernels_of(choice.choice_of(0, *share, 128))[0] == ("decode", 9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "gathers"),
+    [
+        ({}, True),
+        ({"scheme": "mxfp4", "activation": "swigluoai"}, True),
+        ({"scheme": "mxint4"}, False),
+        ({"act_format": "nvfp4"}, False),
+        ({"activation": "gelu"}, False),
+        ({"has_bias": True}, False),
+        ({"weight_on_input": True}, False),
+    ],
+)
+def test_which_layers_gather(changes: dict[str, Any], gathers: bool) -> None:
+    plain = {"scheme": "nvfp4", "act_format": "none", "activation": "silu", "has_bias": False, "weight_on_input": False}
+    assert choice.may_gather(**plain | changes) is gathers
+
+
 @pytest.mark.parametrize(
     ("given", "offset", "bound"), [(0, 0, 320), (8, 0, 320), (32, 0, 1280), (32, 8, 1280), (0, 24, 1280)]
 )
@@ -241,12 +279,19 @@ def test_explain_says_which_kernel_and_why(tmp_path: Path) -> None:
     problem = moe.Problem("nvfp4", "none", device="cuda", capability=(9, 0), num_experts=128, hidden_size=2048,
                           intermediate_size=768, top_k=8)  # fmt: skip
     tail = "slim tiles of the prefill kernel up to 384, narrow tiles of the prefill kernel up to 1280, "
-    few = "(without grid barriers up to 8, while its buffers fit an SM)"
+    few = "(without grid barriers up to {}, while its buffers fit an SM)"
     note = moe.explain(problem).notes["cuda_sm90"]
-    assert note == f"decode kernel up to 14 tokens {few}, {tail}wide tiles of the prefill kernel beyond (by rules)"
+    head = f"decode kernel up to 14 tokens {few.format(14)}"
+    assert note == f"{head}, {tail}wide tiles of the prefill kernel beyond (by rules)"
+    biased = moe.explain(dataclasses.replace(problem, has_bias=True)).notes["cuda_sm90"]
+    assert biased.startswith(f"decode kernel up to 14 tokens {few.format(8)}, ")
     tuned_kernels.save(DEVICE, KEY, MINE, tmp_path)
     _load(tmp_path)
-    assert moe.explain(problem).notes["cuda_sm90"].startswith(f"decode kernel up to 20 tokens {few}, slim tiles of")
+    assert (
+        moe.explain(problem)
+        .notes["cuda_sm90"]
+        .startswith(f"decode kernel up to 20 tokens {few.format(20)}, slim tiles of")
+    )
     assert moe.explain(problem).notes["cuda_sm90"].endswith("(by a table made here)")
 
 
@@ -254,13 +299,15 @@ def test_explain_says_which_kernel_a_rank_gets(tmp_path: Path) -> None:
     problem = moe.Problem("nvfp4", "none", device="cuda", capability=(9, 0), num_experts=512, num_local_experts=128,
                           hidden_size=2048, intermediate_size=768, top_k=8)  # fmt: skip
     note = moe.explain(problem).notes["cuda_sm90"]
-    assert note.startswith("decode kernel up to 14 tokens")
+    assert note.startswith("decode kernel up to 32 tokens (without grid barriers up to 32, ")
+    biased = moe.explain(dataclasses.replace(problem, has_bias=True)).notes["cuda_sm90"]
+    assert biased.startswith("decode kernel up to 14 tokens (without grid barriers up to 8, ")
     assert ", slim tiles of the prefill kernel up to 1536, narrow tiles of the prefill kernel up to 5120, " in note
     assert note.endswith("beyond (by rules, for 128 of 512 experts)")
     tuned_kernels.save(DEVICE, KEY, MINE, tmp_path)
     _load(tmp_path)
     note = moe.explain(problem).notes["cuda_sm90"]
-    assert note.startswith("decode kernel up to 20 tokens") and "slim tiles of the prefill kernel up to 1200, " in note
+    assert note.startswith("decode kernel up to 32 tokens") and "slim tiles of the prefill kernel up to 1200, " in note
     assert note.endswith("(by a table made here, for 128 of 512 experts)")
     note = moe.explain(dataclasses.replace(problem, top_k=None)).notes["cuda_sm90"]
     assert note.startswith("decode kernel up to 14 tokens, ")

@@ -16,6 +16,9 @@ from torch_moe_ops.tuning.tuned_kernels import DECODE_MAX_SLOTS, FORGET, KERNELS
 # Measured on an H200 (benchmarks/results/hopper_notebook.md, section 5). An expert's w2 of so many values is read at
 # the rate of memory by the decode kernel even where an expert has several tokens: in the mean up to 7 / 4.
 DECODE_TOKENS, LARGE_MATRIX = 14, 12_000_000
+# Of W4A16, a decode kernel gathers an expert's rows where they are multiplied (`may_gather`): up to so many pairs an
+# expert in the mean it is the best one. Sizes that surely fit into an SM's memory and, times slots, into its exchange.
+GATHERED_MEAN, GATHERED_SIZES, GATHERED_VALUES, GATHERED_EXPERTS = 2, 16_000, 1 << 22, 512
 # Tokens an expert of any rank has in the mean; two blocks a multiprocessor must find enough work to share it evenly.
 SLIM_MEAN, NARROW_MEAN, SLIM_BLOCKS, BLOCK_ROWS = 24, 80, 384, 4 * TILE
 
@@ -41,6 +44,21 @@ def decode_max_tokens(num_local_experts: int, top_k: int, matrix: int) -> int:
     if matrix >= LARGE_MATRIX:
         most = max(most, 7 * num_local_experts // (4 * top_k))
     return min(most, DECODE_MAX_SLOTS // top_k)
+
+
+def may_gather(scheme: str, act_format: str, activation: str, has_bias: bool, weight_on_input: bool) -> bool:
+    """Whether the decode kernel without grid barriers takes more than very few tokens: as in decode_few_plan.cu."""
+    plain = act_format == "none" and activation in ("silu", "swigluoai") and not has_bias and not weight_on_input
+    return plain and scheme in ("nvfp4", "mxfp4")
+
+
+def gathered_max_tokens(num_experts: int, top_k: int, hidden: int, inter: int, num_local_experts: int) -> int:
+    """Up to this many tokens that kernel is the best one; 0: it does not take the layer. num_experts: of all ranks."""
+    hidden, inter = (-(-size // TILE) * TILE for size in (hidden, inter))
+    if hidden + inter > GATHERED_SIZES or num_local_experts > GATHERED_EXPERTS:
+        return 0
+    slots = min(Sm90Few.GATHERED_SLOTS, GATHERED_VALUES // (2 * hidden + inter), GATHERED_MEAN * num_experts)
+    return min(Sm90Few.GATHERED_TOKENS, slots // top_k)
 
 
 def rules(num_experts: int, top_k: int, hidden: int, inter: int, num_local_experts: int | None = None) -> Switches:
@@ -97,17 +115,23 @@ def of_rank(switches: Switches, num_local_experts: int, num_experts: int) -> Swi
     return _ascending(tuple(scaled))
 
 
-def switches_of(device: str, key: Key, num_experts: int) -> tuple[Switches, str]:
+def switches_of(device: str, key: Key, num_experts: int, gathers: bool = False) -> tuple[Switches, str]:
     """A rank's kernels on a kind of device ("": any), and where they come from. key: `key_of` its own experts.
 
     Tables have whole layers. That of this rank's experts is the nearest: the same slots are spread over the same
-    experts where num_experts / key.num_experts ranks have that many times the tokens.
+    experts where num_experts / key.num_experts ranks have that many times the tokens. gathers: `may_gather`; where most
+    pairs are other ranks', no table knows what that is worth.
     """
     found = lookup(device, key)
     if found is None:
-        return rules_for(key, num_experts), "rules"
-    switches, source = found
-    return of_rank(switches, key.num_experts, num_experts), source
+        switches, source = rules_for(key, num_experts), "rules"
+    else:
+        switches, source = of_rank(found[0], key.num_experts, num_experts), found[1]
+    if gathers and key.num_experts < num_experts:
+        sizes = (key.top_k, key.hidden_size, key.intermediate_size)
+        most = gathered_max_tokens(num_experts, *sizes, key.num_experts)
+        switches = _ascending((("decode", most), *switches))
+    return switches, source
 
 
 @lru_cache(maxsize=4096)
@@ -120,10 +144,11 @@ def choice_of(
     hidden: int,
     inter: int,
     num_experts: int,
+    gathers: bool = False,
 ) -> Choice:
     """`switches_of` a layer on a CUDA device, as calls use it: worked out once. inter: padded or not."""
     key = key_of(scheme, act_format, num_local_experts, top_k, hidden, inter)
-    switches, source = switches_of(tuned.name_of_device(device_index), key, num_experts)
+    switches, source = switches_of(tuned.name_of_device(device_index), key, num_experts, gathers)
     names, bounds = zip(*switches, strict=True)
     return Choice(tuple(KERNELS.index(name) for name in names), tuple(bounds[:-1]), source)
 

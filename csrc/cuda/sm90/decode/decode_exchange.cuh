@@ -51,7 +51,7 @@ __device__ __forceinline__ void await_epochs(const uint32_t* epochs, uint32_t ep
 }
 
 __device__ __forceinline__ uint4* half_of(const Args& args, uint32_t epoch) {
-  return args.exchange + (epoch & 1) * kExchangePairs;
+  return args.exchange + (epoch & 1) * args.half_pairs;
 }
 
 __device__ __forceinline__ void send_pair(const Args& args, int64_t at, float a, float b, uint32_t epoch) {

@@ -1,6 +1,7 @@
 // The decode of very few tokens with 4-bit weights (decode_few_kernel.cuh), and its launch with any.
 #include "../launch/cooperative_launch.h"
 #include "decode_few_fp8.h"
+#include "decode_few_gathered.h"
 #include "decode_few_int4.h"
 #include "decode_few_mxfp8.h"
 #include "decode_few_kernel.cuh"
@@ -27,6 +28,9 @@ const void* kernel_of(Format format, Kind kind) {
 cudaError_t give_exchange(const Plan& plan, Args& args) {
   if (!args.p.partition.whole_device) {
     return cudaMemsetAsync(args.exchange, 0, exchange_bytes(plan), args.p.stream);
+  }
+  if (plan.kind == Kind::kGathered) {
+    return find_gathered_exchange(args);
   }
   static KnownAddresses known_exchange, known_epochs;
   void *exchange = nullptr, *epochs = nullptr;
@@ -57,6 +61,9 @@ cudaError_t run(Plan& plan) {
   }
   if (plan.codes != Codes::kFourBits) {
     return run_fp8(plan);
+  }
+  if (plan.kind == Kind::kGathered) {
+    return run_gathered(plan);
   }
   static KnownDevices known[kFormats][kKinds];
   const Format format = plan.args.p.format;

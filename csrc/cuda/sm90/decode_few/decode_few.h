@@ -16,6 +16,8 @@ constexpr int kBlockThreads = 32 * (kFirstHelper + kHelpers);
 constexpr int kWorkers = 8;                      // pairs of warps, each takes every eighth tile
 constexpr int kFewSlots = 32;                    // a lane for each
 constexpr int kColumns = 8;                      // tokens of an entry at most: the N of mma.m16n8k16
+constexpr int kGatheredColumns = 4;              // the same of Kind::kGathered
+constexpr int kGatheredRows = 8;                 // that shared memory has room for there, where it has
 constexpr int kMaxStages = 12;
 constexpr int kMaxBlocks = 1024;                 // of a launch: multiprocessors
 constexpr int kTileBytes = 2048 + 256;           // that a stage has for a tile, whatever its format: at least
@@ -23,16 +25,27 @@ constexpr int kFp8TileBytes = 4096;              // half of a tile of w4a8_layou
 constexpr int kMxfp8TileBytes = kFp8TileBytes + tile_scale_bytes(Format::kMxfp8);
 constexpr int kMaxPartBits = 2;                  // K is cut into 1, 2 or 4 parts
 constexpr int64_t kExchangePairs = 1 << 18;      // of 16 bytes, see decode_exchange.cuh
+constexpr int64_t kGatheredPairs = 1 << 20;      // the same of Kind::kGathered
 
 constexpr int tile_bytes_of(int scale_bytes) {
   return kTileCodeBytes + scale_bytes > kTileBytes ? kTileCodeBytes + scale_bytes : kTileBytes;
 }
 
 // What the kernel is compiled for, so that questions are answered before it runs: W4A16 or W4A4 with given scales where
-// the activation is silu or swiglu and nothing has a bias; both for one token where blocks share units of GEMM1; and
-// everything.
-enum class Kind : int { kPlain, kPlainShared, kQuantized, kQuantizedShared, kGeneral };
-constexpr int kKinds = 5;
+// the activation is silu or swiglu and nothing has a bias; both for one token where blocks share units of GEMM1;
+// everything; and W4A16 as before for more tokens, of which shared memory has only the rows of the entries that a block
+// multiplies.
+enum class Kind : int { kPlain, kPlainShared, kQuantized, kQuantizedShared, kGeneral, kGathered };
+constexpr int kKinds = 6;
+
+// Of a launch's exchange.
+constexpr int64_t pairs_for(Kind kind) { return kind == Kind::kGathered ? kGatheredPairs : kExchangePairs; }
+
+// What an entry's slot has of it for a row tile of GEMM1: room for its sums, or for what is activated.
+constexpr int hidden_pairs_of_tile(Kind kind) { return kind == Kind::kGathered ? kTileRows / 8 : kTileRows / 2; }
+
+// Which formats of weights have a kernel of Kind::kGathered.
+constexpr bool has_gathered_kernel(Format format) { return format == Format::kNvfp4 || format == Format::kMxfp4; }
 
 constexpr bool shares_units(Kind kind) { return kind == Kind::kPlainShared || kind == Kind::kQuantizedShared; }
 
@@ -54,6 +67,7 @@ struct Fp8 {
 struct Args {
   Problem p;
   uint4* exchange;  // see decode_exchange.cuh
+  int half_pairs;  // of its halves, if it has two
   uint32_t* epochs;
   int row_tiles[2], k_tiles[2];  // of GEMM1 and GEMM2
   int slots;
@@ -61,6 +75,7 @@ struct Args {
   int stage_tiles, stages;
   int x_stride, h_stride;  // bytes of an operand's row in shared memory
   int h_buffers;  // 2, or 1 where there is no room
+  int rows;  // of tokens that shared memory has room for
   int x_offset, h_offset, sums_offset, ring_offset;  // in shared memory
   float inverse_grid, inverse_row_tiles[2], inverse_top_k, inverse_pairs;  // of divisors; pairs: of a token's columns
   float inverse_part_pairs[kMaxPartBits + 1];  // of the intermediate's columns

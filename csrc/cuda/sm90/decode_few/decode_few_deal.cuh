@@ -28,8 +28,9 @@ __device__ __forceinline__ bool keeps_choice(int token) {
 
 // A block's share of GEMM `gemm`: as many units as others have, or one more. The first blocks have more of GEMM1, the
 // last ones of GEMM2.
+template <Kind kKind = Kind::kPlain>
 __device__ __forceinline__ Work share_of(const Args& args, int gemm, int entries) {
-  const int bits = args.part_bits[gemm][entries], row_tiles = args.row_tiles[gemm];
+  const int bits = kKind == Kind::kGathered ? 0 : args.part_bits[gemm][entries], row_tiles = args.row_tiles[gemm];
   const int units = (entries * row_tiles) << bits, block = blockIdx.x, grid = gridDim.x;
   const int each = quotient(units, args.inverse_grid), more = units - each * grid;
   const int early = gemm == 0 ? more : 0, late = gemm == 0 ? grid : grid - more;

@@ -7,6 +7,7 @@
 namespace moeq::sm90::few {
 
 // A worker's part of the barriers: each warp has some, as one thread would take long.
+template <class Fixed>
 __device__ __forceinline__ void init_barriers(Fixed& fixed) {
   const int warp = threadIdx.x / 32;
   if (lane_of_warp() == 0) {
@@ -22,12 +23,19 @@ __device__ __forceinline__ void init_barriers(Fixed& fixed) {
       barrier_init(shared_address(&fixed.made[buffer]), kHelpers);
       fixed.asked = 0;
     }
+    if constexpr (kGathers<Fixed>) {
+      if (warp < 2) {
+        barrier_init(shared_address(&fixed.landed[warp]), 1);
+        barrier_init(shared_address(&fixed.left[warp]), kWarps);
+      }
+    }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
 }
 static_assert(kMaxStages + 4 == kWarps, "a warp for each pair of barriers");
 
 // One warp: the tokens are on their way.
+template <class Fixed>
 __device__ __forceinline__ void copy_tokens(const Args& args, Fixed& fixed, uint8_t* base) {
   const Problem& p = args.p;
   const int lane = lane_of_warp();
@@ -45,6 +53,7 @@ __device__ __forceinline__ void copy_tokens(const Args& args, Fixed& fixed, uint
 }
 
 // One thread: the number of this launch.
+template <class Fixed>
 __device__ __forceinline__ void count_launch(const Args& args, Fixed& fixed) {
   if (args.epochs == nullptr) {
     fixed.epoch = kOnlyEpoch;
@@ -56,10 +65,12 @@ __device__ __forceinline__ void count_launch(const Args& args, Fixed& fixed) {
 
 // A group of warps does not see the phases of the other group's stages, so that a barrier's parity alone may be that of
 // two phases ago: it waits until its own phase has begun.
+template <class Fixed>
 __device__ __forceinline__ void announce_stages(Fixed& fixed, int number) {
   asm volatile("st.release.cta.shared.s32 [%0], %1;" ::"r"(shared_address(&fixed.asked)), "r"(number) : "memory");
 }
 
+template <class Fixed>
 __device__ __forceinline__ void await_announcement(const Fixed& fixed, int number) {
   int asked;
   do {
@@ -67,14 +78,49 @@ __device__ __forceinline__ void await_announcement(const Fixed& fixed, int numbe
   } while (asked <= number);
 }
 
+// Where the rows of an entry lie, the `run`-th operand of GEMM1 of this block: at the beginning and at the end in
+// turns, so that two entries are there where both have few.
+__device__ __forceinline__ int first_row(const Args& args, const Entry& entry, int run) {
+  return run % 2 == 0 ? 0 : args.rows - entry.count;
+}
+
+// All warps have left the rows of operand `run`.
+template <class Fixed>
+__device__ __forceinline__ void await_left(const Fixed& fixed, int run) {
+  barrier_wait(shared_address(&fixed.left[run % 2]), run / 2 % 2);
+}
+
+// One thread: an entry's rows of tokens. `before`: how many the entry before has.
+template <class Fixed>
+__device__ __forceinline__ void copy_rows(const Args& args, Fixed& fixed, uint8_t* base, const Entry& entry, int run,
+                                          int before) {
+  const Problem& p = args.p;
+  if (run > 1) {
+    await_left(fixed, run - 2);
+  }
+  if (run > 0 && before + entry.count > args.rows) {
+    await_left(fixed, run - 1);
+  }
+  const uint32_t landed = shared_address(&fixed.landed[run % 2]);
+  uint32_t to = shared_address(base + args.x_offset) + first_row(args, entry, run) * args.x_stride;
+  barrier_expect(landed, entry.count * p.hidden * 2);
+#pragma unroll 1
+  for (int column = 0; column < entry.count; ++column, to += args.x_stride) {
+    const int token = quotient(fixed.slots[entry.first + column], args.inverse_top_k);
+    copy_bulk(to, static_cast<const __nv_bfloat16*>(p.x) + static_cast<int64_t>(token) * p.hidden, p.hidden * 2,
+              landed);
+  }
+}
+
 // One thread.
-template <class Format, Kind kKind>
+template <class Format, Kind kKind, class Fixed>
 __device__ __forceinline__ void copy_weights(const Args& args, Fixed& fixed, uint8_t* base) {
   const Problem& p = args.p;
   const uint32_t ring = shared_address(base + args.ring_offset);
   const uint32_t full = shared_address(fixed.full), empty = shared_address(fixed.empty);
   const int stage_bytes = args.stage_tiles * kStageTileBytes<Format>;
   Turn turn = {0, 1, 0};
+  [[maybe_unused]] int run = 0, rows = 0;   // operands of GEMM1 so far, and rows of the last one
 #pragma unroll 1
   for (int gemm = 0; gemm < 2; ++gemm) {
     Work work = first_unit<kKind>(fixed.work, gemm);
@@ -83,7 +129,15 @@ __device__ __forceinline__ void copy_weights(const Args& args, Fixed& fixed, uin
     const uint8_t* all_codes = gemm == 0 ? p.w13 : p.w2;
     const uint8_t* all_scales = gemm == 0 ? p.w13_scale : p.w2_scale;
 #pragma unroll 1
-    for (; work.count > 0; --work.count) {
+    for (int known = -1; work.count > 0; --work.count) {
+      if constexpr (kGathers<Fixed>) {
+        if (gemm == 0 && work.entry != known) {
+          known = work.entry;
+          const Entry entry = fixed.entries[known];
+          copy_rows(args, fixed, base, entry, run++, rows);
+          rows = entry.count;
+        }
+      }
       const int begin = work.part * work.part_tiles, end = min(begin + work.part_tiles, k_tiles);
       const int64_t row = static_cast<int64_t>(fixed.entries[work.entry].expert) * row_tiles + work.row_tile;
       int64_t tile = row * k_tiles + begin;

@@ -58,7 +58,7 @@ struct Multiplier {
       : at(threadIdx.x % 64 * 16),
         scales_at(args.stage_tiles * kTileCodeBytes + Format::scale_offset(threadIdx.x % 64)) {}
 
-  template <Kind kKind>
+  template <Kind kKind, class Fixed>
   __device__ __forceinline__ void begin_unit(const Args&, const Fixed&, const Work&, int) {}
   __device__ __forceinline__ void expect_tile(int) {}
   __device__ __forceinline__ void finish_unit(const Place&, Sums&) const {}
@@ -127,7 +127,7 @@ struct Multiplier<BesideE4m3<Weights>> : Multiplier<Weights> {
 
 // A warp's sums of a unit, the `number`-th of this block, for the helpers. The two rows that a thread has of 16 are
 // eight apart; in the layout of w4a8_layout.h they are neighbours, but for gate and up.
-template <class Format, Kind kKind>
+template <class Format, Kind kKind, class Fixed>
 __device__ __forceinline__ void leave_sums(const Args& args, Fixed& fixed, uint8_t* base, int gemm,
                                            const float* factors, int count, int number, int groups, Sums& sums) {
   const bool apart = !kIsOfW4a8<Format> || (gemm == 0 && Case<kKind>::gated(args.p));
@@ -173,7 +173,7 @@ __device__ __forceinline__ void skip_stages(const Args& args, const Work& work, 
 }
 
 // Where the tokens of this thread's sums have their scales; after `place.run` has counted the operand.
-template <class Format, Kind kKind>
+template <class Format, Kind kKind, class Fixed>
 __device__ __forceinline__ void find_scales(const Args& args, const Fixed& fixed, uint8_t* base, int gemm,
                                             const Work& work, const Entry& entry, Place& place) {
   // A part of GEMM1's K begins within its row of groups; GEMM2's operand is the part.
@@ -193,8 +193,28 @@ __device__ __forceinline__ void find_scales(const Args& args, const Fixed& fixed
   }
 }
 
+// All rows of GEMM1 up to the last entry's, where rows are copied entry by entry.
+template <class Fixed>
+__device__ __forceinline__ void await_rows(const Fixed& fixed, Place& place) {
+#pragma unroll 1
+  for (; place.met < place.run; ++place.met) {
+    barrier_wait(shared_address(&fixed.landed[place.met % 2]), place.met / 2 % 2);
+  }
+}
+
+// This warp has no more to do with the last entry's rows. It has waited for all rows until now, so that no phase of
+// `landed` can pass it.
+template <class Fixed>
+__device__ __forceinline__ void leave_rows(const Fixed& fixed, Place& place) {
+  await_rows(fixed, place);
+  __syncwarp();
+  if (lane_of_warp() == 0) {
+    barrier_arrive(shared_address(&fixed.left[(place.run - 1) % 2]));
+  }
+}
+
 // Whose token `place.row` is, if another entry or part of K comes.
-template <class Format, Kind kKind>
+template <class Format, Kind kKind, class Fixed>
 __device__ __forceinline__ void find_row(const Args& args, const Fixed& fixed, uint8_t* base, int gemm,
                                          const Work& work, Place& place) {
   const int operand =
@@ -202,12 +222,20 @@ __device__ __forceinline__ void find_row(const Args& args, const Fixed& fixed, u
   if (operand == place.known) {
     return;
   }
+  if constexpr (kGathers<Fixed>) {
+    if (gemm == 0 && place.run > 0) {
+      leave_rows(fixed, place);
+    }
+  }
   place.known = operand;
   const Entry entry = fixed.entries[work.entry];
   const int lane = lane_of_warp();
   const int column = min(lane / 4, entry.count - 1);   // columns without a token repeat the last one
   place.count = entry.count;
-  if (gemm == 0) {
+  if (kGathers<Fixed> && gemm == 0) {
+    const int row = first_row(args, entry, place.run++) + column;
+    place.row = shared_address(base) + args.x_offset + row * args.x_stride + lane % 4 * 32;
+  } else if (gemm == 0) {
     const int token = quotient(fixed.slots[entry.first + column], args.inverse_top_k);
     const int begin = Case<kKind>::kShared ? work.part * work.part_tiles * (kTileK * 2) : 0;
     place.row = shared_address(base) + args.x_offset + token * args.x_stride + begin + lane % 4 * 32;
@@ -222,6 +250,7 @@ __device__ __forceinline__ void find_row(const Args& args, const Fixed& fixed, u
 }
 
 // All operands up to this one: a barrier's phases must not be skipped.
+template <class Fixed>
 __device__ __forceinline__ void await_operand(const Args& args, const Fixed& fixed, Place& place) {
   const int last = args.h_buffers - 1;
 #pragma unroll 1
@@ -231,7 +260,7 @@ __device__ __forceinline__ void await_operand(const Args& args, const Fixed& fix
 }
 
 // All units of one GEMM. `number` counts the block's units.
-template <class Format, Kind kKind>
+template <class Format, Kind kKind, class Fixed>
 __device__ __forceinline__ void run_gemm(const Args& args, Fixed& fixed, uint8_t* base, int gemm, Turn& turn,
                                          int& number) {
   const int row_tiles = gemm == 0 ? args.row_tiles[0] : args.row_tiles[1];
@@ -254,6 +283,8 @@ __device__ __forceinline__ void run_gemm(const Args& args, Fixed& fixed, uint8_t
     multiplier.template begin_unit<kKind>(args, fixed, work, gemm);
     if (gemm == 1) {
       await_operand(args, fixed, place);
+    } else if constexpr (kGathers<Fixed>) {
+      await_rows(fixed, place);
     }
 #pragma unroll 1
     for (int done = 0; done < all; done += work.stage_tiles) {

@@ -8,7 +8,7 @@ namespace moeq::sm90::few {
 
 // A warp's row pairs of a whole unit of GEMM1 -> two values of the intermediate: on every lane where not gated, else on
 // those that hold gate rows. What is rounded to e4m3 is sent as it is: 128 columns are more than a unit has.
-template <class Format, Kind kKind>
+template <class Format, Kind kKind, class Fixed>
 __device__ __forceinline__ void send_hidden(const Args& args, const Fixed& fixed, const Entry& entry, int entry_number,
                                             int slot, int row_tile, float2 sums) {
   const Problem& p = args.p;
@@ -35,7 +35,7 @@ __device__ __forceinline__ void send_hidden(const Args& args, const Fixed& fixed
     h = quantize_pair(h, p.a2_gscale[p.a2 == ActScale::kExpert ? entry.expert : 0], Case<kKind>::gated(p));
   }
   if (inside && !is_up) {
-    const int64_t line = static_cast<int64_t>(slot) * args.row_tiles[0] * kTileRows;
+    const int64_t line = static_cast<int64_t>(slot) * args.row_tiles[0] * (2 * hidden_pairs_of_tile(kKind));
     if constexpr (kRoundsToE4m3<Format>) {
       send_pair(args, line / 2 + pair, h.a, h.b, fixed.epoch);
     } else {
@@ -50,6 +50,7 @@ __device__ __forceinline__ int partials_of(const Args& args, int block) {
 }
 
 // Of a unit that blocks share, by the block that has its first part: the sums of all parts, in their order.
+template <class Fixed>
 __device__ __forceinline__ float2 add_partials(const Args& args, const Fixed& fixed, int parts, float2 sums) {
 #pragma unroll 1
   for (int part = 1; part < parts; ++part) {
@@ -63,7 +64,7 @@ __device__ __forceinline__ float2 add_partials(const Args& args, const Fixed& fi
 
 // Adds up what the warps left of a unit, the `number`-th of this block, and sends it. Each helper takes every seventh
 // column; where there is one, every seventh unit.
-template <class Format, Kind kKind>
+template <class Format, Kind kKind, class Fixed>
 __device__ __forceinline__ void finish_unit(const Args& args, Fixed& fixed, uint8_t* base, const Work& work, int gemm,
                                             bool whole, int number) {
   const int lane = lane_of_warp(), buffer = number % 2;
@@ -118,7 +119,7 @@ __device__ __forceinline__ void next_run(const Args& args, Work& work) {
 
 // All units of both GEMMs; of GEMM2 the operand of an entry and part of K, then the units of those before it, where
 // there are two buffers. A buffer is made again when all units that multiplied it are finished.
-template <class Format, Kind kKind>
+template <class Format, Kind kKind, class Fixed>
 __device__ __forceinline__ void help(const Args& args, Fixed& fixed, uint8_t* base) {
   int number = 0;
   const bool whole = finishes_hidden<kKind>(args.p);

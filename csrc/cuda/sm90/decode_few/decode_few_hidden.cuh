@@ -33,7 +33,7 @@ __device__ __forceinline__ SentSums look_for_sums(const Args& args, uint32_t epo
   return {look(from), look(from + (Case<kKind>::gated(args.p) ? 4 : 0))};
 }
 
-template <Kind kKind>
+template <Kind kKind, class Fixed>
 __device__ __forceinline__ Two hidden_pair(const Args& args, const Fixed& fixed, const Row& row, int pair,
                                            SentSums& sums) {
   const Problem& p = args.p;
@@ -68,7 +68,7 @@ __device__ __forceinline__ Two hidden_pair(const Args& args, const Fixed& fixed,
 }
 
 // The scale by which a row is quantized; a dynamic one also says what the products lack.
-template <Kind kKind>
+template <Kind kKind, class Fixed>
 __device__ __forceinline__ float hidden_gscale(const Args& args, Fixed& fixed, const Row& row, int buffer) {
   const Problem& p = args.p;
   if (!Case<kKind>::dynamic_hidden(p)) {
@@ -93,6 +93,7 @@ struct HiddenPlace {
   bool inside, real;  // the buffer; the intermediate
 };
 
+template <class Fixed>
 __device__ __forceinline__ HiddenPlace place_of(const Args& args, const Fixed& fixed, const Work& work,
                                                 const Entry& entry, int at, int per_place) {
   const int columns = work.part_tiles * (kTileK / per_place);
@@ -108,7 +109,7 @@ __device__ __forceinline__ HiddenPlace place_of(const Args& args, const Fixed& f
 
 // An entry's rows of a part of K, from GEMM1's sums: their largest magnitudes (`finds`) or their values. Each thread
 // makes some pairs at a time, so that all are on their way at once; whole warps come, as eight lanes have a block.
-template <Kind kKind>
+template <Kind kKind, class Fixed>
 __device__ __forceinline__ void make_from_sums(const Args& args, Fixed& fixed, const Work& work, const Entry& entry,
                                                int buffer, bool finds, uint8_t* h) {
   constexpr int kAtOnce = 2;
@@ -148,11 +149,12 @@ __device__ __forceinline__ void make_from_sums(const Args& args, Fixed& fixed, c
 }
 
 // The same where GEMM1's blocks have finished the intermediate: copies it, four columns at a time.
+template <Kind kKind, class Fixed>
 __device__ __forceinline__ void make_from_finished(const Args& args, Fixed& fixed, const Work& work, const Entry& entry,
                                                    uint8_t* h) {
   constexpr int kAtOnce = 4;
   const int all = entry.count * work.part_tiles * (kTileK / 4), thread = threadIdx.x - 32 * kFirstHelper;
-  const int per_slot = args.row_tiles[0] * (kTileRows / 2);
+  const int per_slot = args.row_tiles[0] * hidden_pairs_of_tile(kKind);
   const uint32_t epoch = fixed.epoch;
 #pragma unroll 1
   for (int start = thread; start < all; start += kAtOnce * kHelperThreads) {
@@ -184,11 +186,11 @@ __device__ __forceinline__ void make_from_finished(const Args& args, Fixed& fixe
 }
 
 // The rows of one entry and part of K. All helpers.
-template <Kind kKind>
+template <Kind kKind, class Fixed>
 __device__ __forceinline__ void make_rows(const Args& args, Fixed& fixed, const Work& work, int buffer, uint8_t* h) {
   const Entry entry = fixed.entries[work.entry];
   if (finishes_hidden<kKind>(args.p)) {
-    make_from_finished(args, fixed, work, entry, h);
+    make_from_finished<kKind>(args, fixed, work, entry, h);
     return;
   }
   const bool dynamic = Case<kKind>::dynamic_hidden(args.p);

@@ -20,10 +20,16 @@
 namespace moeq::sm90::few {
 
 // Of slots and entries, loaded while the first weights are under way. Helpers.
+template <class Fixed>
 __device__ __forceinline__ void load_shares(const Args& args, Fixed& fixed) {
   const Problem& p = args.p;
-  const int slot = threadIdx.x - 32 * kFirstHelper;
-  if (slot < args.slots && fixed.place[slot] != kForeign) {
+  constexpr int kRounds = (Fixed::kSlots + kHelperThreads - 1) / kHelperThreads;
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round) {
+    const int slot = threadIdx.x - 32 * kFirstHelper + round * kHelperThreads;
+    if (slot >= args.slots || fixed.place[slot] == kForeign) {
+      continue;
+    }
     const int expert = fixed.entries[fixed.place[slot]].expert;
     if (p.router.logits == nullptr) {
       fixed.weights[slot] = p.topk_weights[slot];
@@ -37,11 +43,12 @@ __device__ __forceinline__ void load_shares(const Args& args, Fixed& fixed) {
     fixed.alphas[fixed.place[slot]] = alphas;  // the same from all slots of an entry
   }
 }
-static_assert(kHelperThreads >= kMaxSlots, "a thread for each slot");
 
-template <class Format, Kind kKind>
+template <class Format, Kind kKind, class Fixed>
 __device__ __forceinline__ void work(const Args& args, Fixed& fixed, uint8_t* base) {
-  barrier_wait(shared_address(&fixed.tokens), 0);
+  if constexpr (!kGathers<Fixed>) {
+    barrier_wait(shared_address(&fixed.tokens), 0);
+  }
   if constexpr (kRoundsToE4m3<Format>) {
     round_tokens<kRoundsGroups<Format>, kInHalf<Format>>(args, fixed, base + args.x_offset);
   } else if (Case<kKind>::quantizes_tokens(args.p)) {
@@ -56,7 +63,7 @@ __device__ __forceinline__ void work(const Args& args, Fixed& fixed, uint8_t* ba
 }
 
 // The warp that copies. It asks for ids first, and for weights as soon as it has sorted them.
-template <class Format, Kind kKind, class Routing>
+template <class Format, Kind kKind, class Routing, class Fixed>
 __device__ __forceinline__ void copy(const Args& args, Fixed& fixed, uint8_t* base, bool few_slots) {
   const int lane = lane_of_warp();
   int id = -1;
@@ -64,7 +71,7 @@ __device__ __forceinline__ void copy(const Args& args, Fixed& fixed, uint8_t* ba
     id = args.p.topk_ids[lane];  // on its way while barriers are made
   }
   touch_parameters(args, lane);
-  const Work work = Case<kKind>::kShared ? share_of_whole(args, lane & 3) : share_of(args, lane & 1, args.slots);
+  const Work work = Case<kKind>::kShared ? share_of_whole(args, lane & 3) : share_of<kKind>(args, lane & 1, args.slots);
   named_barrier(kBarriersMade, kThreads + 32);
   if (few_slots) {
     sort_slots<kKind, Routing::kRehearses>(args, fixed, work, id);
@@ -81,7 +88,7 @@ __device__ __forceinline__ void copy(const Args& args, Fixed& fixed, uint8_t* ba
 template <class Format, Kind kKind, class Routing>
 __device__ __forceinline__ void run_block(const Args& args, const Routing& routing) {
   extern __shared__ __align__(128) uint8_t base[];
-  Fixed& fixed = *reinterpret_cast<Fixed*>(base);
+  auto& fixed = *reinterpret_cast<FixedOf<slots_of(kKind)>*>(base);
   const int warp = threadIdx.x / 32;
   const bool few_slots = args.slots <= kFewSlots;
   if (warp == kCopier) {
@@ -104,7 +111,11 @@ __device__ __forceinline__ void run_block(const Args& args, const Routing& routi
   if (warp == 0 && args.epochs != nullptr) {  // it has nothing to combine, or comes last
     await_epochs(args.epochs, fixed.epoch);
   }
-  combine<kKind>(args, fixed);
+  if constexpr (Case<kKind>::kGathered) {
+    combine_gathered(args, fixed);
+  } else {
+    combine<kKind>(args, fixed);
+  }
 }
 
 template <class Format, Kind kKind>

@@ -51,7 +51,7 @@ __device__ __forceinline__ void quantize_many_tokens(const Args& args, uint8_t* 
 }
 
 // All workers. Eight neighbouring threads have a block of 16 values.
-template <Kind kKind>
+template <Kind kKind, class Fixed>
 __device__ __forceinline__ void quantize_tokens(const Args& args, Fixed& fixed, uint8_t* x) {
   const Problem& p = args.p;
   const int per_token = p.hidden / 2, all = p.tokens * per_token;

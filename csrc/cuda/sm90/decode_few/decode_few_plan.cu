@@ -53,7 +53,7 @@ int part_bits_for(Codes codes, int units, int k_tiles, int grid, int most) {
 // Of GEMM2's K.
 int longest_part(Codes codes, const Args& args) {
   int tiles = 0;
-  for (int entries = 1; entries <= args.slots; ++entries) {
+  for (int entries = 1; entries <= args.slots && entries <= kMaxSlots; ++entries) {
     const int part = part_of(codes, args.k_tiles[1], args.part_bits[1][entries]);
     tiles = part > tiles ? part : tiles;
   }
@@ -94,11 +94,19 @@ Kind with_shared_units(Kind kind) {
   return kind == Kind::kPlain ? Kind::kPlainShared : kind == Kind::kQuantized ? Kind::kQuantizedShared : kind;
 }
 
+// More tokens than others take, whose ids are given: by the kernel for rows that are gathered.
+bool may_gather(Codes codes, const Problem& p) {
+  return codes == Codes::kFourBits && has_gathered_kernel(p.format) && kind_of(p) == Kind::kPlain &&
+         p.router.logits == nullptr && p.tokens > kMaxTokens;
+}
+
 bool fits_kernel(Codes codes, const Problem& p) {
   constexpr int kMaxHidden = 1 << 18;   // quotients of larger indices might not be exact
   const bool routes = p.router.logits != nullptr;
-  const int most = codes == Codes::kPacked && !routes ? kMaxTokensPacked : kMaxTokens;
-  const bool few = p.tokens <= most && p.tokens * p.top_k <= kMaxSlots && p.hidden < kMaxHidden;
+  const bool gathers = may_gather(codes, p);
+  const int most = gathers ? kGatheredTokens : codes == Codes::kPacked && !routes ? kMaxTokensPacked : kMaxTokens;
+  const int slots = gathers ? kGatheredSlots : kMaxSlots;
+  const bool few = p.tokens <= most && p.tokens * p.top_k <= slots && p.hidden < kMaxHidden;
   return few && !p.weight_on_input && p.a1 != ActScale::kExpert;
 }
 
@@ -113,11 +121,12 @@ constexpr int operand_stride(Codes codes, int k_tiles) {
 
 constexpr int sums_bytes(int columns) { return 2 * kWorkers * columns * kTileRows * static_cast<int>(sizeof(float)); }
 
-// What lies before the ring in shared memory. `h_tiles`: of a part of GEMM2's K.
-constexpr int bytes_before_ring(Codes codes, int tokens, int columns, int x_tiles, int h_tiles, int h_buffers) {
-  const int x_bytes = tokens * operand_stride(codes, x_tiles);
+// What lies before the ring in shared memory. `rows`: of tokens; `h_tiles`: of a part of GEMM2's K.
+constexpr int bytes_before_ring(Codes codes, int rows, int columns, int x_tiles, int h_tiles, int h_buffers,
+                                Kind kind = Kind::kPlain) {
+  const int x_bytes = rows * operand_stride(codes, x_tiles);
   const int operands = x_bytes + h_buffers * columns * operand_stride(codes, h_tiles);
-  return (fixed_bytes() + sums_bytes(columns) + operands + 127) / 128 * 128;
+  return (fixed_bytes(kind) + sums_bytes(columns) + operands + 127) / 128 * 128;
 }
 
 constexpr int kLeastStages = 4;
@@ -133,9 +142,9 @@ static_assert(takes(Codes::kFourBits, 8, 8, 32, 12) && takes(Codes::kFourBits, 4
 static_assert(takes(Codes::kFourBits, 3, 4, 112, 32) && takes(Codes::kFourBits, 4, 4, 64, 56), "see there");
 static_assert(takes(Codes::kFp8Groups, 8, 8, 32, 12) && takes(Codes::kFp8Rows, 3, 4, 112, 32), "likewise");
 
-// Where slots are more than a warp's lanes, sorting needs 16 bytes for each expert.
-bool experts_fit(const Args& args) {
-  return args.slots <= kFewSlots || args.p.experts * 16 <= sums_bytes(args.columns);
+// Where slots are more than a warp's lanes, sorting needs a bit of each for each expert.
+bool experts_fit(const Args& args, Kind kind) {
+  return args.slots <= kFewSlots || args.p.experts * (slots_of(kind) / 8) <= sums_bytes(args.columns);
 }
 
 void set_divisors(Codes codes, Args& args, int grid) {
@@ -174,7 +183,7 @@ int shared_bits_for(Codes codes, const Args& args, int more, int grid) {
 void deal_units(Codes codes, Args& args, int grid, bool shares) {
   for (int gemm = 0; gemm < 2; ++gemm) {
     Deal& deal = args.whole[gemm];
-    deal.bits = args.part_bits[gemm][args.slots];
+    deal.bits = args.slots > kMaxSlots ? 0 : args.part_bits[gemm][args.slots];
     const int units = (args.slots * args.row_tiles[gemm]) << deal.bits;
     deal.each = units / grid;
     deal.more = units % grid;
@@ -190,32 +199,35 @@ bool choose_parts(Plan& plan) {
       plan.codes == Codes::kBesideFp8 || plan.codes == Codes::kFp8Rows || plan.codes == Codes::kPacked;
   const bool whole_rows = args.p.a2 == ActScale::kToken || (scales_of_rows && args.fp8.rounding[1] == ActScale::kToken);
   const int grid = plan.grid;
-  const int64_t hidden_pairs = int64_t{args.slots} * args.row_tiles[0] * (kTileRows / 2);
+  const bool gathers = plan.kind == Kind::kGathered;
+  const int64_t exchange_pairs = pairs_for(plan.kind);
+  args.half_pairs = static_cast<int>(exchange_pairs);
+  const int64_t hidden_pairs = int64_t{args.slots} * args.row_tiles[0] * hidden_pairs_of_tile(plan.kind);
   const int64_t output_pairs = int64_t{args.slots} * args.row_tiles[1] * (kTileRows / 2);
   args.outputs = static_cast<int>(hidden_pairs);
-  int most = whole_rows ? 0 : kMaxPartBits;
-  while (most > 0 && hidden_pairs + (output_pairs << most) > kExchangePairs) {
+  int most = whole_rows || gathers ? 0 : kMaxPartBits;
+  while (most > 0 && hidden_pairs + (output_pairs << most) > exchange_pairs) {
     --most;
   }
-  for (int entries = 0; entries <= args.slots; ++entries) {
+  for (int entries = 0; entries <= args.slots && entries <= kMaxSlots; ++entries) {
     args.part_bits[0][entries] = 0;
     const int units = entries * args.row_tiles[1];
     args.part_bits[1][entries] = static_cast<uint8_t>(part_bits_for(plan.codes, units, args.k_tiles[1], grid, most));
   }
   const int64_t used = hidden_pairs + (output_pairs << most), partials = int64_t{grid} * (kTileRows / 2);
   args.partials = static_cast<int>(used);
-  deal_units(plan.codes, args, grid, plan.kind != Kind::kGeneral && used + partials <= kExchangePairs);
+  deal_units(plan.codes, args, grid, plan.kind != Kind::kGeneral && !gathers && used + partials <= exchange_pairs);
   plan.kind = args.whole[0].shared_bits > 0 ? with_shared_units(plan.kind) : plan.kind;
   plan.exchange_pairs = used + (shares_units(plan.kind) ? partials : 0);
-  return used <= kExchangePairs;
+  return used <= exchange_pairs;
 }
 
 // False if there is no room for a ring of such stages.
-bool place_stages(Codes codes, Args& args, int stage_tiles, int shared) {
-  const int part = longest_part(codes, args), x_tiles = args.k_tiles[0], tokens = args.p.tokens;
+bool place_stages(Codes codes, Kind kind, Args& args, int stage_tiles, int shared) {
+  const int part = longest_part(codes, args), x_tiles = args.k_tiles[0];
   args.stage_tiles = stage_tiles;
   const auto stages_beside = [&](int h_buffers) {
-    const int before = bytes_before_ring(codes, tokens, args.columns, x_tiles, part, h_buffers);
+    const int before = bytes_before_ring(codes, args.rows, args.columns, x_tiles, part, h_buffers, kind);
     const int stages = (shared - before) / (args.stage_tiles * tile_bytes(codes, args.p.format));
     return stages < kMaxStages ? stages : kMaxStages;
   };
@@ -227,23 +239,32 @@ bool place_stages(Codes codes, Args& args, int stage_tiles, int shared) {
   args.h_stride = operand_stride(codes, part);
   args.fp8.scales_at[0] = x_tiles * kTileK * 2;
   args.fp8.scales_at[1] = part * kTileK * 2;
-  args.sums_offset = fixed_bytes();
+  args.sums_offset = fixed_bytes(kind);
   args.x_offset = args.sums_offset + sums_bytes(args.columns);
-  args.h_offset = args.x_offset + tokens * args.x_stride;
-  args.ring_offset = bytes_before_ring(codes, tokens, args.columns, x_tiles, part, args.h_buffers);
+  args.h_offset = args.x_offset + args.rows * args.x_stride;
+  args.ring_offset = bytes_before_ring(codes, args.rows, args.columns, x_tiles, part, args.h_buffers, kind);
   return args.stages >= kLeastStages;
 }
 
 // Long stages cost less; short ones are there sooner, where a block has few of them, and take less room, for which they
 // are those of weights that only prefill's kernels take else. False if there is none.
-bool place_in_shared(Codes codes, Args& args, int grid, int shared) {
+bool place_in_shared(Codes codes, Kind kind, Args& args, int grid, int shared) {
   constexpr int kMany = 200;
   const int tiles = args.row_tiles[0] * args.k_tiles[0] + args.row_tiles[1] * args.k_tiles[1];
   const Tiles stage = tiles_of(codes);
   const bool many = args.slots * tiles / grid > kMany;
   const int chosen = stage_tiles_of(codes, args.p.format, many ? stage.long_stage : stage.short_stage);
-  return place_stages(codes, args, chosen, shared) ||
-         (codes == Codes::kPacked && place_stages(codes, args, stage.short_stage, shared));
+  const bool gathers = kind == Kind::kGathered;
+  const int short_stage = stage_tiles_of(codes, args.p.format, stage.short_stage);
+  for (args.rows = gathers ? kGatheredRows : args.p.tokens;; args.rows /= 2) {
+    if (place_stages(codes, kind, args, chosen, shared) ||
+        ((codes == Codes::kPacked || gathers) && place_stages(codes, kind, args, short_stage, shared))) {
+      return true;
+    }
+    if (!gathers || args.rows / 2 < args.columns) {
+      return false;
+    }
+  }
 }
 
 }  // namespace
@@ -278,15 +299,17 @@ cudaError_t make_plan(const Problem& p, Codes codes, const Fp8& fp8, Plan& plan,
   args.exchange = p.partition.whole_device ? nullptr : static_cast<uint4*>(p.workspace);
   args.epochs = nullptr;
   args.slots = p.tokens * p.top_k;
-  for (args.columns = 1; args.columns < p.tokens && args.columns < kColumns; args.columns *= 2) {
+  plan.kind = may_gather(codes, p) ? Kind::kGathered : kind_of(p);
+  const int columns = plan.kind == Kind::kGathered ? kGatheredColumns : kColumns;
+  for (args.columns = 1; args.columns < p.tokens && args.columns < columns; args.columns *= 2) {
   }
   args.scale = accumulator_scale(codes, p.format);
-  plan.kind = kind_of(p);
   args.row_tiles[0] = row_tiles13(p.inter, p.gated);
   args.k_tiles[0] = part_of(codes, k_tiles(p.hidden), 0);
   args.row_tiles[1] = ceil_div(p.hidden, kTileRows);
   args.k_tiles[1] = part_of(codes, k_tiles(p.inter), 0);
-  fits = choose_parts(plan) && place_in_shared(codes, args, plan.grid, shared) && experts_fit(args);
+  fits =
+      choose_parts(plan) && place_in_shared(codes, plan.kind, args, plan.grid, shared) && experts_fit(args, plan.kind);
   if (fits) {
     set_divisors(codes, args, plan.grid);
     plan.shared_bytes = shared;

@@ -219,7 +219,7 @@ __device__ __forceinline__ void route_slots(const RoutedArgs& all, Fixed& fixed,
   send_logits(all, fixed, base, bias);
   if (!few_slots) {
     sync_workers();  // parts have been added
-    clear_slots_of_experts(args, base);
+    clear_slots_of_experts<kMaxSlots>(args, base);
     sync_workers();
   }
   if (router >= 0 && router < tokens) {
@@ -227,10 +227,10 @@ __device__ __forceinline__ void route_slots(const RoutedArgs& all, Fixed& fixed,
     keep_choice(all, fixed, router);
   }
   if (!few_slots && thread < kMaxSlots) {
-    sort_many(fixed, slots_of_experts(args, base), args.columns, -1);  // rehearsed
+    sort_many(fixed, slots_of_experts<kMaxSlots>(args, base), args.columns, -1);  // rehearsed
     named_barrier(kIdsKnown, waiting);
     const int expert = thread < args.slots ? local_expert(args.p, fixed.ids[thread]) : -1;
-    const int entries = sort_many(fixed, slots_of_experts(args, base), args.columns, expert);
+    const int entries = sort_many(fixed, slots_of_experts<kMaxSlots>(args, base), args.columns, expert);
     if (thread < 2) {
       fixed.work[thread] = share_of(args, thread, entries);
     }

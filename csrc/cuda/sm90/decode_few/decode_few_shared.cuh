@@ -86,7 +86,18 @@ struct Entry {
 
 constexpr uint32_t kForeign = 0xffffffffu;
 
-struct Fixed {
+// Where an entry's rows of tokens are copied when its units are: of every other entry.
+struct GatheredRows {
+  uint64_t landed[2];   // an entry's rows have
+  uint64_t left[2];     // all warps that multiply have left them
+};
+
+struct NoGatheredRows {};
+
+// What a launch of up to so many slots has in the same places, whatever the problem.
+template <int kSlots_>
+struct FixedOf : std::conditional_t<(kSlots_ > kMaxSlots), GatheredRows, NoGatheredRows> {
+  static constexpr int kSlots = kSlots_;
   uint64_t full[kMaxStages];     // a stage's weights have landed
   uint64_t empty[kMaxStages];    // all warps have left it
   uint64_t summed[2];            // all warps have left their sums of a unit in a buffer
@@ -98,15 +109,15 @@ struct Fixed {
   int asked;                     // stages that the copying warp has asked for
   uint32_t epoch;
   Router router;
-  Entry entries[kMaxSlots];
-  float output_alphas[kMaxSlots];   // GEMM2's, of slots
-  float2 alphas[kMaxSlots];      // GEMM1's, of entries
-  uint32_t place[kMaxSlots];     // entry of a slot, or kForeign
-  int slots[kMaxSlots];          // sorted by entry, ascending within one
-  alignas(16) int experts[kMaxSlots];        // of slots, where the routing takes more than a warp
-  int ids[kMaxSlots];            // of slots, and their weights, where they come from logits
-  float weights[kMaxSlots];
-  uint32_t openers[4];           // of four warps' slots: how many open an entry << 16 | slots of theirs
+  Entry entries[kSlots];
+  float output_alphas[kSlots];   // GEMM2's, of slots
+  float2 alphas[kSlots];      // GEMM1's, of entries
+  uint32_t place[kSlots];     // entry of a slot, or kForeign
+  int slots[kSlots];          // sorted by entry, ascending within one
+  alignas(16) int experts[kSlots];        // of slots, where the routing takes more than a warp
+  int ids[kSlots];            // of slots, and their weights, where they come from logits
+  float weights[kSlots];
+  uint32_t openers[kSlots / 32];   // of a warp's slots each: how many open an entry << 16 | slots of theirs
   uint32_t amax[kMaxTokensPacked];   // of rows that are being quantized
   float x_factor[kMaxTokens];
   union {   // of operands of GEMM2: those that are rounded to e4m3 have the one, to NVFP4 the other
@@ -114,7 +125,14 @@ struct Fixed {
     float h_factor[2][kColumns];
   };
 };
+using Fixed = FixedOf<kMaxSlots>;
 static_assert(offsetof(Fixed, experts) % 16 == 0, "read 16 bytes at a time");
+
+// Whether rows of tokens are copied entry by entry.
+template <class Fixed>
+constexpr bool kGathers = (Fixed::kSlots > kMaxSlots);
+
+constexpr int slots_of(Kind kind) { return kind == Kind::kGathered ? kGatheredSlots : kMaxSlots; }
 
 // [2, workers, columns, rows of a tile]: what is left of a unit for the helpers.
 __device__ __forceinline__ float* sums_of(const Args& args, uint8_t* base, int buffer, int worker, int column) {
@@ -128,6 +146,7 @@ struct Case {
   static constexpr bool kGeneral = kKind == Kind::kGeneral;
   static constexpr bool kQuantized = kKind == Kind::kQuantized || kKind == Kind::kQuantizedShared;
   static constexpr bool kShared = shares_units(kKind);
+  static constexpr bool kGathered = kKind == Kind::kGathered;
   static __device__ __forceinline__ bool gated(const Problem& p) { return !kGeneral || p.gated; }
   static __device__ __forceinline__ bool bias13(const Problem& p) { return kGeneral && p.w13_bias != nullptr; }
   static __device__ __forceinline__ bool bias2(const Problem& p) { return kGeneral && p.w2_bias != nullptr; }
@@ -145,7 +164,10 @@ struct Case {
   }
 };
 
-__host__ __device__ constexpr int fixed_bytes() { return (static_cast<int>(sizeof(Fixed)) + 127) / 128 * 128; }
+__host__ __device__ constexpr int fixed_bytes(Kind kind) {
+  const size_t bytes = kind == Kind::kGathered ? sizeof(FixedOf<slots_of(Kind::kGathered)>) : sizeof(Fixed);
+  return (static_cast<int>(bytes) + 127) / 128 * 128;
+}
 
 // Comes to a barrier without waiting for the others.
 __device__ __forceinline__ void named_arrive(int name, int threads) {

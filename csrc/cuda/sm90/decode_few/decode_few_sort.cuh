@@ -15,7 +15,7 @@ __device__ __forceinline__ int local_expert(const Problem& p, int id) {
 
 // One token: each of its slots is an entry. A lane each of one warp. `work` is the share number `lane` if all experts
 // are ours, worked out before they were known.
-template <Kind kKind>
+template <Kind kKind, class Fixed>
 __device__ __forceinline__ void sort_one(const Args& args, Fixed& fixed, Work work, int expert) {
   const int lane = lane_of_warp();
   const uint32_t ours = __ballot_sync(0xffffffffu, expert >= 0);
@@ -27,7 +27,7 @@ __device__ __forceinline__ void sort_one(const Args& args, Fixed& fixed, Work wo
   }
   const bool all = __popc(ours) == args.slots;
   if (lane < 2) {
-    fixed.work[lane] = all ? work : share_of(args, lane, __popc(ours));
+    fixed.work[lane] = all ? work : share_of<kKind>(args, lane, __popc(ours));
   }
   if (Case<kKind>::kShared && lane == kSharedUnit) {
     fixed.work[kSharedUnit] = work;
@@ -38,6 +38,7 @@ __device__ __forceinline__ void sort_one(const Args& args, Fixed& fixed, Work wo
 // Up to 32 slots of several tokens, a lane each of one warp. Entries come in the order of their first slots; returns
 // how many. Not inlined, like the following: more code between what every launch runs is slower. It gets values, as the
 // parameters of a kernel by reference are read from memory, 700 cycles each.
+template <class Fixed>
 __device__ __noinline__ inline int sort_few(Fixed& fixed, int columns, int expert) {
   const int lane = lane_of_warp();
   const Chunk chunk = chunk_of(expert, columns);
@@ -51,16 +52,24 @@ __device__ __noinline__ inline int sort_few(Fixed& fixed, int columns, int exper
   return chunk.chunks;
 }
 
-// 128 bits for each expert: the slots that chose it. They lie where sums will.
-__device__ __forceinline__ uint4* slots_of_experts(const Args& args, uint8_t* base) {
-  return reinterpret_cast<uint4*>(base + args.sums_offset);
+// A bit for each slot: those that chose an expert.
+template <int kSlots>
+struct alignas(16) SlotBits {
+  uint32_t words[kSlots / 32];
+};
+
+// Of all experts. They lie where sums will.
+template <int kSlots>
+__device__ __forceinline__ SlotBits<kSlots>* slots_of_experts(const Args& args, uint8_t* base) {
+  return reinterpret_cast<SlotBits<kSlots>*>(base + args.sums_offset);
 }
 
 // All workers, before they meet.
+template <int kSlots>
 __device__ __forceinline__ void clear_slots_of_experts(const Args& args, uint8_t* base) {
 #pragma unroll 1
   for (int expert = threadIdx.x; expert < args.p.experts; expert += kThreads) {
-    slots_of_experts(args, base)[expert] = {0, 0, 0, 0};
+    slots_of_experts<kSlots>(args, base)[expert] = {};
   }
 }
 
@@ -69,18 +78,25 @@ struct Rank {
   int rank, total, opener;
 };
 
-__device__ __forceinline__ Rank rank_of(uint4 slots, int slot, int columns) {
-  uint32_t words[4] = {slots.x, slots.y, slots.z, slots.w};
+template <int kSlots>
+__device__ __forceinline__ Rank rank_of(const SlotBits<kSlots>& slots, int slot, int columns) {
+  constexpr int kWords = kSlots / 32;
+  uint32_t words[kWords];
+#pragma unroll
+  for (int i = 0; i < kWords; i += 4) {
+    const uint4 four = *reinterpret_cast<const uint4*>(slots.words + i);
+    words[i] = four.x, words[i + 1] = four.y, words[i + 2] = four.z, words[i + 3] = four.w;
+  }
   Rank r = {0, 0, slot};
 #pragma unroll
-  for (int w = 0; w < 4; ++w) {
+  for (int w = 0; w < kWords; ++w) {
     const uint32_t below = slot >= 32 * (w + 1) ? 0xffffffffu : slot < 32 * w ? 0u : (1u << slot % 32) - 1;
     r.rank += __popc(words[w] & below);
     r.total += __popc(words[w]);
   }
   int left = r.rank & -columns;   // only a token that chose an expert twice makes more entries than one
 #pragma unroll
-  for (int w = 0; w < 4; ++w) {
+  for (int w = 0; w < kWords; ++w) {
 #pragma unroll 1
     for (uint32_t word = words[w]; word != 0 && left >= 0; word &= word - 1) {
       r.opener = 32 * w + __ffs(word) - 1;
@@ -90,14 +106,15 @@ __device__ __forceinline__ Rank rank_of(uint4 slots, int slot, int columns) {
   return r;
 }
 
-// Any number of slots, one of each of the first four warps' threads.
-__device__ __noinline__ inline int sort_many(Fixed& fixed, uint4* slots_of, int columns, int expert) {
+// Any number of slots, one of each of the first warps' threads.
+template <class Fixed>
+__device__ __noinline__ inline int sort_many(Fixed& fixed, SlotBits<Fixed::kSlots>* slots_of, int columns, int expert) {
   const int slot = threadIdx.x, lane = slot % 32, warp = slot / 32, last = columns - 1;
-  uint4* of_expert = slots_of + max(expert, 0);
+  SlotBits<Fixed::kSlots>* of_expert = slots_of + max(expert, 0);
   if (expert >= 0) {
-    atomicOr(reinterpret_cast<uint32_t*>(of_expert) + warp, 1u << lane);
+    atomicOr(of_expert->words + warp, 1u << lane);
   }
-  named_barrier(kSortersMeet, kMaxSlots);
+  named_barrier(kSortersMeet, Fixed::kSlots);
   const Rank ranked = rank_of(*of_expert, slot, columns);
   const int rank = ranked.rank, total = ranked.total, opener = ranked.opener;
   const bool opens = expert >= 0 && (rank & last) == 0;
@@ -111,11 +128,11 @@ __device__ __noinline__ inline int sort_many(Fixed& fixed, uint4* slots_of, int 
   if (lane == 31) {
     fixed.openers[warp] = sum;
   }
-  named_barrier(kSortersMeet, kMaxSlots);
+  named_barrier(kSortersMeet, Fixed::kSlots);
   uint32_t all = 0;
   sum -= mine;
 #pragma unroll
-  for (int w = 0; w < 4; ++w) {
+  for (int w = 0; w < Fixed::kSlots / 32; ++w) {
     sum += w < warp ? fixed.openers[w] : 0;
     all += fixed.openers[w];
   }
@@ -123,7 +140,7 @@ __device__ __noinline__ inline int sort_many(Fixed& fixed, uint4* slots_of, int 
   if (opens) {
     fixed.entries[sum >> 16] = {expert, static_cast<int>(sum & 0xffff), static_cast<int>(mine & 0xffff)};
   }
-  named_barrier(kSortersMeet, kMaxSlots);
+  named_barrier(kSortersMeet, Fixed::kSlots);
   const uint32_t of_opener = static_cast<uint32_t>(fixed.experts[opener]);
   fixed.place[slot] = expert < 0 ? kForeign : of_opener >> 16;
   if (expert >= 0) {
@@ -134,6 +151,7 @@ __device__ __noinline__ inline int sort_many(Fixed& fixed, uint4* slots_of, int 
 
 // One warp: ids and weights of a token. The threads that sort, `waiting` with those of all routing warps, go on as soon
 // as all tokens' ids are there.
+template <class Fixed>
 __device__ __noinline__ inline void route_one(Fixed& fixed, int token, int waiting) {
   const int first = token * fixed.router.top_k;
   route_token(fixed.router, token, fixed.ids + first, fixed.weights + first, [&] {
@@ -143,6 +161,7 @@ __device__ __noinline__ inline void route_one(Fixed& fixed, int token, int waiti
 }
 
 // The router's parameters, for what is not inlined.
+template <class Fixed>
 __device__ __forceinline__ void keep_router(const Args& args, Fixed& fixed) {
   static_assert(sizeof(Router) % 4 == 0 && sizeof(Router) <= 128, "a word for each lane");
   const int lane = lane_of_warp();

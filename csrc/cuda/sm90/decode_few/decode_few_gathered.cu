@@ -1,0 +1,35 @@
+// The kernels of a decode of few tokens whose rows are gathered, and their exchange.
+#include "../launch/cooperative_launch.h"
+#include "decode_few_gathered.h"
+#include "decode_few_kernel.cuh"
+
+namespace moeq::sm90::few {
+namespace {
+
+// Of launches that take the whole device.
+__device__ uint4 whole_device_exchange[2 * kGatheredPairs];
+__device__ uint32_t whole_device_epochs[kMaxBlocks];
+
+}  // namespace
+
+cudaError_t find_gathered_exchange(Args& args) {
+  static KnownAddresses known_exchange, known_epochs;
+  void *exchange = nullptr, *epochs = nullptr;
+  cudaError_t error = find_variable(whole_device_exchange, known_exchange, exchange);
+  if (error == cudaSuccess) {
+    error = find_variable(whole_device_epochs, known_epochs, epochs);
+  }
+  args.exchange = static_cast<uint4*>(exchange);
+  args.epochs = static_cast<uint32_t*>(epochs);
+  return error;
+}
+
+cudaError_t run_gathered(Plan& plan) {
+  static KnownDevices known[kFormats];
+  const Format format = plan.args.p.format;
+  const void* of_format =
+      format == Format::kMxfp4 ? kernel<Mxfp4Format, Kind::kGathered>() : kernel<Nvfp4Format, Kind::kGathered>();
+  return launch(plan, of_format, known[static_cast<int>(format)]);
+}
+
+}  // namespace moeq::sm90::few

@@ -1,0 +1,149 @@
+"""The decode kernel without grid barriers of 9 to 32 tokens, most of whose experts may be another rank's: an expert's rows
+are gathered where they are multiplied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from sm90_cases import in_tiles, make_call, relative_error, run_on, why_not_here
+
+from torch_moe_ops.core.call import ExpertsCall
+from torch_moe_ops.core.kernel_facts import Sm90Few
+
+REASON = why_not_here()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(REASON), reason=REASON or "it is there")]
+LIMIT = 2e-3
+
+# local experts, all experts, top_k, hidden, inter, tokens
+SHARES = (
+    (32, 128, 8, 2048, 768, 32),
+    (32, 128, 8, 2048, 768, 19),
+    (16, 128, 8, 2048, 768, 32),
+    (64, 128, 8, 2048, 768, 16),
+    (128, 128, 8, 2048, 768, 9),
+    (128, 128, 8, 2048, 768, 16),
+    (8, 32, 4, 2880, 704, 32),
+    (8, 32, 3, 1088, 1856, 10),  # slots that one warp sorts
+    (5, 7, 6, 192, 176, 32),
+    (60, 240, 6, 2048, 1408, 31),
+    (2, 512, 10, 2048, 512, 25),
+    (8, 32, 8, 4096, 1536, 20),
+    (1, 1, 1, 128, 64, 32),
+    # Blocks that multiply rows of three experts and more, in two buffers and in one.
+    (256, 256, 8, 128, 64, 32),
+    (300, 512, 8, 512, 160, 32),
+    (64, 64, 8, 7168, 64, 32),
+    (16, 16, 16, 7168, 96, 16),
+)
+schemes = pytest.mark.parametrize("scheme", ("nvfp4", "mxfp4"))
+
+
+def share(scheme: str, shape: tuple[int, ...], seed: int = 0, **fields: Any) -> ExpertsCall:
+    """A rank's experts, of which tokens choose some; ids of others are below and above them."""
+    local, everyone, top_k, hidden, inter, tokens = shape
+    call = make_call(
+        scheme, experts=local, top_k=min(top_k, local), hidden=hidden, inter=inter, tokens=tokens,
+        **{"out_dtype": torch.float32} | fields,
+    )  # fmt: skip
+    g = torch.Generator().manual_seed(seed)
+    first = (everyone - local) // 2
+    ids = torch.rand(tokens, everyone, generator=g).topk(top_k).indices.int().to(call.topk_ids.device)
+    weights = torch.rand(tokens, top_k, generator=g).to(call.topk_weights.device)
+    return call._replace(topk_ids=ids, topk_weights=weights, local_expert_offset=first, num_experts=everyone)
+
+
+def check(call: ExpertsCall, again: int = 3) -> torch.Tensor:
+    tiled = in_tiles(call)
+    out = run_on("decode", tiled)
+    assert torch.isfinite(out).all()
+    assert not out.any() or relative_error(out, call) < LIMIT
+    assert all(torch.equal(run_on("decode", tiled), out) for _ in range(again))
+    return out
+
+
+@schemes
+@pytest.mark.parametrize("shape", SHARES, ids=str)
+def test_shares(scheme: str, shape: tuple[int, ...]) -> None:
+    out = check(share(scheme, shape))
+    if shape[0] == shape[1]:
+        assert out.any(dim=1).all()
+
+
+@pytest.mark.parametrize("activation", ("silu", "swigluoai"))
+def test_outputs_and_activations(activation: str) -> None:
+    for dtype, limit in ((torch.bfloat16, 4e-3), (torch.float16, LIMIT)):
+        call = share("nvfp4", SHARES[1], out_dtype=dtype, activation=activation)
+        assert relative_error(run_on("decode", in_tiles(call)), call) < limit
+
+
+@schemes
+def test_all_of_them_at_one_expert(scheme: str) -> None:
+    """A rank that gets every pair: an expert with 32 rows is multiplied several times, and another one's are eight."""
+    call = share(scheme, (32, 128, 8, 2048, 768, 32))
+    call.topk_ids[:] = call.local_expert_offset + 7
+    check(call)
+    call.topk_ids[:] = torch.arange(8, device=call.topk_ids.device) + call.local_expert_offset
+    check(call)
+
+
+@pytest.mark.parametrize("tokens", (9, 32))
+def test_nobody_s_tokens(tokens: int) -> None:
+    """Of tokens that have no expert here nothing is read, and zeros are written."""
+    call = share("nvfp4", (32, 128, 8, 2048, 768, tokens))
+    call.topk_ids[::2] = call.local_expert_offset - 1
+    call.hidden_states[::2] = float("nan")
+    call.topk_weights[::2] = float("nan")
+    out = check(
+        call._replace(hidden_states=call.hidden_states.nan_to_num(0.0), topk_weights=call.topk_weights.nan_to_num(0.0))
+    )
+    assert torch.equal(run_on("decode", in_tiles(call)), out)
+    assert not out[::2].any()
+    call.topk_ids[:] = -1
+    assert not run_on("decode", in_tiles(call)).any()
+    call.topk_ids[3, 2], call.topk_ids[4, 0], call.topk_ids[5, 1] = 2**31 - 1, -(2**31), call.local_expert_offset
+    out = run_on(
+        "decode",
+        in_tiles(
+            call._replace(
+                hidden_states=call.hidden_states.nan_to_num(1.0), topk_weights=call.topk_weights.nan_to_num(1.0)
+            )
+        ),
+    )
+    assert out.any(dim=1).nonzero().tolist() == [[5]]
+
+
+def test_a_row_of_nan_stays_alone() -> None:
+    call = share("nvfp4", (32, 32, 8, 2048, 768, 32))
+    want = run_on("decode", in_tiles(call))
+    call.hidden_states[13] = float("nan")
+    out = run_on("decode", in_tiles(call))
+    assert out[13].isnan().all()
+    others = [row for row in range(32) if row != 13]
+    assert torch.equal(out[others], want[others])
+
+
+def test_other_routings_in_a_graph_and_between_other_launches() -> None:
+    """The exchange is that of all launches of few tokens, which take turns at its halves."""
+    calls = [
+        in_tiles(share("nvfp4", (32, 128, 8, 2048, 768, tokens), seed)) for seed, tokens in enumerate((32, 5, 17, 1, 9))
+    ]
+    want = [run_on("decode", call) for call in calls]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = [run_on("decode", call) for call in calls for _ in range(2)]
+    for _ in range(20):
+        graph.replay()
+    assert all(torch.equal(a, want[at // 2]) for at, a in enumerate(out))
+    other = share("nvfp4", (32, 128, 8, 2048, 768, 32), seed=9)
+    calls[0].topk_ids.copy_(other.topk_ids)
+    graph.replay()
+    assert torch.equal(out[0], run_on("decode", calls[0]))
+    assert not torch.equal(out[0], want[0])
+
+
+def test_up_to_the_most_tokens_and_slots() -> None:
+    for tokens in range(7, Sm90Few.GATHERED_TOKENS + 3):
+        check(share("nvfp4", (4, 16, 8, 128, 64, tokens)), again=1)
+    check(share("nvfp4", (4, 40, 9, 128, 64, 29)), again=1)  # more slots
