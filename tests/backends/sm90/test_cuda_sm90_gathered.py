@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from sm90_cases import in_tiles, make_call, relative_error, run_on, why_not_here
+from sm90_cases import in_tiles, make_call, of_a_checkpoint, relative_error, rounded, rounds, run_on, why_not_here
 
 from torch_moe_ops.core.call import ExpertsCall
 from torch_moe_ops.core.kernel_facts import Sm90Few
@@ -43,10 +43,10 @@ schemes = pytest.mark.parametrize("scheme", ("nvfp4", "mxfp4"))
 def share(scheme: str, shape: tuple[int, ...], seed: int = 0, **fields: Any) -> ExpertsCall:
     """A rank's experts, of which tokens choose some; ids of others are below and above them."""
     local, everyone, top_k, hidden, inter, tokens = shape
-    call = make_call(
+    call = of_a_checkpoint(make_call(
         scheme, experts=local, top_k=min(top_k, local), hidden=hidden, inter=inter, tokens=tokens,
         **{"out_dtype": torch.float32} | fields,
-    )  # fmt: skip
+    ))  # fmt: skip
     g = torch.Generator().manual_seed(seed)
     first = (everyone - local) // 2
     ids = torch.rand(tokens, everyone, generator=g).topk(top_k).indices.int().to(call.topk_ids.device)
@@ -58,6 +58,8 @@ def check(call: ExpertsCall, again: int = 3) -> torch.Tensor:
     tiled = in_tiles(call)
     out = run_on("decode", tiled)
     assert torch.isfinite(out).all()
+    if call.scheme in ("int4", "mxint4") and rounds("decode", tiled):
+        call = rounded(call)
     assert not out.any() or relative_error(out, call) < LIMIT
     assert all(torch.equal(run_on("decode", tiled), out) for _ in range(again))
     return out
@@ -69,6 +71,26 @@ def test_shares(scheme: str, shape: tuple[int, ...]) -> None:
     out = check(share(scheme, shape))
     if shape[0] == shape[1]:
         assert out.any(dim=1).all()
+
+
+@pytest.mark.parametrize("shape", (SHARES[0], SHARES[4], SHARES[6], SHARES[7], SHARES[8], SHARES[13]), ids=str)
+@pytest.mark.parametrize(
+    ("scheme", "weights"),
+    [
+        ("mxint4", {}),
+        ("int4", {"group": 32}),
+        ("int4", {"group": 128}),
+        ("int4", {"group": 32, "zero": True}),
+        ("int4", {"group": 64, "zero": True}),
+        ("int4", {"group": 128, "scale_dtype": torch.float16}),
+        ("int4", {"group": -1, "scale_dtype": torch.float32, "zero": True}),
+    ],
+    ids=str,
+)
+def test_integers(scheme: str, weights: dict[str, Any], shape: tuple[int, ...]) -> None:
+    if weights.get("group", -1) > 0 and (shape[3] % weights["group"] or shape[4] % weights["group"]):
+        weights = weights | {"group": -1}
+    check(share(scheme, shape, weights=weights))
 
 
 @pytest.mark.parametrize("activation", ("silu", "swigluoai"))
