@@ -67,7 +67,9 @@ constexpr int kMaxSlots = 128;
 constexpr int kMaxTokens = 8;
 // Of policy packed, which the other kernel does not decode.
 constexpr int kMaxTokensPacked = 16;
-// Of W4A16, whose rows are gathered by those experts that want them.
+// A number beside SM90_KERNELS: decode, but rows may be gathered by those experts that want them.
+constexpr int kGatheredKernel = 4;
+// Of W4A16, which may be so many then.
 constexpr int kGatheredTokens = 32;
 // Tokens * top_k of these.
 constexpr int kGatheredSlots = 256;

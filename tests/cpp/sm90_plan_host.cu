@@ -48,7 +48,7 @@ constexpr int kWholeDevice = 132;
 
 // What a test asks for: the multiprocessors that the call has and a block's shared memory, then the call.
 struct Layer {
-  int sms, shared, tokens, top_k, experts, hidden, inter, gated, dynamic, format;
+  int sms, shared, tokens, top_k, experts, hidden, inter, gated, dynamic, format, gathers;
 };
 
 namespace {
@@ -135,6 +135,7 @@ int answer(const Layer& layer, Found found) {
     const int tile = few::are_of_w4a8(codes) ? 128 : 64;
     p.inter = (p.inter + tile - 1) / tile * tile;
   }
+  p.gathers = layer.gathers != 0;
   p.partition = {layer.sms, layer.sms == kWholeDevice};
   p.workspace = workspace;
   few::Plan plan;
@@ -266,9 +267,9 @@ extern "C" int plan_few(const Layer* layer) {
   });
 }
 
-// Whether rows are gathered (1) or not (0).
+// For how many rows that are gathered there is room; 0: none are.
 extern "C" int gathers_few(const Layer* layer) {
-  return answer(*layer, [](const few::Plan& plan) { return gathers(plan) ? 1 : 0; });
+  return answer(*layer, [](const few::Plan& plan) { return gathers(plan) ? plan.args.rows : 0; });
 }
 
 // Whether one block, and no other, writes what was chosen for each token.

@@ -22,7 +22,7 @@ from torch_moe_ops.backends import cuda_sm90, cuda_sm90_bf16
 from torch_moe_ops.backends.sm90.router import RouterProduct
 from torch_moe_ops.core.routing_methods import ROUTING_METHODS
 from torch_moe_ops.routing.reference import route_reference
-from torch_moe_ops.tuning.tuned_kernels import KERNELS
+from torch_moe_ops.tuning import tuned_kernels
 
 Fields = dict[str, Any]
 SMALL: Fields = {"hidden": 128, "inter": 64}
@@ -77,6 +77,14 @@ FORMATS: dict[str, tuple[Fields, ...]] = {
         {"activation": "gelu"},
     ),
 }
+KERNELS = (*tuned_kernels.KERNELS, "gathered")
+# Calls of "gathered", which is for 16-bit activations without biases.
+GATHERED: dict[str, tuple[Fields, ...]] = {
+    "nvfp4": ({}, {"foreign": True, "out_dtype": torch.float32}),
+    "mxfp4": ({}, {"activation": "swigluoai", "foreign": True}),
+    "int4": ({"weights": {"group": 32}}, {"weights": {"group": 64}, "foreign": True}),
+    "int4-sums": ({"weights": {"group": 64, "zero": True}}, {"weights": {"group": 64, "scale_dtype": torch.float32}}),
+}
 # Numbers of tokens of a kernel: what decides between the versions that it has
 # (benchmarks/results/hopper_notebook.md, sections 3 to 5).
 TOKENS: dict[str, tuple[Fields, ...]] = {
@@ -84,10 +92,13 @@ TOKENS: dict[str, tuple[Fields, ...]] = {
         {"tokens": 1, "hidden": 1024, "inter": 768, "experts": 9, "top_k": 6},
         {"tokens": 3, "hidden": 320, "inter": 192},
         {"tokens": 8, "top_k": 6, "experts": 20},  # more slots than a warp sorts
-        {"tokens": 9, "experts": 9},  # of W4A16 rows are gathered
+        {"tokens": 9},
+        {"tokens": 33},
+    ),
+    "gathered": (
+        {"tokens": 9, "experts": 9},
         {"tokens": 32, "top_k": 8, "experts": 200},  # a block multiplies rows of three experts
         {"tokens": 31, "top_k": 7, "experts": 8, "hidden": 8192},  # room for four rows, an expert has 27
-        {"tokens": 33},
     ),
     "slim": ({"tokens": 50},),
     "narrow": ({"tokens": 70, "hidden": 192},),
@@ -233,7 +244,7 @@ def groups(kernels: list[str]) -> dict[str, list[Run]]:
         found |= {name: [(run_layer, layer) for layer in layers] for name, layers in LAYERS.items()}
     for kernel in (k for k in KERNELS if k in kernels):
         for tokens in TOKENS[kernel]:
-            for name, calls in FORMATS.items():
+            for name, calls in (GATHERED if kernel == "gathered" else FORMATS).items():
                 scheme = name.partition("-")[0]
                 runs: list[Run] = [(run_call, (kernel, scheme, tokens | fields)) for fields in calls]
                 found[f"{kernel}-{tokens['tokens']}:{name}"] = runs

@@ -17,7 +17,7 @@ from torch_moe_ops.backends.sm90.common import CAPABILITY
 from torch_moe_ops.backends.sm90.formats import exact_kernels
 from torch_moe_ops.core import extension
 from torch_moe_ops.core.call import ExpertsCall
-from torch_moe_ops.core.kernel_facts import SM90_KERNELS
+from torch_moe_ops.core.kernel_facts import SM90_KERNELS, Sm90Few
 from torch_moe_ops.tuning import tuned_kernels
 from torch_moe_ops.weights.raw_weights import RawWeights
 
@@ -48,6 +48,30 @@ SHAPES_OF_BYTES = (
     (8, 4, 256, 384, 1500),
     (2, 1, 128, 17408, 20),
 )
+# Of a rank, some of whose tokens have experts elsewhere; rows are gathered.
+# local experts, all experts, top_k, hidden, inter, tokens
+SHARES = (
+    (32, 128, 8, 2048, 768, 32),
+    (32, 128, 8, 2048, 768, 19),
+    (16, 128, 8, 2048, 768, 32),
+    (64, 128, 8, 2048, 768, 16),
+    (128, 128, 8, 2048, 768, 9),
+    (128, 128, 8, 2048, 768, 16),
+    (8, 32, 4, 2880, 704, 32),
+    (8, 32, 3, 1088, 1856, 10),  # slots that one warp sorts
+    (5, 7, 6, 192, 176, 32),
+    (60, 240, 6, 2048, 1408, 31),
+    (2, 512, 10, 2048, 512, 25),
+    (8, 32, 8, 4096, 1536, 20),
+    (1, 1, 1, 128, 64, 32),
+    # Blocks that multiply rows of three experts and more.
+    (256, 256, 8, 128, 64, 32),
+    (300, 512, 8, 512, 160, 32),
+    (64, 64, 8, 7168, 64, 32),
+    (16, 16, 16, 7168, 96, 16),
+)
+# Room for four rows, where the next expert's wait until those of the one before are multiplied.
+LONG_ROWS = ((8, 8, 8, 7168, 2048, 32), (6, 24, 7, 8192, 512, 32))
 
 
 def why_not_here() -> str:
@@ -110,7 +134,9 @@ def run_on(kernel: str, tiled: ExpertsCall) -> Tensor:
 
 
 def number_of(kernel: str, tiled: ExpertsCall) -> int:
-    """A kernel by its name; "prefill": the shape of it that the rules choose."""
+    """A kernel by its name, "gathered" beside those of KERNELS; "prefill": the shape of it that the rules choose."""
+    if kernel == "gathered":
+        return Sm90Few.GATHERED_KERNEL
     if kernel in tuned_kernels.KERNELS:
         return tuned_kernels.KERNELS.index(kernel)
     experts, hidden = tiled.w13.shape[0], tiled.w2.shape[1] * layout.TILE
@@ -139,7 +165,8 @@ def rounds(kernel: str, tiled: ExpertsCall) -> bool:
         (torch.int64, 32): "bfloat16 per 64 with zero points",
         (torch.int64, 64): "float32 per 64",
     }
-    return SM90_KERNELS[number_of(kernel, tiled)] not in exact_kernels(kinds.get((scales.dtype, scales.shape[-1]), ""))
+    name = "decode" if kernel == "gathered" else SM90_KERNELS[number_of(kernel, tiled)]
+    return name not in exact_kernels(kinds.get((scales.dtype, scales.shape[-1]), ""))
 
 
 def error_of(kernel: str, scheme: str = "nvfp4", **fields: Any) -> float:
@@ -154,8 +181,10 @@ def error_of(kernel: str, scheme: str = "nvfp4", **fields: Any) -> float:
 __all__ = [
     "ACTIVATIONS",
     "KERNELS",
+    "LONG_ROWS",
     "SHAPES_OF_ALL",
     "SHAPES_OF_BYTES",
+    "SHARES",
     "WEIGHTS",
     "empty_output",
     "error_of",

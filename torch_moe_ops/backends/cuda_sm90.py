@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torch_moe_ops.backends.registry import Backend, RemoteExperts, Requirement, formats, one_of, register
 from torch_moe_ops.backends.sm90 import byte_formats
-from torch_moe_ops.backends.sm90.choice import choice_of, decode_max_tokens, may_gather, switches_of
+from torch_moe_ops.backends.sm90.choice import choice_of, decode_max_tokens, gathered_of, may_gather, switches_of
 from torch_moe_ops.backends.sm90.common import (
     NEEDS,
     NO_ROUTER,
@@ -48,6 +48,7 @@ _own = own_of["experts_sm90"]
 _own_remote = own_of["experts_sm90_remote"]
 _own_hidden = own_of["experts_hidden_sm90"]
 DECODE = 0  # of KERNELS
+DECODES = (DECODE, Sm90Few.GATHERED_KERNEL)
 _LEAST_OF_PREFILL = KERNELS.index("slim")
 _LEAST_TOKENS = 2048  # that are worth two calls where memory matters
 FORMATS: dict[str, tuple[str, ...]] = {"nvfp4": ("nvfp4", "none", "fp8"), "mxfp4": ("none", "fp8", "mxfp8")} | {
@@ -94,12 +95,16 @@ def run_monolithic(call: ExpertsCall, routing: tuple[Any, ...], out: Tensor) -> 
     return True
 
 
-def _kernel(call: ExpertsCall, out: Tensor, top_k: int) -> int:
+def _kernel(call: ExpertsCall, out: Tensor, top_k: int, of_prefill: bool = False) -> int:
+    """By its number, for as many tokens as `out` has. of_prefill: the nearest that gathers and combines in launches."""
     tokens, hidden = out.shape
     sizes = (call.w13.shape[0], top_k, hidden, call.w2.shape[2] * tile_k(call.scheme), call.all_experts())
     has_bias = call.w13_bias is not None or call.w2_bias is not None
-    gathers = may_gather(call.scheme, call.act_format, call.activation, has_bias, call.router_weight_on_input)
-    return choice_of(out.get_device(), call.scheme, call.act_format, *sizes, gathers).kernel(tokens)
+    gathers = not of_prefill and may_gather(
+        call.scheme, call.act_format, call.activation, has_bias, call.router_weight_on_input
+    )
+    kernel = choice_of(out.get_device(), call.scheme, call.act_format, *sizes, gathers).kernel(tokens)
+    return max(kernel, _LEAST_OF_PREFILL) if of_prefill else kernel
 
 
 def run_kernel(call: ExpertsCall, out: Tensor, kernel: int, router: Router = NO_ROUTER) -> None:
@@ -117,7 +122,7 @@ def _run_remote(call: ExpertsCall, where: dict[str, Any], parts: Tensor) -> None
     """RemoteExperts: prefill's kernels, which gather tokens and add up experts in launches of their own."""
     rounds, top_k = call.act_format != "none", call.topk_ids.shape[1]
     own: dict[str, Any] = {"act_format": call.act_format if rounds else "nvfp4"}
-    kernel = max(_kernel(call, parts, top_k), _LEAST_OF_PREFILL)
+    kernel = _kernel(call, parts, top_k, of_prefill=True)
     own |= {"quantize_hidden": rounds, "quantize_intermediate": rounds, "kernel": kernel}
     check_device(call)
     torch.ops.moeq_C.experts_sm90_remote(parts, *for_kernels(call), *_own_remote(own | where))
@@ -134,7 +139,7 @@ def run_hidden(
     Returns: topk_ids, topk_weights.
     """
     router, tokens = router_of((product.logits, *routing)), out.shape[0]
-    if router is None or tokens > Sm90Few.MAX_TOKENS or _kernel(call, out, router.top_k) != DECODE:
+    if router is None or tokens > Sm90Few.MAX_TOKENS or _kernel(call, out, router.top_k) not in DECODES:
         return None
     ids = torch.empty((tokens, router.top_k), dtype=torch.int32, device=out.device)
     weights = torch.empty((tokens, router.top_k), dtype=torch.float32, device=out.device)
@@ -207,7 +212,7 @@ class _BySlot:
     def __init__(self, p: Pass) -> None:
         call, x, sizes = p.call, p.x, p.sizes
         top_k = call.topk_ids.shape[1]
-        self.kernel = max(_kernel(call, x, top_k), _LEAST_OF_PREFILL)
+        self.kernel = _kernel(call, x, top_k, of_prefill=True)
         self.sized = torch.empty_like(x)
         self.arguments = for_kernels(call._replace(hidden_states=x, router_weight_on_input=False))
         count = (x.shape[0], top_k, sizes.num_experts, sizes.hidden_size, sizes.intermediate_size)
@@ -259,31 +264,33 @@ def _notes(problem: Problem) -> str:
         return f"decode kernel up to {switch} tokens, prefill kernels beyond, where no table has the layer{share}"
     device = tuned.name_of_device(torch.cuda.current_device()) if torch.cuda.is_available() else ""
     key = key_of(problem.scheme, problem.act_format, local, problem.top_k, hidden, inter)
-    gathers = may_gather(
-        problem.scheme, problem.act_format, problem.activation, problem.has_bias, problem.router_weight_on_input
-    )
-    switches, source = switches_of(device, key, experts, gathers)
+    switches, source = switches_of(device, key, experts)
     if problem.scheme in byte_formats.SCHEMES:
-        described = ", ".join(_described_bytes(name, most) for name, most in switches)
+        described = [_described_bytes(name, most) for name, most in switches]
     else:
-        described = ", ".join(_described(name, most, problem.top_k, gathers) for name, most in switches)
-    return f"{described} (by {source}{share})"
+        gathers = may_gather(
+            problem.scheme, problem.act_format, problem.activation, problem.has_bias, problem.router_weight_on_input
+        )
+        gathered = gathered_of(key, experts) if gathers else 0
+        described = [f"decode kernel that gathers rows up to {gathered} tokens"] if gathered else []
+        left = [(name, most) for name, most in switches if most is None or most > gathered]
+        described += [_described(name, most, 0 if gathered else problem.top_k) for name, most in left]
+    return f"{', '.join(described)} (by {source}{share})"
 
 
 def _described_bytes(kernel: str, most: int | None) -> str:
     if kernel == "decode":
         return f"decode kernel up to {most} tokens, while its buffers fit an SM"
-    return _described(kernel, most, 1, False)
+    return _described(kernel, most, 1)
 
 
-def _described(kernel: str, most: int | None, top_k: int, gathers: bool) -> str:
+def _described(kernel: str, most: int | None, top_k: int) -> str:
+    """top_k: 0 where very few tokens are others' business."""
     if kernel != "decode":
         return f"{kernel} tiles of the prefill kernel " + ("beyond" if most is None else f"up to {most}")
-    few = min(Sm90Few.MAX_TOKENS, Sm90Few.MAX_SLOTS // top_k)
-    if gathers:
-        few = max(few, min(Sm90Few.GATHERED_TOKENS, Sm90Few.GATHERED_SLOTS // top_k))
-    few = min(few, most or 0)
-    return f"decode kernel up to {most} tokens (without grid barriers up to {few}, while its buffers fit an SM)"
+    few = min(Sm90Few.MAX_TOKENS, Sm90Few.MAX_SLOTS // top_k, most or 0) if top_k else 0
+    without = f" (without grid barriers up to {few}, while its buffers fit an SM)" if few else ""
+    return f"decode kernel up to {most} tokens{without}"
 
 
 def _notes_of_rounded(problem: Problem) -> str:

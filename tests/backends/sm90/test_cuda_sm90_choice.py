@@ -16,6 +16,7 @@ import torch_moe_ops as moe
 from torch_moe_ops.backends import cuda_sm90
 from torch_moe_ops.backends.sm90 import choice
 from torch_moe_ops.commands.tune import kernels, layers
+from torch_moe_ops.core.kernel_facts import Sm90Few
 from torch_moe_ops.tuning import tuned, tuned_kernels
 from torch_moe_ops.tuning.tuned_kernels import KERNELS, Switches
 
@@ -158,25 +159,34 @@ def test_a_rank_has_the_kernels_of_its_experts_at_as_many_tokens_each(tmp_path: 
     assert _kernels_of(_choice(ranks=4)) == (("slim", 400), ("wide", None)), "decode ends at 120"
 
 
-def _of_share(key: tuned.Key, ranks: int, gathers: bool = True) -> Switches:
-    return choice.switches_of("", key, ranks * key.num_experts, gathers)[0]
+def _gathered(key: tuned.Key, ranks: int) -> int:
+    return choice.gathered_of(key, ranks * key.num_experts)
 
 
-def test_a_rank_gathers_the_rows_of_few_pairs(tmp_path: Path) -> None:
-    """Up to two pairs an expert in the mean, where the kernel surely takes them; of no layer whose pairs are all here."""
+def test_rows_are_gathered_where_that_is_the_best_kernel() -> None:
+    """Up to two pairs an expert in the mean and a limit of all pairs' weights, where the kernel surely takes them."""
     share = KEY._replace(num_experts=32)
-    assert _of_share(share, 4) == (("decode", 32), ("narrow", 1280), ("wide", None))
-    assert _of_share(share, 4, gathers=False) == (("decode", 14), ("narrow", 1280), ("wide", None))
-    assert _of_share(KEY, 1) == RULES
-    assert _of_share(share._replace(top_k=10), 4)[0] == ("decode", 25), "256 slots"
-    assert _of_share(KEY._replace(num_experts=16, top_k=4), 2)[0] == ("decode", 16), "64 pairs of 32 experts"
-    assert _of_share(share._replace(hidden_size=8192), 4)[0] == ("decode", 30), "the exchange"
-    assert _of_share(share._replace(intermediate_size=14336), 4)[0] != ("decode", 32), "an SM's memory"
-    assert _of_share(share._replace(num_experts=513, top_k=32), 4)[0] == ("decode", 14), "experts that one block sorts"
-    tuned_kernels.save(DEVICE, share, THEIRS, tmp_path)
+    assert _gathered(KEY, 1) == _gathered(share, 4) == 32
+    assert _gathered(share._replace(top_k=10), 4) == 25, "256 slots, as many as two pairs an expert"
+    assert _gathered(KEY._replace(num_experts=16, top_k=4), 2) == 16, "64 pairs of 32 experts"
+    assert _gathered(share._replace(hidden_size=8192), 4) == 30, "the exchange"
+    assert _gathered(share._replace(intermediate_size=14336), 4) == 0, "an SM's memory"
+    assert _gathered(share._replace(num_experts=513, top_k=32), 4) == 0, "experts that one block sorts"
+    assert _gathered(KEY._replace(top_k=22), 1) == 11
+    large = KEY._replace(num_experts=256, hidden_size=7168, intermediate_size=2048)
+    assert _gathered(large, 1) == 0, "work"
+    assert _gathered(large._replace(num_experts=64), 4) == 13
+    assert _gathered(large._replace(num_experts=32), 8) == 27
+    assert _gathered(KEY._replace(num_experts=160, hidden_size=5120, intermediate_size=1536), 1) == 0, "eight or fewer"
+
+
+def test_the_kernel_of_rows_that_are_gathered_comes_before_what_tables_say(tmp_path: Path) -> None:
+    tuned_kernels.save(DEVICE, KEY, MINE, tmp_path)
     _load(tmp_path)
-    assert _kernels_of(choice.choice_of(0, *share, 128, True))[0] == ("decode", 32)
-    assert _kernels_of(choice.choice_of(0, *share, 128))[0] == ("decode", 9)
+    with_rows, without = (choice.choice_of(0, *KEY, KEY.num_experts, gathers) for gathers in (True, False))
+    assert with_rows.kernel(1) == with_rows.kernel(32) == Sm90Few.GATHERED_KERNEL
+    assert [with_rows.kernel(33 + n) for n in range(3000)] == [without.kernel(33 + n) for n in range(3000)]
+    assert without.kernel(32) < len(tuned_kernels.KERNELS)
 
 
 @pytest.mark.parametrize(
@@ -281,19 +291,19 @@ def test_explain_says_which_kernel_and_why(tmp_path: Path) -> None:
     problem = moe.Problem("nvfp4", "none", device="cuda", capability=(9, 0), num_experts=128, hidden_size=2048,
                           intermediate_size=768, top_k=8)  # fmt: skip
     tail = "slim tiles of the prefill kernel up to 384, narrow tiles of the prefill kernel up to 1280, "
-    few = "(without grid barriers up to {}, while its buffers fit an SM)"
-    note = moe.explain(problem).notes["cuda_sm90"]
-    head = f"decode kernel up to 14 tokens {few.format(14)}"
-    assert note == f"{head}, {tail}wide tiles of the prefill kernel beyond (by rules)"
-    biased = moe.explain(dataclasses.replace(problem, has_bias=True)).notes["cuda_sm90"]
-    assert biased.startswith(f"decode kernel up to 14 tokens {few.format(8)}, ")
+    few = "(without grid barriers up to 8, while its buffers fit an SM)"
+    gathers = "decode kernel that gathers rows up to 32 tokens, slim tiles of the prefill kernel up to"
+    tail = f"{tail}wide tiles of the prefill kernel beyond (by rules)"
+    assert moe.explain(problem).notes["cuda_sm90"] == f"decode kernel that gathers rows up to 32 tokens, {tail}"
+    biased = dataclasses.replace(problem, has_bias=True)
+    assert moe.explain(biased).notes["cuda_sm90"] == f"decode kernel up to 14 tokens {few}, {tail}"
+    many = dataclasses.replace(problem, num_experts=256, num_local_experts=64, hidden_size=7168, intermediate_size=2048)
+    note = moe.explain(many).notes["cuda_sm90"]
+    assert note.startswith("decode kernel that gathers rows up to 13 tokens, decode kernel up to 14 tokens, slim tiles")
     tuned_kernels.save(DEVICE, KEY, MINE, tmp_path)
     _load(tmp_path)
-    assert (
-        moe.explain(problem)
-        .notes["cuda_sm90"]
-        .startswith(f"decode kernel up to 20 tokens {few.format(20)}, slim tiles of")
-    )
+    assert moe.explain(problem).notes["cuda_sm90"].startswith(f"{gathers} 300")
+    assert moe.explain(biased).notes["cuda_sm90"].startswith(f"decode kernel up to 20 tokens {few}, slim tiles of")
     assert moe.explain(problem).notes["cuda_sm90"].endswith("(by a table made here)")
 
 
@@ -301,7 +311,9 @@ def test_explain_says_which_kernel_a_rank_gets(tmp_path: Path) -> None:
     problem = moe.Problem("nvfp4", "none", device="cuda", capability=(9, 0), num_experts=512, num_local_experts=128,
                           hidden_size=2048, intermediate_size=768, top_k=8)  # fmt: skip
     note = moe.explain(problem).notes["cuda_sm90"]
-    assert note.startswith("decode kernel up to 32 tokens (without grid barriers up to 32, ")
+    assert note.startswith(
+        "decode kernel that gathers rows up to 32 tokens, slim tiles of the prefill kernel up to 1536, "
+    )
     biased = moe.explain(dataclasses.replace(problem, has_bias=True)).notes["cuda_sm90"]
     assert biased.startswith("decode kernel up to 14 tokens (without grid barriers up to 8, ")
     assert ", slim tiles of the prefill kernel up to 1536, narrow tiles of the prefill kernel up to 5120, " in note
@@ -309,7 +321,7 @@ def test_explain_says_which_kernel_a_rank_gets(tmp_path: Path) -> None:
     tuned_kernels.save(DEVICE, KEY, MINE, tmp_path)
     _load(tmp_path)
     note = moe.explain(problem).notes["cuda_sm90"]
-    assert note.startswith("decode kernel up to 32 tokens") and "slim tiles of the prefill kernel up to 1200, " in note
+    assert "rows up to 32 tokens, slim tiles of the prefill kernel up to 1200, " in note
     assert note.endswith("(by a table made here, for 128 of 512 experts)")
     note = moe.explain(dataclasses.replace(problem, top_k=None)).notes["cuda_sm90"]
     assert note.startswith("decode kernel up to 14 tokens, ")

@@ -8,7 +8,18 @@ from typing import Any
 import green_contexts
 import pytest
 import torch
-from sm90_cases import in_tiles, make_call, of_a_checkpoint, relative_error, rounded, rounds, run_on, why_not_here
+from sm90_cases import (
+    LONG_ROWS,
+    SHARES,
+    in_tiles,
+    make_call,
+    of_a_checkpoint,
+    relative_error,
+    rounded,
+    rounds,
+    run_on,
+    why_not_here,
+)
 
 from torch_moe_ops.core.call import ExpertsCall
 from torch_moe_ops.core.kernel_facts import Sm90Few
@@ -17,29 +28,6 @@ REASON = why_not_here()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(REASON), reason=REASON or "it is there")]
 LIMIT = 2e-3
 
-# local experts, all experts, top_k, hidden, inter, tokens
-SHARES = (
-    (32, 128, 8, 2048, 768, 32),
-    (32, 128, 8, 2048, 768, 19),
-    (16, 128, 8, 2048, 768, 32),
-    (64, 128, 8, 2048, 768, 16),
-    (128, 128, 8, 2048, 768, 9),
-    (128, 128, 8, 2048, 768, 16),
-    (8, 32, 4, 2880, 704, 32),
-    (8, 32, 3, 1088, 1856, 10),  # slots that one warp sorts
-    (5, 7, 6, 192, 176, 32),
-    (60, 240, 6, 2048, 1408, 31),
-    (2, 512, 10, 2048, 512, 25),
-    (8, 32, 8, 4096, 1536, 20),
-    (1, 1, 1, 128, 64, 32),
-    # Blocks that multiply rows of three experts and more.
-    (256, 256, 8, 128, 64, 32),
-    (300, 512, 8, 512, 160, 32),
-    (64, 64, 8, 7168, 64, 32),
-    (16, 16, 16, 7168, 96, 16),
-)
-# Room for four rows, where the next expert's wait until those of the one before are multiplied.
-LONG_ROWS = ((8, 8, 8, 7168, 2048, 32), (6, 24, 7, 8192, 512, 32))
 schemes = pytest.mark.parametrize("scheme", ("nvfp4", "mxfp4"))
 
 
@@ -60,16 +48,16 @@ def share(scheme: str, shape: tuple[int, ...], seed: int = 0, **fields: Any) -> 
 def check(call: ExpertsCall, again: int = 3) -> torch.Tensor:
     """Ids that are this rank's give what the oracle says; without any, all is zero."""
     tiled = in_tiles(call)
-    out = run_on("decode", tiled)
+    out = run_on("gathered", tiled)
     assert torch.isfinite(out).all()
-    if call.scheme in ("int4", "mxint4") and rounds("decode", tiled):
+    if call.scheme in ("int4", "mxint4") and rounds("gathered", tiled):
         call = rounded(call)
     local = call.topk_ids - call.local_expert_offset
     if ((local >= 0) & (local < call.w13.shape[0])).any():
         assert relative_error(out, call) < LIMIT
     else:
         assert not out.any()
-    assert all(torch.equal(run_on("decode", tiled), out) for _ in range(again))
+    assert all(torch.equal(run_on("gathered", tiled), out) for _ in range(again))
     return out
 
 
@@ -81,7 +69,9 @@ def test_shares(scheme: str, shape: tuple[int, ...]) -> None:
         assert out.any(dim=1).all()
 
 
-@pytest.mark.parametrize("shape", (SHARES[0], SHARES[4], SHARES[6], SHARES[7], SHARES[8], SHARES[13]), ids=str)
+@pytest.mark.parametrize(
+    "shape", (SHARES[0], SHARES[4], SHARES[6], SHARES[7], (5, 7, 6, 192, 160, 32), SHARES[13]), ids=str
+)
 @pytest.mark.parametrize(
     ("scheme", "weights"),
     [
@@ -105,7 +95,7 @@ def test_integers(scheme: str, weights: dict[str, Any], shape: tuple[int, ...]) 
 def test_outputs_and_activations(activation: str) -> None:
     for dtype, limit in ((torch.bfloat16, 4e-3), (torch.float16, LIMIT)):
         call = share("nvfp4", SHARES[1], out_dtype=dtype, activation=activation)
-        assert relative_error(run_on("decode", in_tiles(call)), call) < limit
+        assert relative_error(run_on("gathered", in_tiles(call)), call) < limit
 
 
 @schemes
@@ -128,10 +118,10 @@ def test_nobody_s_tokens(tokens: int) -> None:
     out = check(
         call._replace(hidden_states=call.hidden_states.nan_to_num(0.0), topk_weights=call.topk_weights.nan_to_num(0.0))
     )
-    assert torch.equal(run_on("decode", in_tiles(call)), out)
+    assert torch.equal(run_on("gathered", in_tiles(call)), out)
     assert not out[::2].any()
     call.topk_ids[:] = -1
-    assert not run_on("decode", in_tiles(call)).any()
+    assert not run_on("gathered", in_tiles(call)).any()
     call.topk_ids[3, 2], call.topk_ids[4, 0], call.topk_ids[5, 1] = 2**31 - 1, -(2**31), call.local_expert_offset
     out = run_on(
         "decode",
@@ -153,7 +143,7 @@ def test_rows_that_wait_for_room_in_a_part_of_the_device(multiprocessors: int) -
     stream = part.stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        out = [run_on("decode", tiled) for _ in range(3)]
+        out = [run_on("gathered", tiled) for _ in range(3)]
     torch.cuda.synchronize()
     assert relative_error(out[0], call) < LIMIT
     assert all(torch.equal(again, out[0]) for again in out)
@@ -161,9 +151,9 @@ def test_rows_that_wait_for_room_in_a_part_of_the_device(multiprocessors: int) -
 
 def test_a_row_of_nan_stays_alone() -> None:
     call = share("nvfp4", (32, 32, 8, 2048, 768, 32))
-    want = run_on("decode", in_tiles(call))
+    want = run_on("gathered", in_tiles(call))
     call.hidden_states[13] = float("nan")
-    out = run_on("decode", in_tiles(call))
+    out = run_on("gathered", in_tiles(call))
     assert out[13].isnan().all()
     others = [row for row in range(32) if row != 13]
     assert torch.equal(out[others], want[others])
@@ -174,17 +164,17 @@ def test_other_routings_in_a_graph_and_between_other_launches() -> None:
     calls = [
         in_tiles(share("nvfp4", (32, 128, 8, 2048, 768, tokens), seed)) for seed, tokens in enumerate((32, 5, 17, 1, 9))
     ]
-    want = [run_on("decode", call) for call in calls]
+    want = [run_on("gathered", call) for call in calls]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = [run_on("decode", call) for call in calls for _ in range(2)]
+        out = [run_on("gathered", call) for call in calls for _ in range(2)]
     for _ in range(20):
         graph.replay()
     assert all(torch.equal(a, want[at // 2]) for at, a in enumerate(out))
     other = share("nvfp4", (32, 128, 8, 2048, 768, 32), seed=9)
     calls[0].topk_ids.copy_(other.topk_ids)
     graph.replay()
-    assert torch.equal(out[0], run_on("decode", calls[0]))
+    assert torch.equal(out[0], run_on("gathered", calls[0]))
     assert not torch.equal(out[0], want[0])
 
 

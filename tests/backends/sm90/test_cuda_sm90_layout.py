@@ -256,7 +256,7 @@ def test_explain_tells_which_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # no table of this machine's device
     notes = BACKENDS["cuda_sm90"].notes
     assert notes(hopper_layer(256, 7168, 2048, 8)) == (
-        "decode kernel up to 56 tokens (without grid barriers up to 32, while its buffers fit an SM), "
+        "decode kernel up to 56 tokens (without grid barriers up to 8, while its buffers fit an SM), "
         "slim tiles of the prefill kernel up to 768, narrow tiles of the prefill kernel up to 2560, "
         "wide tiles of the prefill kernel beyond (by rules)"
     )

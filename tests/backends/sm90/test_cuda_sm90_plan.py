@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from host_library import planning_library
+from sm90_cases import LONG_ROWS, SHARES
 
 from torch_moe_ops.backends.sm90 import choice
 from torch_moe_ops.core.kernel_facts import SM90_FORMATS
@@ -26,8 +27,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # sms, shared memory, tokens, top_k, experts, hidden, inter, gated, dynamic scales, format: after those of
-# 4 and 8 bits few::Codes
-Layer = ctypes.c_int * 10
+# 4 and 8 bits few::Codes; whether rows may be gathered
+Layer = ctypes.c_int * 11
 FP8_ROWS, FP8_GROUPS, BESIDE_FP8, BESIDE_MXFP8, PACKED, MXFP8 = range(len(SM90_FORMATS), len(SM90_FORMATS) + 6)
 OF_4_BITS = range(len(SM90_FORMATS) - 2)
 FORMATS = ",".join(map(str, (*OF_4_BITS, FP8_ROWS, FP8_GROUPS, BESIDE_FP8, BESIDE_MXFP8, PACKED, MXFP8)))
@@ -68,8 +69,9 @@ def test_as_many_tokens_with_more_bytes_of_scales(
 def gathers(
     library: Path, layer: tuple[int, int, int, int], tokens: int, weights: int = 0, dynamic: bool = False
 ) -> int:
+    """For how many rows there is room; 0: none are gathered."""
     top_k, experts, hidden, inter = layer
-    fields = Layer(*HOPPER, tokens, top_k, experts, hidden, inter, 1, dynamic, weights)
+    fields = Layer(*HOPPER, tokens, top_k, experts, hidden, inter, 1, dynamic, weights, 1)
     found: int = ctypes.CDLL(str(library)).gathers_few(fields)
     assert found >= 0
     return found
@@ -85,9 +87,19 @@ def gathers(
     ids=str,
 )  # fmt: skip
 def test_rows_that_are_gathered(library: Path, layer: tuple[int, int, int, int], most: int, weights: int) -> None:
-    found = [gathers(library, layer, tokens, weights) for tokens in range(1, 40)]
-    assert found == [8 < tokens <= most for tokens in range(1, 40)]
+    """Those of no more tokens than the kernel without grid barriers takes are all there."""
+    for tokens in range(1, 40):
+        plain = parts(library, layer, tokens, weights=weights) > 0
+        assert (gathers(library, layer, tokens, weights) > 0) == (tokens <= most and not plain), tokens
     assert not gathers(library, layer, 16, dynamic=True)
+
+
+@pytest.mark.parametrize("shape", (*SHARES, *LONG_ROWS), ids=str)
+def test_shares_that_a_gpu_runs_gather_rows(library: Path, shape: tuple[int, ...]) -> None:
+    local, _, top_k, hidden, inter, tokens = shape
+    rows = [gathers(library, (top_k, local, hidden, inter), tokens, weights) for weights in OF_4_BITS]
+    assert rows[:2] == ([4, 4] if shape in LONG_ROWS else [8, 8]), "of NVFP4 and MXFP4"
+    assert all(rows)
 
 
 def test_tokens_of_the_rules_are_gathered(library: Path) -> None:
@@ -163,9 +175,9 @@ for _ in range(6000):
     sizes = [64 * draw.randint(1, draw.choice((20, 112))), 16 * draw.randint(1, draw.choice((40, 300)))]
     tokens, top_k = draw.choice((1, 1, 1, draw.randint(1, 8), draw.randint(9, 32))), draw.randint(1, draw.choice((10, 32, 128)))
     problem = (tokens, top_k, draw.randint(top_k, 512), *sizes, int(draw.random() < 0.8), int(draw.random() < 0.2),
-               draw.choice(formats))
+               draw.choice(formats), draw.randint(0, 1))
     sms = draw.choice((132, 132, 78, 114, 1, 2, 31, 33, 160, 200))
-    shares = deal((ctypes.c_int * 10)(sms, draw.choice((232448, 232448, 101376)), *problem))
+    shares = deal((ctypes.c_int * 11)(sms, draw.choice((232448, 232448, 101376)), *problem))
     assert shares >= 0, (sms, problem)
     found[shares] += 1
 print(*found)
@@ -211,8 +223,8 @@ for _ in range(4000):
     top_k = draw.randint(1, draw.choice((22, 128)))
     problem = (draw.randint(0, draw.choice((9, 40))), top_k, draw.randint(top_k, 512), *sizes)
     gpu = draw.choice(((132, 232448), (78, 232448), (114, 232448), (132, 101376)))
-    more = draw.randint(0, 1), draw.randint(0, 1), draw.choice(formats)
-    found = plan((ctypes.c_int * 10)(*gpu, *problem, *more))
+    more = draw.randint(0, 1), draw.randint(0, 1), draw.choice(formats), draw.randint(0, 1)
+    found = plan((ctypes.c_int * 11)(*gpu, *problem, *more))
     assert found >= 0, problem
     taken += found > 0
 print(taken)

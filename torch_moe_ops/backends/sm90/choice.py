@@ -16,21 +16,29 @@ from torch_moe_ops.tuning.tuned_kernels import DECODE_MAX_SLOTS, FORGET, KERNELS
 # Measured on an H200 (benchmarks/results/hopper_notebook.md, section 5). An expert's w2 of so many values is read at
 # the rate of memory by the decode kernel even where an expert has several tokens: in the mean up to 7 / 4.
 DECODE_TOKENS, LARGE_MATRIX = 14, 12_000_000
-# Of W4A16, a decode kernel gathers an expert's rows where they are multiplied (`may_gather`): up to so many pairs an
-# expert in the mean it is the best one. Sizes that surely fit into an SM's memory and, times slots, into its exchange.
-GATHERED_MEAN, GATHERED_SIZES, GATHERED_VALUES, GATHERED_EXPERTS = 2, 16_000, 1 << 22, 512
+# Of W4A16, a decode kernel gathers an expert's rows where they are multiplied (`may_gather`): it is the best one up to
+# so many pairs an expert, and so many values of w2 for all of a rank's pairs, both in the mean (section 13 there).
+# Sizes that surely fit into an SM's memory and, times slots, into its exchange.
+GATHERED_MEAN, GATHERED_WORK = 2, 405_000_000
+GATHERED_SIZES, GATHERED_VALUES, GATHERED_EXPERTS = 16_000, 1 << 22, 512
 # Tokens an expert of any rank has in the mean; two blocks a multiprocessor must find enough work to share it evenly.
 SLIM_MEAN, NARROW_MEAN, SLIM_BLOCKS, BLOCK_ROWS = 24, 80, 384, 4 * TILE
 
 
 class Choice(NamedTuple):
-    """Kernels by their numbers, the most tokens that each but the last one takes, and who says so."""
+    """Kernels by their numbers, the most tokens that each but the last one takes, and who says so.
+
+    gathered: up to so many tokens rows are gathered, where the decode kernel without grid barriers has no room for all.
+    """
 
     kernels: tuple[int, ...]
     bounds: tuple[int, ...]
     source: str
+    gathered: int = 0
 
     def kernel(self, tokens: int) -> int:
+        if 0 < tokens <= self.gathered:
+            return Sm90Few.GATHERED_KERNEL
         return self.kernels[bisect_left(self.bounds, tokens)]
 
 
@@ -53,12 +61,15 @@ def may_gather(scheme: str, act_format: str, activation: str, has_bias: bool, we
 
 
 def gathered_max_tokens(num_experts: int, top_k: int, hidden: int, inter: int, num_local_experts: int) -> int:
-    """Up to this many tokens that kernel is the best one; 0: it does not take the layer. num_experts: of all ranks."""
+    """Up to this many tokens that kernel is the best one; 0: of no number that others do not take. num_experts: of all
+    ranks."""
     hidden, inter = (-(-size // TILE) * TILE for size in (hidden, inter))
     if hidden + inter > GATHERED_SIZES or num_local_experts > GATHERED_EXPERTS:
         return 0
-    slots = min(Sm90Few.GATHERED_SLOTS, GATHERED_VALUES // (2 * hidden + inter), GATHERED_MEAN * num_experts)
-    return min(Sm90Few.GATHERED_TOKENS, slots // top_k)
+    work = GATHERED_WORK * num_experts // (hidden * inter * num_local_experts)
+    slots = min(Sm90Few.GATHERED_SLOTS, GATHERED_VALUES // (2 * hidden + inter), GATHERED_MEAN * num_experts, work)
+    tokens = min(Sm90Few.GATHERED_TOKENS, slots // top_k)
+    return tokens if tokens > Sm90Few.MAX_TOKENS else 0
 
 
 def rules(num_experts: int, top_k: int, hidden: int, inter: int, num_local_experts: int | None = None) -> Switches:
@@ -115,23 +126,21 @@ def of_rank(switches: Switches, num_local_experts: int, num_experts: int) -> Swi
     return _ascending(tuple(scaled))
 
 
-def switches_of(device: str, key: Key, num_experts: int, gathers: bool = False) -> tuple[Switches, str]:
+def switches_of(device: str, key: Key, num_experts: int) -> tuple[Switches, str]:
     """A rank's kernels on a kind of device ("": any), and where they come from. key: `key_of` its own experts.
 
     Tables have whole layers. That of this rank's experts is the nearest: the same slots are spread over the same
-    experts where num_experts / key.num_experts ranks have that many times the tokens. gathers: `may_gather`; where most
-    pairs are other ranks', no table knows what that is worth.
+    experts where num_experts / key.num_experts ranks have that many times the tokens.
     """
     found = lookup(device, key)
     if found is None:
-        switches, source = rules_for(key, num_experts), "rules"
-    else:
-        switches, source = of_rank(found[0], key.num_experts, num_experts), found[1]
-    if gathers and key.num_experts < num_experts:
-        sizes = (key.top_k, key.hidden_size, key.intermediate_size)
-        most = gathered_max_tokens(num_experts, *sizes, key.num_experts)
-        switches = _ascending((("decode", most), *switches))
-    return switches, source
+        return rules_for(key, num_experts), "rules"
+    return of_rank(found[0], key.num_experts, num_experts), found[1]
+
+
+def gathered_of(key: Key, num_experts: int) -> int:
+    """`gathered_max_tokens` of a rank's own experts. Tables do not say it: they know kernels of all tokens alone."""
+    return gathered_max_tokens(num_experts, key.top_k, key.hidden_size, key.intermediate_size, key.num_experts)
 
 
 @lru_cache(maxsize=4096)
@@ -146,11 +155,13 @@ def choice_of(
     num_experts: int,
     gathers: bool = False,
 ) -> Choice:
-    """`switches_of` a layer on a CUDA device, as calls use it: worked out once. inter: padded or not."""
+    """`switches_of` a layer on a CUDA device, as calls use it: worked out once. inter: padded or not; gathers:
+    `may_gather`."""
     key = key_of(scheme, act_format, num_local_experts, top_k, hidden, inter)
-    switches, source = switches_of(tuned.name_of_device(device_index), key, num_experts, gathers)
+    switches, source = switches_of(tuned.name_of_device(device_index), key, num_experts)
     names, bounds = zip(*switches, strict=True)
-    return Choice(tuple(KERNELS.index(name) for name in names), tuple(bounds[:-1]), source)
+    gathered = gathered_of(key, num_experts) if gathers else 0
+    return Choice(tuple(KERNELS.index(name) for name in names), tuple(bounds[:-1]), source, gathered)
 
 
 FORGET.append(choice_of.cache_clear)

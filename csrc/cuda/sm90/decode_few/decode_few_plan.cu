@@ -94,16 +94,14 @@ Kind with_shared_units(Kind kind) {
   return kind == Kind::kPlain ? Kind::kPlainShared : kind == Kind::kQuantized ? Kind::kQuantizedShared : kind;
 }
 
-// More tokens than others take, whose ids are given: by the kernel for rows that are gathered.
+// Whose ids are given: by the kernel for rows that are gathered.
 bool may_gather(Codes codes, const Problem& p) {
-  return codes == Codes::kFourBits && kind_of(p) == Kind::kPlain &&
-         p.router.logits == nullptr && p.tokens > kMaxTokens;
+  return p.gathers && codes == Codes::kFourBits && kind_of(p) == Kind::kPlain && p.router.logits == nullptr;
 }
 
-bool fits_kernel(Codes codes, const Problem& p) {
+bool fits_kernel(Codes codes, const Problem& p, bool gathers) {
   constexpr int kMaxHidden = 1 << 18;   // quotients of larger indices might not be exact
   const bool routes = p.router.logits != nullptr;
-  const bool gathers = may_gather(codes, p);
   const int most = gathers ? kGatheredTokens : codes == Codes::kPacked && !routes ? kMaxTokensPacked : kMaxTokens;
   const int slots = gathers ? kGatheredSlots : kMaxSlots;
   const bool few = p.tokens <= most && p.tokens * p.top_k <= slots && p.hidden < kMaxHidden;
@@ -269,16 +267,9 @@ bool place_in_shared(Codes codes, Kind kind, Args& args, int grid, int shared) {
 
 }  // namespace
 
-cudaError_t make_plan(const Problem& p, Plan& plan, bool& fits) {
-  if (p.format == Format::kFp8) {
-    const Fp8 kept = {{p.scales13, p.scales2}, {ActScale::kNone, ActScale::kNone}, {nullptr, nullptr}, {}};
-    return make_plan(p, p.scales13.blocks ? Codes::kFp8Groups : Codes::kFp8Rows, kept, plan, fits);
-  }
-  return make_plan(p, p.format == Format::kMxfp8 ? Codes::kMxfp8 : Codes::kFourBits, {}, plan, fits);
-}
-
-cudaError_t make_plan(const Problem& p, Codes codes, const Fp8& fp8, Plan& plan, bool& fits) {
-  fits = fits_kernel(codes, p);
+// `fits` is false if the kernel does not take the problem: where rows are gathered, or where they are not.
+static cudaError_t make_plan_of(const Problem& p, Codes codes, const Fp8& fp8, bool gathers, Plan& plan, bool& fits) {
+  fits = fits_kernel(codes, p, gathers);
   if (!fits) {
     return cudaSuccess;
   }
@@ -299,8 +290,8 @@ cudaError_t make_plan(const Problem& p, Codes codes, const Fp8& fp8, Plan& plan,
   args.exchange = p.partition.whole_device ? nullptr : static_cast<uint4*>(p.workspace);
   args.epochs = nullptr;
   args.slots = p.tokens * p.top_k;
-  plan.kind = may_gather(codes, p) ? Kind::kGathered : kind_of(p);
-  const int columns = plan.kind == Kind::kGathered ? kGatheredColumns : kColumns;
+  plan.kind = gathers ? Kind::kGathered : kind_of(p);
+  const int columns = gathers ? kGatheredColumns : kColumns;
   for (args.columns = 1; args.columns < p.tokens && args.columns < columns; args.columns *= 2) {
   }
   args.scale = accumulator_scale(codes, p.format);
@@ -315,6 +306,19 @@ cudaError_t make_plan(const Problem& p, Codes codes, const Fp8& fp8, Plan& plan,
     plan.shared_bytes = shared;
   }
   return cudaSuccess;
+}
+
+cudaError_t make_plan(const Problem& p, Plan& plan, bool& fits) {
+  if (p.format == Format::kFp8) {
+    const Fp8 kept = {{p.scales13, p.scales2}, {ActScale::kNone, ActScale::kNone}, {nullptr, nullptr}, {}};
+    return make_plan(p, p.scales13.blocks ? Codes::kFp8Groups : Codes::kFp8Rows, kept, plan, fits);
+  }
+  return make_plan(p, p.format == Format::kMxfp8 ? Codes::kMxfp8 : Codes::kFourBits, {}, plan, fits);
+}
+
+cudaError_t make_plan(const Problem& p, Codes codes, const Fp8& fp8, Plan& plan, bool& fits) {
+  const cudaError_t error = make_plan_of(p, codes, fp8, false, plan, fits);
+  return error == cudaSuccess && !fits && may_gather(codes, p) ? make_plan_of(p, codes, fp8, true, plan, fits) : error;
 }
 
 }  // namespace moeq::sm90::few

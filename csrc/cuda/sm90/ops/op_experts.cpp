@@ -24,8 +24,9 @@ constexpr Kernels<RoundedProblem> prefill_of() {
 }
 
 // By their numbers, in the order of kKernelNames.
+constexpr Kernels<RoundedProblem> kDecode = {kKernelNames[0], decode_workspace, decode_run, decode_takes_logits};
 constexpr Kernels<RoundedProblem> kKernels[] = {
-    {kKernelNames[0], decode_workspace, decode_run, decode_takes_logits},
+    kDecode,
     prefill_of<Shape::kSlim>(),
     prefill_of<Shape::kNarrow>(),
     prefill_of<Shape::kWide>(),
@@ -33,8 +34,8 @@ constexpr Kernels<RoundedProblem> kKernels[] = {
 constexpr int64_t kKernelCount = 1 + kShapes;
 static_assert(kKernelCount == sizeof(kKernels) / sizeof(kKernels[0]), "a kernel for each number");
 
-void check_kernel(int64_t kernel, const Problem& p) {
-  STD_TORCH_CHECK(kernel != 0 || p.tokens <= decode_max_tokens(p), "moeq_C::", kOp, ": kernel decode takes up to ",
+void check_kernel(bool decodes, const Problem& p) {
+  STD_TORCH_CHECK(!decodes || p.tokens <= decode_max_tokens(p), "moeq_C::", kOp, ": kernel decode takes up to ",
                   decode_max_tokens(p), " tokens with top_k ", p.top_k, ", got ", p.tokens);
 }
 
@@ -43,8 +44,10 @@ void check_kernel(int64_t kernel, const Problem& p) {
 void experts_sm90(const ExpertsSm90Call& call) {
   RoundedProblem p{};
   p.act_format = named<ActFormat>(kOp, "act_format", call.act_format);
-  STD_TORCH_CHECK(call.kernel >= 0 && call.kernel < kKernelCount, "moeq_C::", kOp, ": kernel must be 0 to below ",
-                  kKernelCount, ", got ", call.kernel);
+  p.gathers = call.kernel == few::kGatheredKernel;
+  const bool decodes = call.kernel == 0 || p.gathers;
+  STD_TORCH_CHECK(decodes || (call.kernel > 0 && call.kernel < kKernelCount), "moeq_C::", kOp,
+                  ": kernel must be 0 to below ", kKernelCount, ", or ", few::kGatheredKernel, ", got ", call.kernel);
   STD_TORCH_CHECK(!call.hidden_states_scale.has_value() || (!call.quantize_hidden && !call.router_weight_on_input),
                   "moeq_C::", kOp,
                   ": hidden_states_scale must be absent where hidden states are quantized or weighted");
@@ -52,8 +55,8 @@ void experts_sm90(const ExpertsSm90Call& call) {
   layer.router = &call;
   layer.quantize_hidden = call.quantize_hidden;
   layer.quantize_intermediate = call.quantize_intermediate;
-  run_layer(p, layer, kKernels[call.kernel], [&](RoundedProblem& problem) {
-    check_kernel(call.kernel, problem);
+  run_layer(p, layer, decodes ? kDecode : kKernels[call.kernel], [&](RoundedProblem& problem) {
+    check_kernel(decodes, problem);
     bind_tiled_weights(kOp, problem, call);
     check_rounding(problem, layer);
     problem.x_factor = floats_of(kOp, "hidden_states_scale", call.hidden_states_scale, problem.tokens, call.out);

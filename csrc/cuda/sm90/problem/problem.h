@@ -59,6 +59,7 @@ struct Problem {
   int tokens, top_k, experts, expert_offset, hidden, inter;
   Activation activation;
   bool gated;
+  bool gathers;  // the decode kernel without grid barriers may gather rows (few::Kind::kGathered)
   float alpha, beta, limit;  // of the activation; limit may be infinite
   bool weight_on_input;  // the router weight multiplies the token (rounded to bfloat16), top_k is 1
   ActScale a1, a2;  // of the hidden states and of the intermediate
