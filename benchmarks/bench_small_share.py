@@ -30,7 +30,10 @@ from torch import Tensor  # noqa: E402
 import torch_moe_ops as moe  # noqa: E402
 from torch_moe_ops.backends import cuda_sm90  # noqa: E402
 from torch_moe_ops.backends.sm90.choice import Choice  # noqa: E402
+from torch_moe_ops.core.kernel_facts import Sm90Few  # noqa: E402
 from torch_moe_ops.tuning.tuned_kernels import KERNELS  # noqa: E402
+
+NUMBERS = {name: number for number, name in enumerate(KERNELS)} | {"gathered": Sm90Few.GATHERED_KERNEL}
 
 SHAPES = {
     "qwen3_30b": Shape(128, 8, 2048, 768),
@@ -112,7 +115,7 @@ def captured(routings: Routings, weights: list[moe.PreparedWeights], kernel: str
         for c in range(routings.calls):
             moe.fused_moe_routed(routings.x[c], routings.ids[c], routings.weights[c], weights[c % len(weights)])
 
-    forced = Choice((KERNELS.index(kernel),), (), "forced") if kernel != "auto" else None
+    forced = Choice((NUMBERS[kernel],), (), "forced") if kernel != "auto" else None
     choose = cuda_sm90.choice_of
     with patch.object(cuda_sm90, "choice_of", choose if forced is None else lambda *_: forced):
         calls()
@@ -155,7 +158,7 @@ def time_cell(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", default="qwen3_30b/4:4,qwen3_30b/4:32", help="comma list of SHAPE/RANKS:TOKENS")
-    parser.add_argument("--kernels", default="auto", help="comma list of auto, " + ", ".join(KERNELS))
+    parser.add_argument("--kernels", default="auto", help="comma list of auto, " + ", ".join(NUMBERS))
     parser.add_argument("--scheme", default="nvfp4", help="nvfp4 or mxfp4")
     parser.add_argument("--replays", type=int, default=15, help="each with new routings for all of its calls")
     parser.add_argument("--calls", type=int, default=12, help="of a graph")
