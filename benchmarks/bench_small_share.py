@@ -79,9 +79,8 @@ def share_of(shape: Shape, ranks: int, scheme: str, seed: int) -> moe.PreparedWe
     joined = {name: joined_codes([part[name] for part in parts]) for name in parts[0]}
     raw = moe.RawWeights(scheme, activation="silu", **joined)
     first = 0 if ranks == 1 else local
-    return moe.prepare(
-        raw, backend="cuda_sm90", act_format="none", num_experts=shape.experts, local_expert_offset=first
-    )
+    backend = "cuda_sm90_int4" if scheme in ("int4", "mxint4") else "cuda_sm90"
+    return moe.prepare(raw, backend=backend, act_format="none", num_experts=shape.experts, local_expert_offset=first)
 
 
 class Routings:
@@ -159,7 +158,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", default="qwen3_30b/4:4,qwen3_30b/4:32", help="comma list of SHAPE/RANKS:TOKENS")
     parser.add_argument("--kernels", default="auto", help="comma list of auto, " + ", ".join(NUMBERS))
-    parser.add_argument("--scheme", default="nvfp4", help="nvfp4 or mxfp4")
+    parser.add_argument("--scheme", default="nvfp4", help="nvfp4, mxfp4, int4 or mxint4")
     parser.add_argument("--replays", type=int, default=15, help="each with new routings for all of its calls")
     parser.add_argument("--calls", type=int, default=12, help="of a graph")
     parser.add_argument("--name", default="", help="said in each line")
