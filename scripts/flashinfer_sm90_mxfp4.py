@@ -49,18 +49,24 @@ class Tile:
 # a tile's K and the weights' rows one of its rows: gpt-oss, padded to 2944, can run the tiles with K = 128 alone.
 FEW = (Tile(64, 16), Tile(64, 32), Tile(128, 16))
 MORE = (Tile(128, 32), Tile(128, 64), Tile(128, 64, 256))
+BETWEEN = (Tile(64, 64), Tile(64, 128))
 MANY = (Tile(128, 128), Tile(128, 128, cluster=2), Tile(128, 256), Tile(256, 128))
+DEEP = (Tile(64, 16, 256), Tile(128, 16, 256), Tile(128, 128, 256))
 # One warpgroup a block and several blocks an SM, for K above 384: only W4A8 has it.
 ROLLING = tuple(Tile(128, tokens, kind="single_warpgroup_rolling") for tokens in (8, 16, 32, 64))
 # A source compiles for about a minute before its first kernel, so several share one.
 KERNELS = {
     "kernels_bf16_few.cu": (BF16, FEW),
     "kernels_bf16_more.cu": (BF16, MORE),
+    "kernels_bf16_between.cu": (BF16, BETWEEN),
     "kernels_bf16_many.cu": (BF16, MANY),
+    "kernels_bf16_deep.cu": (BF16, DEEP),
     "kernels_fp8_rolling.cu": (FP8, ROLLING),
     "kernels_fp8_few.cu": (FP8, FEW),
     "kernels_fp8_more.cu": (FP8, MORE),
+    "kernels_fp8_between.cu": (FP8, BETWEEN),
     "kernels_fp8_many.cu": (FP8, MANY),
+    "kernels_fp8_deep.cu": (FP8, DEEP),
 }
 
 
