@@ -17,11 +17,11 @@ FIRST, SECOND = (0, 4, 8), (10, 14, 18)
 @pytest.fixture
 def peer(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "peers"))
-    from moe_peers import common, flashinfer_cutlass
+    from moe_peers import common, flashinfer_cutlass_sm90
 
     monkeypatch.setattr(common, "DEV", "cpu")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    yield SimpleNamespace(common=common, module=flashinfer_cutlass)
+    yield SimpleNamespace(common=common, module=flashinfer_cutlass_sm90)
     for name in [n for n in sys.modules if n.split(".")[0] == "moe_peers"]:
         del sys.modules[name]
 

@@ -62,7 +62,7 @@ def operands_8(theirs, codes, scale):
 
 
 class FlashInfer(Layer):
-    label = "flashinfer_cutlass"
+    label = "flashinfer_cutlass_sm90"
 
     def __init__(self, fmt, weights):
         self.theirs = package()
