@@ -1,10 +1,11 @@
 """Builds the part of FlashInfer's CUTLASS MoE module for Hopper that bf16, f16, FP8 and FP8-block layers call.
 
-    python scripts/flashinfer_sm90_subset.py FOLDER [--install]
+    python scripts/flashinfer_sm90_subset.py FOLDER [--install] [--mxfp4]
 
 Of about 250 sources it compiles 22: the binding, the dispatch of four pairs of types, the kernels of three tiles
 each, and their common helpers. Every function that is missing then becomes one that throws; the runner takes a
 tile whose launcher throws for one that it does not have, and pairs of types that were left out raise at the call.
+--mxfp4 builds what layers with MXFP4 weights call, and nothing else (scripts/flashinfer_sm90_mxfp4.py).
 
 FOLDER/fused_moe_90.so is the result. --install puts it where the installed flashinfer looks for modules that were
 made ahead of time (flashinfer/data/aot/fused_moe_90/), so that nothing is compiled at run time.
@@ -20,6 +21,8 @@ import subprocess
 import time
 from pathlib import Path
 from typing import Any
+
+import flashinfer_sm90_mxfp4 as mxfp4
 
 # Rows and columns of the output tile; the first one is what the runner takes where nothing was tuned.
 TILES = ((128, 16), (128, 64), (128, 128))
@@ -80,14 +83,25 @@ def stubs(library: Path) -> str:
     return "\n".join([*lines, ""])
 
 
-def build(spec: Any, folder: Path) -> Path:
-    """Compile, find out what is missing, add it."""
-    written = {"runners.cu": runners(), "kernels_fp8.cu": kernels(FP8, BF16, 1)}
-    written |= {"kernels_bf16.cu": kernels(BF16, BF16, 2), "kernels_f16.cu": kernels(F16, F16, 2)}
-    sources = [s for s in map(Path, spec.sources) if is_kept(s)]
+def sources_of(spec: Any, folder: Path, only_mxfp4: bool) -> list[Path]:
+    """FlashInfer's sources that are kept, then those that are written into the folder."""
+    if only_mxfp4:
+        kept, written = mxfp4.is_kept, mxfp4.sources()
+    else:
+        kept, written = is_kept, {"runners.cu": runners(), "kernels_fp8.cu": kernels(FP8, BF16, 1)}
+        written |= {"kernels_bf16.cu": kernels(BF16, BF16, 2), "kernels_f16.cu": kernels(F16, F16, 2)}
+    sources = [s for s in map(Path, spec.sources) if kept(s)]
     for name, text in written.items():
-        (folder / name).write_text(text)
-        sources.append(folder / name)
+        path = folder / name
+        if not path.exists() or path.read_text() != text:  # what has not changed is not compiled again
+            path.write_text(text)
+        sources.append(path)
+    return sources
+
+
+def build(spec: Any, folder: Path, only_mxfp4: bool = False) -> Path:
+    """Compile, find out what is missing, add it."""
+    sources = sources_of(spec, folder, only_mxfp4)
     spec.sources = sources
     spec.build(verbose=True)
     (folder / "missing.cpp").write_text(stubs(spec.jit_library_path))
@@ -103,6 +117,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--install", action="store_true")
+    parser.add_argument("--mxfp4", action="store_true", help="build the part of MXFP4 weights, and nothing else")
     options = parser.parse_args()
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
@@ -112,7 +127,7 @@ def main() -> None:
     from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm90_module
 
     began = time.time()
-    made = build(gen_cutlass_fused_moe_sm90_module(), folder)
+    made = build(gen_cutlass_fused_moe_sm90_module(), folder, options.mxfp4)
     print(f"{made}: {made.stat().st_size / 2**20:.1f} MiB after {time.time() - began:.0f} s")
     if options.install:
         target = env.FLASHINFER_AOT_DIR / "fused_moe_90"
