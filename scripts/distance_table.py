@@ -220,7 +220,7 @@ def table(lines: list[Line]) -> list[str]:
     if not formats:
         return ['No results yet: `auto` takes what `accuracy="strict"` takes.']
     text = [f"One {env['device']}, torch {env['torch']}, {env['date']} (commit {env['commit']}): "
-            f"`python benchmarks/distances.py`, `benchmarks/results/{env.get('file', DISTANCES[0])}`."
+            f"`benchmarks/distances.py`, `benchmarks/results/{env.get('file', DISTANCES[0])}`."
             for env in lines if env["event"] == "env"] + [""]  # fmt: skip
     tokens = sorted({line["tokens"] for line in lines if line["event"] == "distance"})
     for (fmt, activation), each in formats.items():

@@ -269,7 +269,8 @@ def test_distances_count_for_the_activation_that_was_measured(
     assert explanation.chosen == "triton" and moe.explain(FP8).chosen == "triton_fp8"
     assert explanation.accuracy["triton_fp8"] == (
         "standard, 2.0e-03 to 6.0e-03 from the oracle, 9.0e-03 in the worst row with silu: at most 0.50 times vLLM's "
-        "Triton kernel; by name only: its distance is measured with silu and their own constants alone"
+        "Triton kernel; by name only: its distance is measured with silu"
+        + ("'s own constants alone" if "constants" in changes else " alone")
     )
 
 
@@ -279,7 +280,8 @@ def test_each_activation_has_a_distance_of_its_own(monkeypatch: pytest.MonkeyPat
     results(
         monkeypatch, [r for a, ratio in ratios.items() for r in near("triton_fp8", activation=a, ratio=ratio)], [TIMES]
     )
-    found = {a: moe.explain(dataclasses.replace(FP8, activation=a)) for a in (*ratios, "relu2")}
+    own = {a: None if a == "silu" else ACTIVATIONS[a].constants for a in (*ratios, "relu2")}  # as `prepare` poses it
+    found = {a: moe.explain(dataclasses.replace(FP8, activation=a, constants=c)) for a, c in own.items()}
     chosen = {a: explanation.chosen for a, explanation in found.items()}
     assert chosen == {"silu": "triton", "gelu_tanh": "triton_fp8", "situ": "triton", "relu2": "triton"}
     assert "in the worst row: at most 0.80 times" in found["gelu_tanh"].accuracy["triton_fp8"]
@@ -287,11 +289,12 @@ def test_each_activation_has_a_distance_of_its_own(monkeypatch: pytest.MonkeyPat
     assert "no kernel of the field" in found["relu2"].accuracy["triton_fp8"]
     results(monkeypatch, near("triton_fp8") + near("triton_fp8", activation="situ"), [TIMES])
     text = moe.explain(dataclasses.replace(FP8, activation="relu2")).accuracy["triton_fp8"]
-    assert text.endswith("its distance is measured with silu, situ and their own constants alone")
-    own = dataclasses.replace(FP8, activation="situ", constants=ACTIVATIONS["situ"].constants)
-    assert moe.explain(own).chosen == "triton_fp8", "as `prepare` poses it"
-    constants = dataclasses.replace(FP8, activation="situ", constants=(1.0, 2.0, math.inf))
-    assert moe.explain(constants).chosen == "triton", "constants of the caller's were not measured"
+    assert text.endswith("its distance is measured with silu, situ alone")
+    situ = dataclasses.replace(FP8, activation="situ", constants=ACTIVATIONS["situ"].constants)
+    assert moe.explain(situ).chosen == "triton_fp8"
+    for constants in ((1.0, 2.0, math.inf), None):  # None: those that change nothing, which are not situ's
+        callers = dataclasses.replace(situ, constants=constants)
+        assert moe.explain(callers).chosen == "triton", "constants of the caller's were not measured"
 
 
 def test_a_scale_of_a_matrix_is_measured_as_that_of_two_halves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,7 @@ SLOWER = 1.03
 # But for a backend whose mean time is at most GAIN of the strict one's, which may take LOSS of it somewhere: the strict
 # one then loses far more elsewhere, and weights are prepared for one of them.
 LOSS, GAIN = 1.15, 0.8
+NO_CONSTANTS = (1.0, 0.0, math.inf)  # what a Problem without constants has
 # A matrix's scale is that of two equal halves.
 _MEASURED_AS = {"tensor": "half"}
 
@@ -100,7 +101,7 @@ def statement(backend: str, problem: Problem) -> str:
 def _as_measured(found: Record, problem: Problem) -> bool:
     """Whether the activation is the one that was measured: another one bends the same errors in another way."""
     own = ACTIVATIONS[problem.activation].constants
-    return bool(problem.activation == found["activation"]) and problem.constants in (None, own)
+    return bool(problem.activation == found["activation"]) and (problem.constants or NO_CONSTANTS) == own
 
 
 def too_far(backend: str, problem: Problem) -> str | None:
@@ -111,8 +112,10 @@ def too_far(backend: str, problem: Problem) -> str | None:
     if found["ratio"] is None:
         return "there is no kernel of the field to compare with"
     if not _as_measured(found, problem):
-        names = ", ".join(record["activation"] for record in _distances_of(backend, problem))
-        return f"its distance is measured with {names} and their own constants alone"
+        names = sorted({record["activation"] for record in _distances_of(backend, problem)})
+        if problem.activation in names:
+            return f"its distance is measured with {problem.activation}'s own constants alone"
+        return f"its distance is measured with {', '.join(names)} alone"
     if found["layers"] < MIN_LAYERS:
         return f"its distance is measured on too few layers ({found['layers']})"
     if found["ratio"] > FACTOR:

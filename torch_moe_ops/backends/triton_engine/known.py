@@ -89,7 +89,7 @@ class Repeated:
         tensors = [value for value in given if isinstance(value, Tensor)]
         device, addresses = torch.cuda.current_device(), [*map(_address_of, tensors)]
         seen = _seen(device, tensors, addresses)
-        key = (id(self.kernel), *self.options.values(), *constants, *constants.values(), *seen)
+        key = (id(self.kernel), *self.options.items(), *constants, *constants.values(), *seen)
         found = FOUND.get(key)
         if found is not None:
             launch = found.bound(device, given, [*addresses, *given[len(tensors) :]])
