@@ -3,16 +3,19 @@
     bash benchmarks/peers/build_vllm_cpu.sh .vllmcpu          # for the torch of this environment
     python benchmarks/bench_cpu_vllm.py --library .vllmcpu/vllm_cpu.so [--schemes mxfp4 int4 none] [--json FILE]
 
-vLLM's ops are called by themselves, on weights packed as its CPU layers pack them (0.32, experts/cpu_moe.py); ours as
-users call them. Lines of one `scheme` and `tokens` are medians of interleaved runs of the same routings and inputs:
+vLLM's ops are called by themselves, on weights packed as its CPU layers pack them (0.32, experts/cpu_moe.py). So is the
+op of our kernels (`call` "op"); beside it stands what users call, `fused_moe_routed` ("layer"), with all that Python
+does. Lines of one `scheme` and `tokens` are medians of runs of the same routings and inputs, which take turns, the first
+last in every second round:
 
     mxfp4   ours with MXFP4 and with NVFP4 weights (16-bit activations) beside vLLM's MXFP4, which has no NVFP4
     int4    groups of 128, activations in dynamic int8, on both sides
     none    bfloat16 on both sides; vLLM multiplies by AMX where the CPU has it, as its layers choose
 
 Ours lie in huge pages where the system gives them, as the library packs them. vLLM's lie as its own packing leaves them
-(`pages` "usual") and, in a second copy, like ours ("huge"). `ratio`: this line's median over ours of the same weights,
-over NVFP4's for `ratio_nvfp4`. A result that is too far from float64, or from ours, ends the program.
+(`pages` "usual") and, in a second copy, like ours ("huge"). Of a line of vLLM's, `ratio` is its median over that of our
+op with the same weights, `ratio_nvfp4` over that with NVFP4, `ratio_layer` and `ratio_layer_nvfp4` over what users call.
+A result that is too far from float64, or from ours, ends the program.
 """
 
 from __future__ import annotations
@@ -26,13 +29,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import bench_cpu
 import torch
 from torch import Tensor
 
 import torch_moe_ops as moe
+from torch_moe_ops.backends import cpu
 from torch_moe_ops.backends.cpu_panels.huge_pages import with_huge_pages
+from torch_moe_ops.core.call import KERNEL_FIELDS
 
 EXPERTS, TOP_K, HIDDEN, INTER = 128, 8, 2048, 768  # Qwen3-30B-A3B
 CHECKED = 2  # first tokens of a batch, of which the distance to float64 is taken
@@ -40,7 +46,7 @@ CHECKED = 2  # first tokens of a batch, of which the distance to float64 is take
 BOUNDS = {"none": 0.01, "int8": 0.06}
 INT4_GROUP = 128
 GPTQ, INT4_W4A8, MXFP4 = 1, 3, 4  # vLLM's numbers of packings and of methods
-VLLM = "vllm 0.32"
+OURS, VLLM = "torch_moe_ops", "vllm 0.32"
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -49,6 +55,7 @@ class Side:
     """One way to run the layer: whose, of which weights, how they lie in memory, and what it is compared with."""
 
     library: str
+    call: str
     weights: str
     pages: str
     run: Run
@@ -108,13 +115,33 @@ def in_float64(raw: moe.RawWeights, x: Tensor, ids: Tensor, weights: Tensor) -> 
     return out
 
 
-def ours(raw: moe.RawWeights, act_format: str) -> Run:
-    w = moe.prepare(raw, act_format=act_format, backend="cpu")
+def ours(weights: str) -> list[Side]:
+    """The op of the kernels, with what the layer gives it, and the layer."""
+    raw = raw_layer(weights)
+    w = moe.prepare(raw, act_format="int8" if weights == "int4" else "none", backend="cpu")
 
-    def run(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        return moe.fused_moe_routed(x, ids, weights, w)
+    def layer(x: Tensor, ids: Tensor, topk_weights: Tensor) -> Tensor:
+        return moe.fused_moe_routed(x, ids, topk_weights, w)
 
-    return run
+    given: list[tuple[Any, ...]] = []
+    terms = cpu._in_their_terms
+
+    def keep(call: Any) -> tuple[Any, ...]:
+        given.append(terms(call))
+        return given[-1]
+
+    with mock.patch.object(cpu, "_in_their_terms", keep):
+        layer(torch.zeros(1, HIDDEN).bfloat16(), torch.zeros(1, TOP_K, dtype=torch.int32), torch.ones(1, TOP_K))
+    arguments = list(given[0])
+    x_at, ids_at, weights_at = (KERNEL_FIELDS.index(n) for n in ("hidden_states", "topk_ids", "topk_weights"))
+
+    def op(x: Tensor, ids: Tensor, topk_weights: Tensor) -> Tensor:
+        arguments[x_at], arguments[ids_at], arguments[weights_at] = x, ids, topk_weights
+        out = torch.empty_like(x)
+        torch.ops.moeq_C.experts(out, *arguments)
+        return out
+
+    return [Side(OURS, call, weights, "huge", run, raw) for call, run in (("op", op), ("layer", layer))]
 
 
 def vllm_weights(scheme: str, codes: Tensor, scale: Tensor | None, isa: str) -> list[Tensor | None]:
@@ -159,19 +186,23 @@ def vllm_run(scheme: str, w13: list[Tensor | None], w2: list[Tensor | None], isa
 
 def sides_of(scheme: str, isa: str, pages: list[str]) -> list[Side]:
     """Ours of these weights come first, then vLLM's, then ours of NVFP4 beside MXFP4."""
-    raw = raw_layer(scheme)
-    act_format = "int8" if scheme == "int4" else "none"
-    sides = [Side("torch_moe_ops", scheme, "huge", ours(raw, act_format), raw)]
+    nvfp4 = ours("nvfp4") if scheme == "mxfp4" else []
+    sides = ours(scheme)
+    raw = sides[0].raw
     usual = [vllm_weights(scheme, w, scale, isa) for w, scale in ((raw.w13, raw.w13_scale), (raw.w2, raw.w2_scale))]
     if "usual" in pages:
-        sides.append(Side(VLLM, scheme, "usual", vllm_run(scheme, usual[0], usual[1], isa), raw))
+        sides.append(Side(VLLM, "op", scheme, "usual", vllm_run(scheme, usual[0], usual[1], isa), raw))
     if "huge" in pages:
         huge = [[in_huge_pages(t) for t in packed] for packed in usual]
-        sides.append(Side(VLLM, scheme, "huge", vllm_run(scheme, huge[0], huge[1], isa), raw))
-    if scheme == "mxfp4":
-        nvfp4 = raw_layer("nvfp4")
-        sides.append(Side("torch_moe_ops", "nvfp4", "huge", ours(nvfp4, "none"), nvfp4))
-    return sides
+        sides.append(Side(VLLM, "op", scheme, "huge", vllm_run(scheme, huge[0], huge[1], isa), raw))
+    return sides + nvfp4
+
+
+def mib_in_huge_pages() -> int | None:
+    """Of this process, as Linux tells it."""
+    file = Path("/proc/self/smaps_rollup")
+    found = [line.split()[1] for line in file.read_text().splitlines() if line.startswith("AnonHugePages")]
+    return int(found[0]) // 1024 if found else None
 
 
 def relative(got: Tensor, want: Tensor) -> float:
@@ -222,19 +253,22 @@ def measure(
     x, routes = checked.x[:tokens], bench_cpu.routings(tokens, EXPERTS, TOP_K)
     times: list[list[float]] = [[] for _ in sides]
     clock = time.process_time if args.processor_time else time.perf_counter
-    for _ in range(args.rounds):
-        for side, values in zip(sides, times, strict=True):
+    turns = list(zip(sides, times, strict=True))
+    for turn in range(args.rounds):
+        for side, values in turns if turn % 2 == 0 else turns[::-1]:
             values += bench_cpu.measure(caller(side.run, x), routes, args.seconds / args.rounds, clock)
     medians = [statistics.median(values) for values in times]
-    nvfp4 = [median for side, median in zip(sides, medians, strict=True) if side.weights == "nvfp4"]
+    of_ours = {(s.weights, s.call): m for s, m in zip(sides, medians, strict=True) if s.library == OURS}
     lines = []
     for side, values, median, (to_float64, to_ours) in zip(sides, times, medians, far, strict=True):
-        line: dict[str, Any] = {"library": side.library, "scheme": scheme, "weights": side.weights}
+        line: dict[str, Any] = {"library": side.library, "call": side.call, "scheme": scheme, "weights": side.weights}
         line |= {"pages": side.pages, "tokens": tokens, "median_ms": round(median, 4), "best_ms": round(min(values), 4)}
         line |= {"calls": len(values), "to_float64": float(f"{to_float64:.3g}")}
         if side.library == VLLM:
-            line |= {"to_ours": float(f"{to_ours:.3g}"), "ratio": round(median / medians[0], 3)}
-            line |= {"ratio_nvfp4": round(median / nvfp4[0], 3)} if nvfp4 else {}
+            line["to_ours"] = float(f"{to_ours:.3g}")
+            for (weights, call), time_of_ours in of_ours.items():
+                name = "ratio" + ("_layer" if call == "layer" else "") + ("_nvfp4" if weights == "nvfp4" else "")
+                line[name] = round(median / time_of_ours, 3)
         lines.append(line)
     return lines
 
@@ -264,7 +298,10 @@ def main() -> None:
         begin = time.perf_counter()
         sides = sides_of(scheme, isa, args.pages)
         checked = Checked(scheme, sides, max(*args.tokens, CHECKED))
-        print(f"{scheme}: made in {time.perf_counter() - begin:.1f} s", flush=True)
+        print(
+            f"{scheme}: made in {time.perf_counter() - begin:.1f} s, {mib_in_huge_pages()} MiB in huge pages",
+            flush=True,
+        )
         for tokens in args.tokens:
             for line in measure(scheme, sides, checked, tokens, args):
                 line["load"] = round(os.getloadavg()[0], 2)
