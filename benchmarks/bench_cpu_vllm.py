@@ -5,8 +5,8 @@
 
 vLLM's ops are called by themselves, on weights packed as its CPU layers pack them (0.32, experts/cpu_moe.py). So is the
 op of our kernels (`call` "op"); beside it stands what users call, `fused_moe_routed` ("layer"), with all that Python
-does. Lines of one `scheme` and `tokens` are medians of runs of the same routings and inputs, which take turns, the first
-last in every second round:
+does. Lines of one `scheme` and `tokens` are medians of runs of the same routings and inputs, which take turns, in every
+second round from the last to the first:
 
     mxfp4   ours with MXFP4 and with NVFP4 weights (16-bit activations) beside vLLM's MXFP4, which has no NVFP4
     int4    groups of 128, activations in dynamic int8, on both sides
@@ -14,8 +14,8 @@ last in every second round:
 
 Ours lie in huge pages where the system gives them, as the library packs them. vLLM's lie as its own packing leaves them
 (`pages` "usual") and, in a second copy, like ours ("huge"). Of a line of vLLM's, `ratio` is its median over that of our
-op with the same weights, `ratio_nvfp4` over that with NVFP4, `ratio_layer` and `ratio_layer_nvfp4` over what users call.
-A result that is too far from float64, or from ours, ends the program.
+op with the same weights, `ratio_nvfp4` over that with NVFP4; `ratio_layer` and `ratio_layer_nvfp4` are over what users
+call. A result that is too far from float64, or from ours, ends the program.
 """
 
 from __future__ import annotations
