@@ -202,7 +202,7 @@ def sm90() -> str:
             "// are weighted.",
             *enum("Score", SCORES),
         ],
-        ["// What fp8 GEMMs multiply (w4a8.h).", *enum("Weights", facts.SM90_WEIGHTS)],
+        ["// What fp8 GEMMs multiply (tiled_problem.h).", *enum("Weights", facts.SM90_WEIGHTS)],
     )
     inner = (
         space(f"moeq::sm90::{name}", numbers(table))

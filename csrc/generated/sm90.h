@@ -47,7 +47,7 @@ constexpr int kShapes = 3;
 // are weighted.
 enum class Score : int { kIdentity, kSoftmax, kSigmoid, kSqrtsoftplus };
 
-// What fp8 GEMMs multiply (w4a8.h).
+// What fp8 GEMMs multiply (tiled_problem.h).
 enum class Weights : int { kPacked, kRows, kBlocks };
 
 }  // namespace moeq::sm90

@@ -4,7 +4,7 @@
 
 #include "bf16_variant.h"
 #include "../prefill/prefill_plan.h"
-#include "../launch/tensor_map.h"
+#include "../launch/driver.h"
 
 namespace moeq::sm90 {
 

@@ -2,7 +2,7 @@
 // copied and multiplied.
 #pragma once
 #include "bf16_config.cuh"
-#include "../device/gemm_wgmma.cuh"
+#include "../device/wgmma_bf16.cuh"
 
 namespace moeq::sm90 {
 

@@ -1,5 +1,5 @@
 // GEMM1's operand beside bfloat16 weights: tokens gathered by expert, K in its own order and padded.
-#include "../device/gemm_async.cuh"
+#include "../device/async.cuh"
 #include "../prefill/prefill_kernels.cuh"
 
 namespace moeq::sm90 {

@@ -4,7 +4,7 @@
 // The row tiles of all active experts are dealt out to the blocks; two warps of each copy them into a ring in shared
 // memory, sixteen multiply them on the tensor cores. Two grid barriers: the intermediate must be complete before GEMM2
 // multiplies it (its weights are under way by then), and GEMM2's sums before they are combined.
-#include "../launch/cooperative_launch.h"
+#include "../launch/launches.h"
 #include "../decode_few/decode_few_e4m3.h"
 #include "decode_plan.h"
 #include "../layout/layout.h"

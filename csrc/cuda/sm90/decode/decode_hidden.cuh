@@ -2,7 +2,7 @@
 #pragma once
 #include "decode_multiply.cuh"
 #include "decode_quantize.cuh"
-#include "../numerics/gemm_activation.cuh"
+#include "../numerics/activations.cuh"
 
 namespace moeq::sm90::decode {
 

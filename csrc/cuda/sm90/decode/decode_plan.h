@@ -1,7 +1,7 @@
 // Sizes of a decode launch: what the host allocates and what both sides agree on.
 #pragma once
 #include "../layout/layout.h"
-#include "../problem/rounded_problem.h"
+#include "../problem/tiled_problem.h"
 
 #include <cuda_bf16.h>
 

@@ -1,5 +1,5 @@
 // The decode of very few tokens with 4-bit weights (decode_few_kernel.cuh), and its launch with any.
-#include "../launch/cooperative_launch.h"
+#include "../launch/launches.h"
 #include "decode_few_fp8.h"
 #include "decode_few_gathered.h"
 #include "decode_few_int4.h"

@@ -1,8 +1,8 @@
 // Sizes of a decode launch for very few tokens: what the host allocates and what both sides agree on.
 #pragma once
 #include "../decode/decode_plan.h"
-#include "../launch/known_devices.h"
-#include "../layout/weight_scales.h"
+#include "../launch/launches.h"
+#include "../problem/problem.h"
 
 namespace moeq::sm90::few {
 

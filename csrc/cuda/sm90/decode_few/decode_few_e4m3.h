@@ -1,7 +1,7 @@
 // Decode of very few tokens with 4-bit weights beside activations rounded to e4m3 (decode_few_kernel.cuh).
 #pragma once
 #include "decode_few.h"
-#include "../problem/rounded_problem.h"
+#include "../problem/tiled_problem.h"
 
 namespace moeq::sm90::few {
 

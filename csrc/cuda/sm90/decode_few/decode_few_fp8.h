@@ -1,7 +1,7 @@
 // Decode of very few tokens with e4m3 weights (decode_few_kernel.cuh).
 #pragma once
 #include "decode_few.h"
-#include "../w4a8/w4a8.h"
+#include "../problem/tiled_problem.h"
 
 namespace moeq::sm90::few {
 

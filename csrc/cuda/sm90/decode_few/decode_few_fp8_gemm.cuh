@@ -1,9 +1,9 @@
 // Products of e4m3 weights, in the layout of w4a8_layout.h, with tokens that hold e4m3 values. Both are exact in
 // bfloat16, whose products the tensor cores add in float32; scales multiply sums, of 64 values of K or of a whole unit.
 #pragma once
-#include "../formats/decoder_e4m3.cuh"
+#include "../formats/weights_e4m3.cuh"
 #include "decode_few_gemm.cuh"
-#include "../device/load_matrices.cuh"
+#include "../device/async.cuh"
 
 namespace moeq::sm90::few {
 

@@ -1,5 +1,5 @@
 // The kernels of a decode of few tokens whose rows are gathered, and their exchange.
-#include "../launch/cooperative_launch.h"
+#include "../launch/launches.h"
 #include "decode_few_gathered.h"
 #include "decode_few_kernel.cuh"
 

@@ -1,8 +1,8 @@
 // Products of MXFP8 weights, in the layout of w4a8_layout.h, with 16-bit tokens: codes times their powers of two are
 // exact in bfloat16.
 #pragma once
-#include "../device/load_matrices.cuh"
-#include "../formats/decoder_e4m3.cuh"
+#include "../device/async.cuh"
+#include "../formats/weights_e4m3.cuh"
 #include "decode_few_gemm.cuh"
 
 namespace moeq::sm90::few {

@@ -2,8 +2,8 @@
 // tokens that hold e4m3 values: exact in float16, which one instruction makes of two codes, and added in float32.
 #pragma once
 #include "decode_few_fp8_gemm.cuh"
-#include "../formats/decoder_packed.cuh"
-#include "../numerics/e4m3_round.cuh"
+#include "../formats/weights_packed.cuh"
+#include "../numerics/act_rounding.cuh"
 
 namespace moeq::sm90::few {
 

@@ -4,7 +4,7 @@
 #include <type_traits>
 
 #include "decode_few_deal.cuh"
-#include "../device/gemm_async.cuh"
+#include "../device/async.cuh"
 
 namespace moeq::sm90::few {
 

@@ -1,7 +1,7 @@
 // The routing, which every thread block works out for itself: slots sorted by expert, the entries that they make, and
 // the block's share of their weights (decode_few_deal.cuh).
 #pragma once
-#include "../decode/decode_chunks.cuh"
+#include "../device/scans.cuh"
 #include "decode_few_shared.cuh"
 #include "../routing/route.cuh"
 

@@ -12,9 +12,8 @@
 #pragma once
 #include <type_traits>
 
-#include "decoder_int4.cuh"
-#include "decoder_mxfp4.cuh"
-#include "decoder_nvfp4.cuh"
+#include "weights_int4.cuh"
+#include "weights_fp4.cuh"
 
 namespace moeq::sm90 {
 

@@ -1,9 +1,9 @@
 // A warpgroup's share of a tile of 8-bit weights: 128 rows, decoded in registers, times `width` tokens in shared
 // memory.
 #pragma once
-#include "../formats/decoder_e4m3.cuh"
+#include "../formats/weights_e4m3.cuh"
 #include "gemm_byte_config.cuh"
-#include "../device/load_matrices.cuh"
+#include "../device/async.cuh"
 
 namespace moeq::sm90 {
 

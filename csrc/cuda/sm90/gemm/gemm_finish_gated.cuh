@@ -1,7 +1,7 @@
 // The end of GEMM1 of gated activations: both halves of a row are in one thread.
 #pragma once
-#include "../numerics/e4m3_round.cuh"
-#include "../numerics/gemm_activation.cuh"
+#include "../numerics/act_rounding.cuh"
+#include "../numerics/activations.cuh"
 #include "gemm_staging.cuh"
 #include "gemm_variant.h"
 #include "../prefill/prefill_quantize.cuh"

@@ -1,6 +1,6 @@
 // The end of GEMM1 of activations without a gate.
 #pragma once
-#include "../numerics/gemm_activation.cuh"
+#include "../numerics/activations.cuh"
 #include "gemm_staging.cuh"
 #include "../prefill/prefill_quantize.cuh"
 

@@ -7,8 +7,8 @@
 #pragma once
 #include <cstddef>
 
-#include "../device/gemm_ranks_wgmma.cuh"
-#include "../problem/rows_problem.h"
+#include "../device/wgmma_bf16.cuh"
+#include "../problem/tiled_problem.h"
 #include "gemm_kernel.cuh"
 #include "gemm_rows_variant.h"
 

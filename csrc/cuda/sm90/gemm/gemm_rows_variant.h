@@ -1,4 +1,4 @@
-// The persistent kernels of one GEMM at a time, with adapters beside the weights (problem/rows_problem.h).
+// The persistent kernels of one GEMM at a time, with adapters beside the weights (problem/tiled_problem.h).
 #pragma once
 #include "gemm_variant.h"
 

@@ -1,8 +1,7 @@
 // Shared memory of the persistent kernel: rings of token stages, of weight stages and of work.
 #pragma once
 #include "gemm_args.cuh"
-#include "../device/gemm_async.cuh"
-#include "../device/ring.cuh"
+#include "../device/async.cuh"
 
 namespace moeq::sm90 {
 

@@ -1,6 +1,6 @@
 // moeq_C::experts_sm90: one layer's call on the Hopper kernels. Python has checked the arguments; what is checked here
 // guards memory.
-#include "../problem/rows_problem.h"
+#include "../problem/tiled_problem.h"
 #include "op_tiled_weights.h"
 
 namespace moeq::sm90 {
@@ -136,7 +136,7 @@ void bind_adapters(RowsProblem& p, const ExpertsSm90RowsCall& call) {
 }
 
 // Fills rows, bfloat16 [slots, inter] or, if `second`, [slots, hidden], of slots with local experts. low, factor, and
-// kept, bytes, which the first call leaves for the second one: problem/rows_problem.h. Of `out` [tokens, hidden] only
+// kept, bytes, which the first call leaves for the second one: problem/tiled_problem.h. Of `out` [tokens, hidden] only
 // the sizes count.
 void experts_sm90_rows(const ExpertsSm90RowsCall& call) {
   RowsProblem p{};

@@ -2,8 +2,7 @@
 #pragma once
 #include "../../../boxed.h"
 #include "op_arguments.h"
-#include "op_router.h"
-#include "../launch/partition.h"
+#include "../problem/problem.h"
 
 namespace moeq::sm90 {
 

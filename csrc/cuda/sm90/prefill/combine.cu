@@ -2,7 +2,7 @@
 #include <cuda_fp16.h>
 
 #include "../device/bounded_wait.cuh"
-#include "../device/gemm_async.cuh"
+#include "../device/async.cuh"
 #include "prefill_kernels.cuh"
 
 namespace moeq::sm90 {

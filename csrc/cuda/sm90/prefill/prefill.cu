@@ -1,6 +1,6 @@
 // A layer on many tokens: sort and prepare, both GEMMs in one persistent kernel, combine.
 #include "../gemm/gemm_byte_variant.h"
-#include "../launch/known_devices.h"
+#include "../launch/launches.h"
 #include "prefill_plan.h"
 
 namespace moeq::sm90 {

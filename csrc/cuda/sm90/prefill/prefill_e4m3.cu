@@ -1,6 +1,6 @@
 // A prefill's operands rounded to e4m3, a block a row: values of codes, and what sums of their products lack.
-#include "../numerics/e4m3_round.cuh"
-#include "../device/gemm_async.cuh"
+#include "../numerics/act_rounding.cuh"
+#include "../device/async.cuh"
 #include "prefill_tokens.cuh"
 
 namespace moeq::sm90 {

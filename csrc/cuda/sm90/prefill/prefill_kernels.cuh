@@ -2,8 +2,8 @@
 #pragma once
 #include <cuda_bf16.h>
 
-#include "../launch/dependent_launch.h"
-#include "../problem/rounded_problem.h"
+#include "../launch/launches.h"
+#include "../problem/tiled_problem.h"
 #include "schedule.cuh"
 #include "../problem/workspace.h"
 
@@ -72,7 +72,7 @@ cudaError_t launch_bf16_operand(const OperandArgs& args);  // K in its own order
 cudaError_t launch_requantize(const RequantizeArgs& args);
 cudaError_t launch_combine(const CombineArgs& args);
 
-// A launch that may begin before the previous kernel of the stream has ended (dependent_launch.h).
+// A launch that may begin before the previous kernel of the stream has ended (launches.h).
 template <class Args>
 cudaError_t launch_dependent(void (*kernel)(Args), const Args& args, dim3 grid, int threads, int shared_bytes) {
   return launch_after(kernel, args, grid, threads, shared_bytes, args.problem.stream);

@@ -1,5 +1,5 @@
 // The second launch of a prefill: the operand of GEMM1.
-#include "../device/gemm_async.cuh"
+#include "../device/async.cuh"
 #include "prefill_tokens.cuh"
 
 namespace moeq::sm90 {

@@ -1,6 +1,6 @@
 // Between the two GEMMs where each row of the intermediate is quantized with a scale of its own: no tile of GEMM1 sees
 // a whole row.
-#include "../device/gemm_async.cuh"
+#include "../device/async.cuh"
 #include "prefill_kernels.cuh"
 #include "prefill_quantize.cuh"
 

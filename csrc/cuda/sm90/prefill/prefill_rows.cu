@@ -1,9 +1,9 @@
-// One GEMM at a time of a layer on many tokens, with adapters, whose rows somebody else combines (rows_problem.h):
+// One GEMM at a time of a layer on many tokens, with adapters, whose rows somebody else combines (tiled_problem.h):
 // sort, gather and GEMM1, then GEMM2.
-#include "../device/gemm_async.cuh"
+#include "../device/async.cuh"
 #include "../gemm/gemm_rows_variant.h"
-#include "../launch/known_devices.h"
-#include "../problem/rows_problem.h"
+#include "../launch/launches.h"
+#include "../problem/tiled_problem.h"
 #include "prefill_plan.h"
 
 namespace moeq::sm90 {

@@ -6,9 +6,18 @@
 
 #include "../../../generated/activations.h"
 #include "../../../generated/sm90.h"
-#include "../layout/weight_scales.h"
 
 namespace moeq::sm90 {
+
+// Float32 scales of e4m3 weights, which multiply: that of row r of a half at expert * e + half * h + row * r; blocks:
+// at expert * e + half * h + row * (r / 128) + K / 128.
+struct WeightScales {
+  const float* data;
+  int64_t expert;
+  int half, row;
+  int rows;      // of a half, without padding
+  bool blocks;
+};
 
 // How activations are quantized to NVFP4 before they are multiplied.
 enum class ActScale : int { kNone, kTensor, kExpert, kToken };              // kNone: not at all (W4A16)
@@ -67,10 +76,14 @@ struct Problem {
   Router router;  // where logits are given; then topk_ids and topk_weights are null
   void* workspace;  // of the size that *_workspace(problem) says; contents undefined, need not survive
   cudaStream_t stream;
-  Partition partition;  // the stream's (partition.h)
+  Partition partition;  // the stream's
 };
 
 // Writes ids and weights [tokens, top_k] from p.router; an error for a failed launch.
 cudaError_t route_run(const Problem& p, int32_t* ids, float* weights);
+
+// What a stream's launches have of the GPU: all multiprocessors, those of a green context, or a share under MPS. Of
+// the current device's stream. Asked at each call, as a stream's handle may be used again for another context's.
+cudaError_t partition_of(cudaStream_t stream, Partition& partition);
 
 }  // namespace moeq::sm90

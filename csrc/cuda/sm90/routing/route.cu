@@ -1,6 +1,6 @@
 // Routing as a launch of its own: before the prefill kernels, and before a decode launch that does not route by itself.
-#include "../launch/dependent_launch.h"
-#include "../device/gemm_async.cuh"
+#include "../launch/launches.h"
+#include "../device/async.cuh"
 #include "route.cuh"
 
 namespace moeq::sm90 {

@@ -1,5 +1,5 @@
 // Routing from hidden states, for few tokens: a cluster of blocks for every eight of them.
-#include "../launch/cluster_launch.h"
+#include "../launch/launches.h"
 #include "route_hidden.cuh"
 
 namespace moeq::sm90 {

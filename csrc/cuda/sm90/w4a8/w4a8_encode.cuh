@@ -1,6 +1,6 @@
 // Rows of numbers -> e4m3 codes in the order and with the swizzle of the token operand (w4a8_layout.h).
 #pragma once
-#include "../numerics/w4a8_round.cuh"
+#include "../numerics/act_rounding.cuh"
 #include "w4a8_schedule.cuh"
 
 namespace moeq::sm90::w4a8 {

@@ -3,8 +3,8 @@
 // The tensor cores keep about 13 bits of a running fp8 sum, so each step of 128 in K starts from zero and is added to
 // the sums in float32. A tile wider than one instruction is done in two halves that share the partial sums' registers.
 #pragma once
-#include "../formats/decoder_packed.cuh"
-#include "../device/w4a8_wgmma.cuh"
+#include "../formats/weights_packed.cuh"
+#include "../device/wgmma_e4m3.cuh"
 
 namespace moeq::sm90::w4a8 {
 

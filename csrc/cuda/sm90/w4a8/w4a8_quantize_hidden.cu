@@ -1,6 +1,6 @@
 // The intermediate is quantized to e4m3: its rows come through shared memory, the next ones while one is quantized, or,
 // where they are too long for that, one block a row, piece by piece.
-#include "../device/gemm_async.cuh"
+#include "../device/async.cuh"
 #include "w4a8_rows.cuh"
 
 namespace moeq::sm90::w4a8 {

@@ -1,7 +1,7 @@
 // Tokens are quantized to e4m3, one block a token.
 #include <cuda_bf16.h>
 
-#include "../device/gemm_async.cuh"
+#include "../device/async.cuh"
 #include "w4a8_rows.cuh"
 
 namespace moeq::sm90::w4a8 {

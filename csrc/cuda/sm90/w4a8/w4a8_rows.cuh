@@ -1,6 +1,6 @@
 // A row that a thread block quantizes to e4m3: it lies in registers between its maximum and its codes.
 #pragma once
-#include "../numerics/gemm_activation.cuh"
+#include "../numerics/activations.cuh"
 #include "w4a8_encode.cuh"
 #include "w4a8_quantize.cuh"
 

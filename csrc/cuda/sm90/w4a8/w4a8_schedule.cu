@@ -1,6 +1,6 @@
 // The first launch: one block counts the slots of each expert, and lists tiles of tokens.
-#include "../device/gemm_async.cuh"
-#include "../device/prefix_sum.cuh"
+#include "../device/async.cuh"
+#include "../device/scans.cuh"
 #include "w4a8_schedule.cuh"
 
 namespace moeq::sm90::w4a8 {

@@ -3,9 +3,9 @@
 // The operand holds the rows of an expert together, their number rounded up to 8: [k tiles, rows, 128 bytes], swizzled
 // as wgmma reads it, so that any tile of tokens is one bulk copy.
 #pragma once
-#include "../launch/dependent_launch.h"
+#include "../launch/launches.h"
 #include "../prefill/schedule.cuh"
-#include "w4a8.h"
+#include "../problem/tiled_problem.h"
 #include "../layout/w4a8_layout.h"
 
 namespace moeq::sm90::w4a8 {

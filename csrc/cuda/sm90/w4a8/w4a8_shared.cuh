@@ -1,7 +1,6 @@
 // Shared memory of the persistent kernel: a ring of stages, each one step of 128 in K, and a ring of work.
 #pragma once
-#include "../device/gemm_async.cuh"
-#include "../device/ring.cuh"
+#include "../device/async.cuh"
 #include "w4a8_schedule.cuh"
 
 namespace moeq::sm90::w4a8 {

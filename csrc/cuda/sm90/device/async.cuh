@@ -1,5 +1,5 @@
-// The Hopper instructions that the kernels are made of, one function each: barriers in shared memory, copies
-// that report to them, ordering of wgmma, dependent launches.
+// The Hopper instructions that the kernels are made of, one function each: barriers in shared memory and rings of them,
+// copies that report to them, ordering of wgmma, dependent launches, matrices to and from shared memory, clusters.
 #pragma once
 #include <cstdint>
 
@@ -79,7 +79,7 @@ __device__ __forceinline__ void registers_shrink() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
 }
 
-// All kernels in front are over then, and their writes visible. See dependent_launch.h.
+// All kernels in front are over then, and their writes visible. See launches.h.
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 // Before or after the wait: whatever begins then waits for itself.
 __device__ __forceinline__ void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
@@ -92,6 +92,72 @@ __device__ __forceinline__ int load_acquire(const int* p) {
 
 __device__ __forceinline__ void add_release(int* p, int value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+}
+
+// A place in a ring of stages and the parity of the round.
+template <int size>
+struct Ring {
+  int slot = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++slot == size) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// Fragments of matrices from shared memory.
+
+// Four 8 x 8 matrices of 16-bit values; lane l gives the address of row l % 8 of matrix l / 8 and gets of each the two
+// values 2 * (l % 4) of row l / 4. Volatile: it must not move across the barriers that say when the bytes are there.
+__device__ __forceinline__ uint4 load_matrices(uint32_t address) {
+  uint4 m;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m.x), "=r"(m.y), "=r"(m.z), "=r"(m.w)
+               : "r"(address)
+               : "memory");
+  return m;
+}
+
+// Blocks of a cluster: who one is, barriers among them, and accesses to each other's shared memory.
+__device__ __forceinline__ int cluster_rank() {
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return static_cast<int>(rank);
+}
+
+__device__ __forceinline__ int cluster_size() {
+  uint32_t size;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  return static_cast<int>(size);
+}
+
+// All threads of the cluster arrive, and wait for each other. The first form orders no memory: it says that a block
+// runs.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// Of a variable in shared memory: where the block `rank` of the cluster has it.
+__device__ __forceinline__ uint32_t address_in_block(uint32_t shared, int rank) {
+  uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(rank));
+  return address;
+}
+
+__device__ __forceinline__ void store_in_cluster(uint32_t address, float value) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+
+__device__ __forceinline__ int load_in_cluster(uint32_t address) {
+  int value;
+  asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
 }
 
 }  // namespace moeq::sm90

@@ -1,7 +1,7 @@
 // Activations between the two GEMMs, in float32 (formulas: torch_moe_ops/core/activations.py).
 #pragma once
-#include "../problem/problem.h"
 #include "sigmoids.cuh"
+#include "../problem/problem.h"
 
 namespace moeq::sm90 {
 

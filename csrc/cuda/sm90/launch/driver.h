@@ -1,10 +1,23 @@
-// Tensor maps, which tell the copy engine how an array lies in memory. The driver makes them.
+// Functions of the driver, found through the runtime, so that nothing has to be linked with it; and tensor maps, which
+// one of them makes.
 #pragma once
 #include <cstdint>
-
-#include "driver_function.h"
+#include <cuda.h>
+#include <cuda_runtime.h>
 
 namespace moeq::sm90 {
+
+// As CUDA `version` has it (12040 is 12.4); null where the driver is older.
+template <class Function>
+Function driver_function(const char* name, unsigned int version) {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found{};
+  const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &function, version, cudaEnableDefault, &found);
+  if (error != cudaSuccess || found != cudaDriverEntryPointSuccess) return nullptr;
+  return reinterpret_cast<Function>(function);
+}
+
+// Tensor maps, which tell the copy engine how an array lies in memory. The driver makes them.
 
 // Innermost first. Strides are in bytes, multiples of 16; that of the innermost dimension, 2, is left out.
 struct TensorMapShape {

@@ -1,8 +1,32 @@
-// Up to 32 slots, a lane of one warp each, in chunks of one expert: what both decode kernels multiply at a time.
+// What threads of a block or of a warp find out together: prefix sums, and who has what others have.
 #pragma once
 #include <cstdint>
 
 namespace moeq::sm90 {
+
+// Of `threads` threads, all of the block. `total` becomes everybody's sum; warp_sums: shared, one for each warp.
+template <int threads>
+__device__ int prefix_sum(int value, int* warp_sums, int& total) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int sum = value;
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(0xffffffffu, sum, step);
+    if (lane >= step) sum += other;
+  }
+  if (lane == 31) warp_sums[warp] = sum;
+  __syncthreads();
+  int before = 0, all = 0;
+  for (int i = 0; i < threads / 32; i++) {
+    const int of_warp = warp_sums[i];
+    before += i < warp ? of_warp : 0;
+    all += of_warp;
+  }
+  total = all;
+  __syncthreads();
+  return before + sum - value;
+}
+
+// Up to 32 slots, a lane of one warp each, in chunks of one expert: what both decode kernels multiply at a time.
 
 // Of a lane's slot. Chunks come in the order of their first slots, and the slots of a chunk lie together.
 struct Chunk {

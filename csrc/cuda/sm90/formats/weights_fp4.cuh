@@ -1,4 +1,5 @@
-// NVFP4 weights of the tiled layout -> fragments of bfloat16, by placing bits. Exact: e2m1 times e4m3 needs six bits.
+// NVFP4 and MXFP4 weights of the tiled layout -> fragments of bfloat16, by placing bits. Exact: e2m1 times e4m3 needs
+// six bits, times an exponent fewer.
 #pragma once
 #include "../../../generated/sm90.h"
 #include "../numerics/bf16x2.cuh"
@@ -32,6 +33,27 @@ struct Nvfp4Format {
   MOEQ_HOST_DEVICE static int scale_offset(int thread) { return 2 * thread; }
 
   MOEQ_HOST_DEVICE static Scales scales(ScaleWord bytes) { return {scale_pair(bytes, 0), scale_pair(bytes, 1)}; }
+
+  MOEQ_HOST_DEVICE static void decode(uint32_t word, const Scales& s, uint32_t (&a)[4]) {
+    decode_step(word, s.low, s.high, a);
+  }
+};
+
+// MXFP4 weights of the tiled layout -> fragments of bfloat16. Codes as those of NVFP4; a scale is an exponent, so that
+// every product is exact.
+struct Mxfp4Format {
+  static constexpr int kTileScaleBytes = tile_scale_bytes(Format::kMxfp4);
+  static constexpr float kAccumulatorScale = 0x1p32f;   // codes come out as 2^-126 of their value, scales as 2^94
+  using ScaleWord = uint16_t;
+  using Scales = Nvfp4Format::Scales;
+
+  // Two neighbouring threads have the same 32 values of K.
+  MOEQ_HOST_DEVICE static int scale_offset(int thread) { return thread / 2 * 2; }
+
+  MOEQ_HOST_DEVICE static Scales scales(ScaleWord bytes) {
+    constexpr uint32_t kRaise = 94u << 7 | 94u << 23;
+    return {pick_bytes(bytes, 0, 0x4040) * 128u + kRaise, pick_bytes(bytes, 0, 0x4141) * 128u + kRaise};
+  }
 
   MOEQ_HOST_DEVICE static void decode(uint32_t word, const Scales& s, uint32_t (&a)[4]) {
     decode_step(word, s.low, s.high, a);
