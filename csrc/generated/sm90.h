@@ -38,7 +38,7 @@ constexpr int tile_scale_bytes(Format format) { return kTileScaleBytes[static_ca
 // Kernels by their numbers.
 constexpr const char* kKernelNames[] = {"decode", "slim", "narrow", "wide"};
 
-// Tiles of prefill (gemm_config.cuh): kernels 1 and on.
+// Tiles of prefill (gemm_args.cuh): kernels 1 and on.
 enum class Shape : int { kSlim, kNarrow, kWide };
 
 constexpr int kShapes = 3;

@@ -1,7 +1,7 @@
 // What the sixteen multiplying warps do. A worker is four of them; the workers take the stages of a row tile in turn,
 // and add up their sums at its end.
 #pragma once
-#include "decode_hidden.cuh"
+#include "decode_epilogue.cuh"
 
 namespace moeq::sm90::decode {
 

@@ -1,7 +1,7 @@
-// The decode kernel, for each format of weights (decode_kernels.cu) and number of tokens an expert.
+// The decode kernel, for each format of weights (decode.cu) and number of tokens an expert.
 #pragma once
 #include "../device/bounded_wait.cuh"
-#include "decode_combine.cuh"
+#include "decode_epilogue.cuh"
 #include "decode_routing.cuh"
 
 namespace moeq::sm90::decode {

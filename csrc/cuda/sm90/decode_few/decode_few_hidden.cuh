@@ -3,7 +3,7 @@
 #pragma once
 #include "../decode/decode_exchange.cuh"
 #include "decode_few_operand.cuh"
-#include "../decode/decode_hidden.cuh"
+#include "../decode/decode_epilogue.cuh"
 
 namespace moeq::sm90::few {
 

@@ -45,9 +45,10 @@ __device__ __forceinline__ void announce_intermediates(const GemmArgs& args, Gem
   }
 }
 
-// The weights of one piece of work.
+// The weights of one piece of work, of as many steps of 64 in K a stage.
 template <class C>
 struct WeightStream {
+  static constexpr int kSteps = kWeightSteps;
   static constexpr int kTiles = Sizes<C>::kBlockTiles;
   static constexpr int kScaleBytes = C::Format::kTileScaleBytes;
   const uint8_t* codes;
@@ -84,22 +85,23 @@ struct WeightStream {
 
 constexpr int kStagesAhead = 3;   // of an item's end: when the next one is asked for
 
-// By one thread.
-template <class C>
-__device__ __forceinline__ void load_weights(const GemmArgs& args, GemmShared<C>& shared) {
+// By one thread. `args`: what WeightStream needs.
+template <class C, class Args>
+__device__ __forceinline__ void load_weights(const Args& args, GemmShared<C>& shared) {
+  constexpr int kSteps = WeightStream<C>::kSteps;
   Ring<kWorkSlots> work_ring;
   Ring<C::kWeightStages> ring;
   while (true) {
     const Work work = take_work(shared, work_ring);
     if (work.expert < 0) return;
     WeightStream<C> weights(args, work);
-    const int stages = (work.k_tiles + kWeightSteps - 1) / kWeightSteps;
-    const int wanted = max(stages - kStagesAhead, 0) * kWeightSteps;
+    const int stages = (work.k_tiles + kSteps - 1) / kSteps;
+    const int wanted = max(stages - kStagesAhead, 0) * kSteps;
 #pragma unroll 1
-    for (int k = 0; k < work.k_tiles; k += kWeightSteps) {
+    for (int k = 0; k < work.k_tiles; k += kSteps) {
       if (k == wanted) barrier_arrive(shared_address(&shared.work_wanted));
       barrier_wait(shared_address(&shared.weights_empty[ring.slot]), ring.parity ^ 1);
-      weights.copy(shared, ring.slot, min(kWeightSteps, work.k_tiles - k));
+      weights.copy(shared, ring.slot, min(kSteps, work.k_tiles - k));
       ring.advance();
     }
   }

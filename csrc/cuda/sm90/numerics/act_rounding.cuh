@@ -1,8 +1,9 @@
-// Activations rounded to e4m3: codes, and values of codes, which are exact in bfloat16.
+// Activations rounded to e4m3 and to NVFP4: codes, and values of codes, which are exact in bfloat16.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "../../nvfp4_block.cuh"
 #include "../../rounding.cuh"
 
 namespace moeq::sm90::w4a8 {
@@ -137,6 +138,39 @@ __device__ __forceinline__ void round_to_e4m3(float (&values)[count], const Roun
     values[i + 2] = four.z * rounding.within;
     values[i + 3] = four.w * rounding.within;
   }
+}
+
+// NVFP4 by the canonical algorithm, to values: code * block scale.
+struct BlockFactors {
+  float quantize_by;   // multiplies a value before it becomes e2m1
+  float step;          // the block scale: multiplies e2m1
+};
+
+__device__ __forceinline__ BlockFactors block_factors(float amax, float gscale) {
+  const BlockScale scale = nvfp4_block_scale(amax, gscale);
+  return {scale.quantize_by, scale.value};
+}
+
+// The e2m1 value nearest to |y|, ties to even: its steps are half a power of two, at least a half. Adding and taking
+// off 1.5 * 2^22 times that power rounds to them. NaN comes out as 6, and its block's step is NaN.
+__device__ __forceinline__ float rounded_e2m1(float y) {
+  const uint32_t power = max(bits_of(y) & 0x7F800000u, 0x3F800000u);
+  const float shift = float_of(power + 0x0B400000u);
+  return fminf(__fadd_rn(__fadd_rn(fabsf(y), shift), -shift), kE2m1Max);
+}
+
+__device__ __forceinline__ float quantized_value(float value, BlockFactors block) {
+  return copysignf(rounded_e2m1(multiply(value, block.quantize_by)) * block.step, value);
+}
+
+// 16 values -> code * block scale.
+__device__ __forceinline__ void quantize(float (&values)[16], float gscale) {
+  float amax = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 16; i++) amax = max_magnitude(amax, values[i]);
+  const BlockFactors block = block_factors(amax, gscale);
+#pragma unroll
+  for (int i = 0; i < 16; i++) values[i] = quantized_value(values[i], block);
 }
 
 }  // namespace moeq::sm90

@@ -3,7 +3,7 @@
 
 #include "../device/bounded_wait.cuh"
 #include "../device/async.cuh"
-#include "prefill_kernels.cuh"
+#include "prefill_plan.h"
 
 namespace moeq::sm90 {
 namespace {

@@ -3,7 +3,7 @@
 #include "../device/async.cuh"
 #include "../device/scans.cuh"
 #include "../launch/launches.h"
-#include "prefill_kernels.cuh"
+#include "prefill_plan.h"
 
 namespace moeq::sm90 {
 namespace {

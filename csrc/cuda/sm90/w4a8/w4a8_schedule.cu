@@ -1,7 +1,7 @@
 // The first launch: one block counts the slots of each expert, and lists tiles of tokens.
 #include "../device/async.cuh"
 #include "../device/scans.cuh"
-#include "w4a8_schedule.cuh"
+#include "w4a8_shared.cuh"
 
 namespace moeq::sm90::w4a8 {
 namespace {

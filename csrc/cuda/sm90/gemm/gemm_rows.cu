@@ -4,13 +4,12 @@
 //
 // A tile's end is what nothing else hides, so that all it reads is in shared memory by then: ranks come by a warp of
 // their own, each thread's words of the factor and the slots of rows by copies begun before the multiplication.
-#pragma once
 #include <cstddef>
 
+#include "gemm_args.cuh"
+#include "gemm_kernel.cuh"
 #include "../device/wgmma_bf16.cuh"
 #include "../problem/tiled_problem.h"
-#include "gemm_kernel.cuh"
-#include "gemm_rows_variant.h"
 
 namespace moeq::sm90 {
 
@@ -147,15 +146,7 @@ __device__ __forceinline__ void scale_gated(const Problem& p, const Work& work, 
                                             const Staging& s) {
 #pragma unroll
   for (int m = 0; m < C::kWarpgroupTiles; m++) {
-    const int i = (first_tile<C>(work, s) + m) * 32 + s.warp * 8 + s.lane / 4;
-    RowScales scales;
-    for (int half = 0; half < 2; half++) {
-      scales.alpha[half] = i < p.inter ? s.alpha[half] : 0.0f;
-      scales.bias[half] = 0.0f;
-      if (p.w13_bias != nullptr && i < p.inter) {
-        scales.bias[half] = p.w13_bias[(work.expert * int64_t{2} + half) * p.inter + i];
-      }
-    }
+    const RowScales scales = scales_of_gated<C>(p, work, s, m);
     transform<C>(work, acc[m], s, [&](float sum, int half, int) { return scales.of(sum, half, 1.0f); });
   }
 }
@@ -234,8 +225,7 @@ __device__ __forceinline__ void store_rows(const RowsArgs& args, const Work& wor
 
 // What a tile's end needs, asked for before the multiplication.
 template <class C>
-__device__ __forceinline__ void begin_rows(const RowsArgs& args, const Work& work, Staging& s, int* slots) {
-  fetch_alphas<typename C::Format>(args.problem, work, s);
+__device__ __forceinline__ void begin_rows(const RowsArgs& args, const Work& work, const Staging& s, int* slots) {
   prefetch_slots(args, work, s, slots);
   if (args.low == nullptr) return;
   s.synchronize();  // nobody reads the staging any more
@@ -258,60 +248,45 @@ __device__ __forceinline__ void finish_rows(const RowsArgs& args, RowsShared<C>&
 
 template <class C>
 __device__ __forceinline__ void consume_rows(const RowsArgs& args, RowsShared<C>& shared) {
-  Staging staging(shared, threadIdx.x / 128);
-  Ring<kWorkSlots> work_ring;
-  Ring<1> ranks_ring;
-  Consumer<C> at(shared, staging.warpgroup);
-  while (true) {
-    const Work work = wait_for_work(shared, work_ring);
-    if (work.expert < 0) break;
-    int* slots = shared.slots[staging.warpgroup][work_ring.slot % 2];
-    begin_rows<C>(args, work, staging, slots);
-    Accumulators<C> acc;
-    begin_tile(at, args, work);
-    multiply_tile(acc, shared, at, work);
-    finish_rows<C>(args, shared, work, acc, staging, ranks_ring, slots);
-    release_work(shared, work_ring);
-  }
+  Ring<1> ranks;
+  consume<C>(
+      args, shared,
+      [&](const Work& work, const Staging& staging, int* slots) { begin_rows<C>(args, work, staging, slots); },
+      [&](const Work& work, Accumulators<C>& acc, const Staging& staging, int* slots, int) {
+        finish_rows<C>(args, shared, work, acc, staging, ranks, slots);
+      });
 }
 
 template <class C>
 __global__ void __launch_bounds__(Sizes<C>::kThreads, C::kBlocks) rows_kernel(const __grid_constant__ RowsArgs args) {
-  extern __shared__ uint8_t dynamic_shared[];
-  auto& shared =
-      *reinterpret_cast<RowsShared<C>*>(dynamic_shared + (1024 - shared_address(dynamic_shared) % 1024) % 1024);
-  if (threadIdx.x == 0) {
-    barrier_init(shared_address(&shared.ranks_full), 32);
-    barrier_init(shared_address(&shared.ranks_empty), 4 * C::kConsumers);
-    init_barriers<C>(shared);
-  }
-  __syncthreads();
-  wait_for_previous_kernel();
-  if (threadIdx.x >= 128 * C::kConsumers) {
-    registers_shrink<C::kProducerRegisters>();
-    const int thread = threadIdx.x - 128 * C::kConsumers;
-    if (thread == 0) load_weights<C>(args, shared);
-    if (thread == 32) load_tokens<C>(args, shared);
-    if (thread == 64) {
-      if (blockIdx.x == 0 && args.next_of_second != nullptr) *args.next_of_second = 0;
-      find_all_work<C>(args, shared);
-    }
-    if (thread >= 96) load_ranks<C>(args, shared, thread - 96);
-    allow_next_kernel();
-  } else {
-    registers_grow<C::kConsumerRegisters>();
-    consume_rows<C>(args, shared);
-  }
+  run_block<C, RowsShared<C>>(
+      args, args,
+      [](auto& shared) {
+        barrier_init(shared_address(&shared.ranks_full), 32);
+        barrier_init(shared_address(&shared.ranks_empty), 4 * C::kConsumers);
+      },
+      [&](auto& shared) {
+        if (blockIdx.x == 0 && args.next_of_second != nullptr) *args.next_of_second = 0;
+        find_all_work<C>(args, shared);
+      },
+      [&](auto& shared, int thread) {
+        if (thread >= 96) load_ranks<C>(args, shared, thread - 96);
+      },
+      [&](auto& shared) { consume_rows<C>(args, shared); });
 }
 
 template <class Format, Shape shape>
 RowsVariant rows_variant() {
   using Fewer = std::conditional_t<shape == Shape::kSlim, SlimConfig<Format>, NarrowConfig<Format>>;
   using C = std::conditional_t<shape == Shape::kWide, WideConfig<Format>, Fewer>;
-  constexpr int kMemory = 228 * 1024, kReserved = 1024;  // of a multiprocessor, and by each block
-  static_assert(C::kBlocks * (sizeof(RowsShared<C>) + 1024 + kReserved) <= kMemory, "blocks share it");
-  return {rows_kernel<C>, sizeof(RowsShared<C>) + 1024, Sizes<C>::kThreads,
-          C::kBlocks,     Sizes<C>::kBlockTiles,        C::kMaxWidth};
+  return variant_of<C, RowsShared<C>>(rows_kernel<C>);
 }
 
+template RowsVariant rows_variant<Nvfp4Format, Shape::kSlim>();
+template RowsVariant rows_variant<Nvfp4Format, Shape::kNarrow>();
+template RowsVariant rows_variant<Nvfp4Format, Shape::kWide>();
+
+template RowsVariant rows_variant<Mxfp4Format, Shape::kSlim>();
+template RowsVariant rows_variant<Mxfp4Format, Shape::kNarrow>();
+template RowsVariant rows_variant<Mxfp4Format, Shape::kWide>();
 }  // namespace moeq::sm90
