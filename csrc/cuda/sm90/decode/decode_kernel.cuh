@@ -89,7 +89,7 @@ __device__ __forceinline__ void start_block(const Args& args, const Shared& s) {
   if (i < 8) {
     fixed.zeros[i] = 0;
   }
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  fence_barrier_init();
   if (i == 0) {
     const unsigned long long each = kArrivals * gridDim.x, launch = arrivals_so_far(args.state) / each;
     fixed.target = launch * each;

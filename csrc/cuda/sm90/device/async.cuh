@@ -2,6 +2,7 @@
 // copies that report to them, ordering of wgmma, dependent launches, matrices to and from shared memory, clusters.
 #pragma once
 #include <cstdint>
+#include <cuda/ptx>
 
 namespace moeq::sm90 {
 
@@ -9,16 +10,27 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
+// The barrier at an address, as <cuda/ptx> takes it.
+__device__ __forceinline__ uint64_t* barrier_at(uint32_t address) {
+  return static_cast<uint64_t*>(__cvta_shared_to_generic(address));
+}
+
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+  cuda::ptx::mbarrier_init(barrier_at(barrier), arrivals);
 }
 
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
+  cuda::ptx::mbarrier_arrive(barrier_at(barrier));
 }
 
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+  cuda::ptx::mbarrier_arrive_expect_tx(cuda::ptx::sem_release, cuda::ptx::scope_cta, cuda::ptx::space_shared,
+                                       barrier_at(barrier), bytes);
+}
+
+// After barrier_init, by who did it: for the copies that report to them.
+__device__ __forceinline__ void fence_barrier_init() {
+  cuda::ptx::fence_mbarrier_init(cuda::ptx::sem_release, cuda::ptx::scope_cluster);
 }
 
 // Returns once the barrier's phase of this parity is over. A barrier starts in phase 0, so parity 1 returns at once.
@@ -50,7 +62,7 @@ __device__ __forceinline__ void copy4(uint32_t to, const void* from) {
 __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Between accesses of threads and accesses of the tensor cores or the copy engine to the same memory.
-__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async;" ::: "memory"); }
+__device__ __forceinline__ void fence_async_proxy() { cuda::ptx::fence_proxy_async(); }
 
 // At most `pending` groups are still running afterwards.
 template <int pending>
@@ -122,15 +134,11 @@ __device__ __forceinline__ uint4 load_matrices(uint32_t address) {
 
 // Blocks of a cluster: who one is, barriers among them, and accesses to each other's shared memory.
 __device__ __forceinline__ int cluster_rank() {
-  uint32_t rank;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return static_cast<int>(rank);
+  return static_cast<int>(cuda::ptx::get_sreg_cluster_ctarank());
 }
 
 __device__ __forceinline__ int cluster_size() {
-  uint32_t size;
-  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
-  return static_cast<int>(size);
+  return static_cast<int>(cuda::ptx::get_sreg_cluster_nctarank());
 }
 
 // All threads of the cluster arrive, and wait for each other. The first form orders no memory: it says that a block

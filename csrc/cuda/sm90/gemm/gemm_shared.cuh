@@ -46,7 +46,7 @@ __device__ __forceinline__ void init_barriers(GemmShared<C>& shared) {
   init_ring(shared.work_full, shared.work_empty, 4 * C::kConsumers + 3);
   for (int i = 0; i < kWorkSlots; i++) barrier_init(shared_address(&shared.stored[i]), 4 * C::kConsumers);
   barrier_init(shared_address(&shared.work_wanted), 1);
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  fence_barrier_init();
 }
 
 // The next piece of work, once it has been found. The slot stays taken until `release_work`.

@@ -203,7 +203,7 @@ struct RowRing {
       : rows(shared_rows), full(barriers), args(ring_args), total(0), stage(0), parity(0) {
     if (threadIdx.x == 0) {
       for (int i = 0; i < args.stages; i++) barrier_init(shared_address(&full[i]), 1);
-      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+      fence_barrier_init();
     }
     __syncthreads();
   }

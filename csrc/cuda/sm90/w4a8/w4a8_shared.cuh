@@ -158,7 +158,7 @@ __device__ __forceinline__ void init_barriers(GemmShared<Policy>& shared) {
     barrier_init(shared_address(&shared.rows_full[i]), 32);
     barrier_init(shared_address(&shared.work_empty[i]), kConsumerThreads / 32);
   }
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  fence_barrier_init();
 }
 
 }  // namespace moeq::sm90::w4a8
