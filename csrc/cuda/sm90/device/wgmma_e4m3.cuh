@@ -7,7 +7,7 @@
 #pragma once
 #include <cstdint>
 
-#include "wgmma_operands.h"
+#include "wgmma_bf16.cuh"
 
 namespace moeq::sm90::w4a8 {
 

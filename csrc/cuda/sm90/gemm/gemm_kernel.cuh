@@ -2,7 +2,7 @@
 #pragma once
 #include "gemm_finish.cuh"
 #include "gemm_finish_gated.cuh"
-#include "gemm_producer.cuh"
+#include "gemm_pipeline.cuh"
 
 namespace moeq::sm90 {
 

@@ -1,6 +1,5 @@
 // Weights of ops in tiles, and scales of e4m3 weights, from tensors.
 #pragma once
-#include "op_arguments.h"
 #include "op_layer.h"
 #include "../layout/layout.h"
 #include "../layout/w4a8_layout.h"

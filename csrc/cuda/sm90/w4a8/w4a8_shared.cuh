@@ -68,8 +68,6 @@ __host__ __device__ inline int tiles_for(int count, int widest) {
   return least > 1 && tiles_cost(count, least + 1) < tiles_cost(count, least) ? least + 1 : least;
 }
 
-cudaError_t launch_schedule(const W4a8Problem& p, const Schedule& schedule, int widest);
-
 // Shared memory of the persistent kernel: a ring of stages, each one step of 128 in K, and a ring of work.
 struct GemmArgs {
   W4a8Problem problem;

@@ -1,9 +1,80 @@
-// The warps that load, all by bulk copies, and the one that finds out which work comes next.
+// Shared memory of the persistent kernels, rings of token stages, of weight stages and of work, and the warps that fill
+// them: they load, all by bulk copies, and find out which work comes next.
 #pragma once
+#include "gemm_args.cuh"
+#include "../device/async.cuh"
 #include "../device/bounded_wait.cuh"
-#include "gemm_shared.cuh"
 
 namespace moeq::sm90 {
+
+constexpr int kWorkSlots = 4;
+constexpr int kRowsAPass = 128 / 8;  // eight threads copy the 128 bytes of a row
+
+// What is multiplied, and what of a tile is on its way to memory.
+template <class C>
+struct GemmOperands {
+  uint8_t tokens[C::kTokenStages][C::kTokenSteps][Sizes<C>::kTokenStepBytes];
+  uint8_t staging[C::kConsumers][C::kMaxWidth * 128];  // 64 results of each token
+  uint8_t codes[C::kWeightStages][Sizes<C>::kBlockTiles][Sizes<C>::kStageCodes];
+  uint8_t scales[C::kWeightStages][Sizes<C>::kBlockTiles][Sizes<C>::kStageScales];
+  // Of 16 intermediates: maxima, then BlockFactors; next to nothing where the format rounds none.
+  float2 blocks[Sizes<C>::kHasBlocks ? C::kConsumers : 1][Sizes<C>::kHasBlocks ? C::kWarpgroupTiles : 1]
+               [Sizes<C>::kHasBlocks ? C::kMaxWidth : 1][2];
+};
+
+template <class C>
+struct __align__(1024) GemmShared : GemmOperands<C> {
+  int slots[C::kConsumers][2][C::kMaxWidth];  // of this work and of the next
+  Work work[kWorkSlots];
+  uint64_t tokens_full[C::kTokenStages], tokens_empty[C::kTokenStages];
+  uint64_t weights_full[C::kWeightStages], weights_empty[C::kWeightStages];
+  uint64_t work_full[kWorkSlots], work_empty[kWorkSlots];
+  uint64_t stored[kWorkSlots];  // the intermediate of this work is in memory
+  uint64_t work_wanted;
+};
+
+template <int size>
+__device__ __forceinline__ void init_ring(uint64_t (&full)[size], uint64_t (&empty)[size], int readers) {
+  for (int i = 0; i < size; i++) {
+    barrier_init(shared_address(&full[i]), 1);
+    barrier_init(shared_address(&empty[i]), readers);
+  }
+}
+
+template <class C>
+__device__ __forceinline__ void init_barriers(GemmShared<C>& shared) {
+  init_ring(shared.tokens_full, shared.tokens_empty, 4 * C::kConsumers);
+  init_ring(shared.weights_full, shared.weights_empty, 4 * C::kConsumers);
+  init_ring(shared.work_full, shared.work_empty, 4 * C::kConsumers + 3);
+  for (int i = 0; i < kWorkSlots; i++) barrier_init(shared_address(&shared.stored[i]), 4 * C::kConsumers);
+  barrier_init(shared_address(&shared.work_wanted), 1);
+  fence_barrier_init();
+}
+
+// The next piece of work, once it has been found. The slot stays taken until `release_work`.
+template <class C>
+__device__ __forceinline__ Work wait_for_work(GemmShared<C>& shared, const Ring<kWorkSlots>& ring) {
+  barrier_wait(shared_address(&shared.work_full[ring.slot]), ring.parity);
+  return shared.work[ring.slot];
+}
+
+// The same by one thread, which keeps nothing in the slot.
+template <class C>
+__device__ __forceinline__ Work take_work(GemmShared<C>& shared, Ring<kWorkSlots>& ring) {
+  const Work work = wait_for_work(shared, ring);
+  barrier_arrive(shared_address(&shared.work_empty[ring.slot]));
+  ring.advance();
+  return work;
+}
+
+template <class C>
+__device__ __forceinline__ void release_work(GemmShared<C>& shared, Ring<kWorkSlots>& ring) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&shared.work_empty[ring.slot]));
+  ring.advance();
+}
+
+// The warps that load, all by bulk copies, and the one that finds out which work comes next.
 
 // Takes work items and writes them where everybody finds them: late, so that blocks that are fast take more, and early
 // enough for the weights' ring not to run dry. The first one, too, comes from the counter: an item that belonged to a
@@ -37,7 +108,7 @@ __device__ __forceinline__ void announce_intermediates(const GemmArgs& args, Gem
     if (work.expert < 0) return;
     if (!work.second) {
       barrier_wait(shared_address(&shared.stored[ring.slot]), ring.parity);
-      fence_async_proxy();   // GEMM2 reads the intermediate by bulk copies
+      fence_async_proxy();  // GEMM2 reads the intermediate by bulk copies
       add_release(args.schedule.finished + work.expert, 1);
     }
     barrier_arrive(shared_address(&shared.work_empty[ring.slot]));
@@ -53,8 +124,8 @@ struct WeightStream {
   static constexpr int kScaleBytes = C::Format::kTileScaleBytes;
   const uint8_t* codes;
   const uint8_t* scales;
-  int tiles_apart;   // of K, from one tile of rows to the next
-  int real;          // tiles of rows; the last one stands in for those beyond
+  int tiles_apart;  // of K, from one tile of rows to the next
+  int real;  // tiles of rows; the last one stands in for those beyond
 
   __device__ WeightStream(const GemmArgs& args, const Work& work) {
     const Problem& p = args.problem;
@@ -83,7 +154,7 @@ struct WeightStream {
   }
 };
 
-constexpr int kStagesAhead = 3;   // of an item's end: when the next one is asked for
+constexpr int kStagesAhead = 3;  // of an item's end: when the next one is asked for
 
 // By one thread. `args`: what WeightStream needs.
 template <class C, class Args>
