@@ -7,7 +7,7 @@
 #include "decode_kernel.cuh"
 #include "decode_plan.h"
 #include "decode_shared.cuh"
-#include "../decode_few/decode_few_e4m3.h"
+#include "../decode_few/decode_few.h"
 #include "../formats/formats.cuh"
 #include "../launch/launches.h"
 #include "../layout/layout.h"

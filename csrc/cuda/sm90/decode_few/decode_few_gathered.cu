@@ -1,6 +1,6 @@
 // The kernels of a decode of few tokens whose rows are gathered, and their exchange.
 #include "../launch/launches.h"
-#include "decode_few_gathered.h"
+#include "decode_few.h"
 #include "decode_few_kernel.cuh"
 
 namespace moeq::sm90::few {

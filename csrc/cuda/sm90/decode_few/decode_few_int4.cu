@@ -1,5 +1,5 @@
 // The kernels of a decode of very few tokens for INT4 weights.
-#include "decode_few_int4.h"
+#include "decode_few.h"
 #include "decode_few_kernel.cuh"
 
 namespace moeq::sm90::few {

@@ -3,7 +3,7 @@
 #include "w4a8_mainloop.cuh"
 #include "w4a8_quantize.cuh"
 #include "w4a8_shared.cuh"
-#include "../decode_few/decode_few_fp8.h"
+#include "../decode_few/decode_few.h"
 #include "../device/async.cuh"
 #include "../device/scans.cuh"
 #include "../prefill/prefill_plan.h"
