@@ -1,5 +1,9 @@
 // The Hopper instructions that the kernels are made of, one function each: barriers in shared memory and rings of them,
 // copies that report to them, ordering of wgmma, dependent launches, matrices to and from shared memory, clusters.
+//
+// By <cuda/ptx> where it has the instruction and machine code is as good with it: its bulk copies and waits cost more
+// instructions (docs/design.md, section 11); and sanitizers name lines of barrier_init and barrier_expect here
+// (scripts/racecheck_accepted.json).
 #pragma once
 #include <cstdint>
 #include <cuda/ptx>
@@ -10,22 +14,16 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// The barrier at an address, as <cuda/ptx> takes it.
-__device__ __forceinline__ uint64_t* barrier_at(uint32_t address) {
-  return static_cast<uint64_t*>(__cvta_shared_to_generic(address));
-}
-
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
-  cuda::ptx::mbarrier_init(barrier_at(barrier), arrivals);
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
-  cuda::ptx::mbarrier_arrive(barrier_at(barrier));
+  cuda::ptx::mbarrier_arrive(static_cast<uint64_t*>(__cvta_shared_to_generic(barrier)));
 }
 
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
-  cuda::ptx::mbarrier_arrive_expect_tx(cuda::ptx::sem_release, cuda::ptx::scope_cta, cuda::ptx::space_shared,
-                                       barrier_at(barrier), bytes);
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
 // After barrier_init, by who did it: for the copies that report to them.
@@ -133,13 +131,9 @@ __device__ __forceinline__ uint4 load_matrices(uint32_t address) {
 }
 
 // Blocks of a cluster: who one is, barriers among them, and accesses to each other's shared memory.
-__device__ __forceinline__ int cluster_rank() {
-  return static_cast<int>(cuda::ptx::get_sreg_cluster_ctarank());
-}
+__device__ __forceinline__ int cluster_rank() { return static_cast<int>(cuda::ptx::get_sreg_cluster_ctarank()); }
 
-__device__ __forceinline__ int cluster_size() {
-  return static_cast<int>(cuda::ptx::get_sreg_cluster_nctarank());
-}
+__device__ __forceinline__ int cluster_size() { return static_cast<int>(cuda::ptx::get_sreg_cluster_nctarank()); }
 
 // All threads of the cluster arrive, and wait for each other. The first form orders no memory: it says that a block
 // runs.

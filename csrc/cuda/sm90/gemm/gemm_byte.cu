@@ -213,23 +213,15 @@ __device__ __forceinline__ void load_weights(const GemmArgs& args, GemmShared<By
   }
 }
 
-template <Finish finish>
-GemmVariants byte_variants() {
-  const GemmVariant wide = variant_of<ByteConfig<kByteWide>, finish>();
-  return {{variant_of<ByteConfig<kByteSlim>, finish>(), wide, wide}};
-}
+template <>
+struct ConfigsOf<ByteFormat> {
+  using Slim = ByteConfig<kByteSlim>;
+  using Narrow = ByteConfig<kByteWide>;
+  using Wide = ByteConfig<kByteWide>;
+};
 
-template <>
-GemmVariants gemm_variants<ByteFormat, Finish::kSwiglu>() {
-  return byte_variants<Finish::kSwiglu>();
-}
-template <>
-GemmVariants gemm_variants<ByteFormat, Finish::kGated>() {
-  return byte_variants<Finish::kGated>();
-}
-template <>
-GemmVariants gemm_variants<ByteFormat, Finish::kPlain>() {
-  return byte_variants<Finish::kPlain>();
-}
+template GemmVariants gemm_variants<ByteFormat, Finish::kSwiglu>();
+template GemmVariants gemm_variants<ByteFormat, Finish::kGated>();
+template GemmVariants gemm_variants<ByteFormat, Finish::kPlain>();
 
 }  // namespace moeq::sm90

@@ -103,10 +103,19 @@ GemmVariant variant_of() {
   return variant_of<C, GemmShared<C>>(gemm_kernel<C, finish>);
 }
 
+// A format's shapes of tiles.
+template <class Format>
+struct ConfigsOf {
+  using Slim = SlimConfig<SlimFormat<Format>>;
+  using Narrow = NarrowConfig<Format>;
+  using Wide = WideConfig<Format>;
+};
+
 template <class Format, Finish finish>
 GemmVariants gemm_variants() {
-  return {{variant_of<SlimConfig<SlimFormat<Format>>, finish>(), variant_of<NarrowConfig<Format>, finish>(),
-           variant_of<WideConfig<Format>, finish>()}};
+  using Configs = ConfigsOf<Format>;
+  return {{variant_of<typename Configs::Slim, finish>(), variant_of<typename Configs::Narrow, finish>(),
+           variant_of<typename Configs::Wide, finish>()}};
 }
 
 }  // namespace moeq::sm90
