@@ -2,7 +2,7 @@
 // copies that report to them, ordering of wgmma, dependent launches, matrices to and from shared memory, clusters.
 //
 // By <cuda/ptx> where it has the instruction and machine code is as good with it: its bulk copies and waits cost more
-// instructions (docs/design.md, section 11); and sanitizers name lines of barrier_init and barrier_expect here
+// instructions (docs/design.md, section 20); and sanitizers name lines of barrier_init and barrier_expect here
 // (scripts/racecheck_accepted.json).
 #pragma once
 #include <cstdint>
