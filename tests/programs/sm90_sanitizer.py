@@ -86,6 +86,7 @@ TOKENS: dict[str, tuple[Fields, ...]] = {
         {"tokens": 8, "top_k": 6, "experts": 20},  # more slots than a warp sorts
         {"tokens": 9, "experts": 9},  # of W4A16 rows are gathered
         {"tokens": 32, "top_k": 8, "experts": 200},  # a block multiplies rows of three experts
+        {"tokens": 31, "top_k": 7, "experts": 8, "hidden": 8192},  # room for four rows, an expert has 27
         {"tokens": 33},
     ),
     "slim": ({"tokens": 50},),

@@ -9,12 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton_cases import empty_output, error_over_bound, make_call, relative_error
 
+import torch_moe_ops as moe
 from torch_moe_ops.backends import cuda_sm90, cuda_sm90_fp8
 from torch_moe_ops.backends.sm90 import choice as sm90_choice
 from torch_moe_ops.backends.sm90 import formats, layout, w4a8_layout
 from torch_moe_ops.backends.sm90.common import CAPABILITY
+from torch_moe_ops.backends.sm90.formats import exact_kernels
 from torch_moe_ops.core import extension
 from torch_moe_ops.core.call import ExpertsCall
+from torch_moe_ops.core.kernel_facts import SM90_KERNELS
 from torch_moe_ops.tuning import tuned_kernels
 from torch_moe_ops.weights.raw_weights import RawWeights
 
@@ -119,6 +122,26 @@ def number_of(kernel: str, tiled: ExpertsCall) -> int:
     )
 
 
+def rounded(call: ExpertsCall) -> ExpertsCall:
+    """The same call with weights that have been decoded and rounded to bfloat16."""
+    raw = RawWeights(call.scheme, **{name: getattr(call, name) for name in WEIGHTS})
+    w13, w2 = (w.to(torch.bfloat16) for w in moe.dequantize_experts(raw))
+    absent: dict[str, Any] = dict.fromkeys(WEIGHTS[2:])
+    return call._replace(scheme="none", w13=w13, w2=w2, **absent)
+
+
+def rounds(kernel: str, tiled: ExpertsCall) -> bool:
+    """Whether a kernel rounds the int4 weights of a call as `in_tiles` has it to bfloat16."""
+    scales = tiled.w13_scale
+    assert scales is not None
+    kinds = {  # by dtype and size of a tile's
+        (torch.int32, 64): "float16 per 64",
+        (torch.int64, 32): "bfloat16 per 64 with zero points",
+        (torch.int64, 64): "float32 per 64",
+    }
+    return SM90_KERNELS[number_of(kernel, tiled)] not in exact_kernels(kinds.get((scales.dtype, scales.shape[-1]), ""))
+
+
 def error_of(kernel: str, scheme: str = "nvfp4", **fields: Any) -> float:
     """Relative L2 distance of a random call's result to the emulating oracle; infinite where it is not finite."""
     call = make_call(scheme, **{"hidden": 128, "inter": 64} | fields)
@@ -133,6 +156,7 @@ __all__ = [
     "KERNELS",
     "SHAPES_OF_ALL",
     "SHAPES_OF_BYTES",
+    "WEIGHTS",
     "empty_output",
     "error_of",
     "error_over_bound",
@@ -141,6 +165,8 @@ __all__ = [
     "number_of",
     "of_a_checkpoint",
     "relative_error",
+    "rounded",
+    "rounds",
     "run_on",
     "why_not_here",
 ]

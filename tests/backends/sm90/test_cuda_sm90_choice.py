@@ -184,7 +184,9 @@ def test_a_rank_gathers_the_rows_of_few_pairs(tmp_path: Path) -> None:
     [
         ({}, True),
         ({"scheme": "mxfp4", "activation": "swigluoai"}, True),
-        ({"scheme": "mxint4"}, False),
+        ({"scheme": "mxint4"}, True),
+        ({"scheme": "int4"}, True),
+        ({"scheme": "mxfp8"}, False),
         ({"act_format": "nvfp4"}, False),
         ({"activation": "gelu"}, False),
         ({"has_bias": True}, False),

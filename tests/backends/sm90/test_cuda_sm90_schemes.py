@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from sm90_cases import KERNELS, WEIGHTS, in_tiles, make_call, number_of, of_a_checkpoint, run_on, why_not_here
+from sm90_cases import KERNELS, WEIGHTS, in_tiles, make_call, of_a_checkpoint, rounded, rounds, run_on, why_not_here
 from tolerances import ROUNDED_INT4, relative_l2
 from torch import Tensor
 
 import torch_moe_ops as moe
-from torch_moe_ops.backends.sm90.formats import exact_kernels
 from torch_moe_ops.core.call import ExpertsCall
 from torch_moe_ops.core.kernel_facts import SM90_KERNELS
 from torch_moe_ops.oracle.reference import experts_reference
@@ -73,30 +72,10 @@ def make(
     return of_a_checkpoint(make_call(scheme, weights=weights, **sizes | fields))
 
 
-def rounded(call: ExpertsCall) -> ExpertsCall:
-    """The same call with weights that have been decoded and rounded to bfloat16."""
-    raw = RawWeights(call.scheme, **{name: getattr(call, name) for name in WEIGHTS})
-    w13, w2 = (w.to(torch.bfloat16) for w in moe.dequantize_experts(raw))
-    absent: dict[str, Any] = dict.fromkeys(WEIGHTS[2:])
-    return call._replace(scheme="none", w13=w13, w2=w2, **absent)
-
-
 def distance(out: Tensor, want: Tensor) -> float:
     assert torch.isfinite(out).all()
     want = want.to(out.dtype)  # rounded once, as the result is
     return relative_l2(out, want)
-
-
-def rounds(kernel: str, tiled: ExpertsCall) -> bool:
-    """Whether a kernel rounds the int4 weights of a call as `in_tiles` has it to bfloat16."""
-    scales = tiled.w13_scale
-    assert scales is not None
-    kinds = {  # by dtype and size of a tile's
-        (torch.int32, 64): "float16 per 64",
-        (torch.int64, 32): "bfloat16 per 64 with zero points",
-        (torch.int64, 64): "float32 per 64",
-    }
-    return SM90_KERNELS[number_of(kernel, tiled)] not in exact_kernels(kinds.get((scales.dtype, scales.shape[-1]), ""))
 
 
 def check(call: ExpertsCall, limit: float, kernels: tuple[str, ...] = KERNELS) -> None:

@@ -49,7 +49,7 @@ def decode_max_tokens(num_local_experts: int, top_k: int, matrix: int) -> int:
 def may_gather(scheme: str, act_format: str, activation: str, has_bias: bool, weight_on_input: bool) -> bool:
     """Whether the decode kernel without grid barriers takes more than very few tokens: as in decode_few_plan.cu."""
     plain = act_format == "none" and activation in ("silu", "swigluoai") and not has_bias and not weight_on_input
-    return plain and scheme in ("nvfp4", "mxfp4")
+    return plain and scheme in ("nvfp4", "mxfp4", "int4", "mxint4")
 
 
 def gathered_max_tokens(num_experts: int, top_k: int, hidden: int, inter: int, num_local_experts: int) -> int:

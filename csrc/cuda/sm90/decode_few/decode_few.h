@@ -45,9 +45,6 @@ constexpr int64_t pairs_for(Kind kind) { return kind == Kind::kGathered ? kGathe
 // What an entry's slot has of it for a row tile of GEMM1: room for its sums, or for what is activated.
 constexpr int hidden_pairs_of_tile(Kind kind) { return kind == Kind::kGathered ? kTileRows / 8 : kTileRows / 2; }
 
-// Which formats of weights have a kernel of Kind::kGathered.
-constexpr bool has_gathered_kernel(Format format) { return format == Format::kNvfp4 || format == Format::kMxfp4; }
-
 constexpr bool shares_units(Kind kind) { return kind == Kind::kPlainShared || kind == Kind::kQuantizedShared; }
 
 // How the units of a GEMM are dealt to the thread blocks: `each` of them to every one, and `more` are left.
@@ -135,6 +132,7 @@ cudaError_t find_gathered_exchange(Args& args);
 
 // Of INT4 weights, and of MXFP8 weights beside 16-bit activations.
 const void* int4_kernel_of(Format format, Kind kind);
+const void* gathered_int4_kernel_of(Format format);
 cudaError_t run_mxfp8(Plan& plan);
 
 }  // namespace moeq::sm90::few

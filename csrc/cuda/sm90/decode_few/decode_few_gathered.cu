@@ -27,8 +27,9 @@ cudaError_t find_gathered_exchange(Args& args) {
 cudaError_t run_gathered(Plan& plan) {
   static KnownDevices known[kFormats];
   const Format format = plan.args.p.format;
-  const void* of_format =
-      format == Format::kMxfp4 ? kernel<Mxfp4Format, Kind::kGathered>() : kernel<Nvfp4Format, Kind::kGathered>();
+  const void* of_format = format == Format::kNvfp4   ? kernel<Nvfp4Format, Kind::kGathered>()
+                          : format == Format::kMxfp4 ? kernel<Mxfp4Format, Kind::kGathered>()
+                                                     : gathered_int4_kernel_of(format);
   return launch(plan, of_format, known[static_cast<int>(format)]);
 }
 

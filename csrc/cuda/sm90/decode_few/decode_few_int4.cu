@@ -19,4 +19,19 @@ const void* int4_kernel_of(Format format, Kind kind) {
   }
 }
 
+const void* gathered_int4_kernel_of(Format format) {
+  switch (format) {
+    case Format::kInt4Per32:
+      return kernel<Int4Format<32>, Kind::kGathered>();
+    case Format::kInt4Per64:
+      return kernel<Int4Format<64>, Kind::kGathered>();
+    case Format::kInt4ZeroPer32:
+      return kernel<Int4ZeroFormat<true, 32>, Kind::kGathered>();
+    case Format::kInt4Float:
+      return kernel<Int4FloatSumsFormat, Kind::kGathered>();
+    default:
+      return kernel<Int4SumsFormat, Kind::kGathered>();
+  }
+}
+
 }  // namespace moeq::sm90::few

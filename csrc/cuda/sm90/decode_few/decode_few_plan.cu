@@ -96,7 +96,7 @@ Kind with_shared_units(Kind kind) {
 
 // More tokens than others take, whose ids are given: by the kernel for rows that are gathered.
 bool may_gather(Codes codes, const Problem& p) {
-  return codes == Codes::kFourBits && has_gathered_kernel(p.format) && kind_of(p) == Kind::kPlain &&
+  return codes == Codes::kFourBits && kind_of(p) == Kind::kPlain &&
          p.router.logits == nullptr && p.tokens > kMaxTokens;
 }
 
