@@ -132,7 +132,6 @@ cudaError_t find_gathered_exchange(Args& args);
 
 // Of INT4 weights, and of MXFP8 weights beside 16-bit activations.
 const void* int4_kernel_of(Format format, Kind kind);
-const void* gathered_int4_kernel_of(Format format);
 cudaError_t run_mxfp8(Plan& plan);
 
 }  // namespace moeq::sm90::few

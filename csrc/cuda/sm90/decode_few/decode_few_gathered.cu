@@ -29,7 +29,7 @@ cudaError_t run_gathered(Plan& plan) {
   const Format format = plan.args.p.format;
   const void* of_format = format == Format::kNvfp4   ? kernel<Nvfp4Format, Kind::kGathered>()
                           : format == Format::kMxfp4 ? kernel<Mxfp4Format, Kind::kGathered>()
-                                                     : gathered_int4_kernel_of(format);
+                                                     : int4_kernel_of(format, Kind::kGathered);
   return launch(plan, of_format, known[static_cast<int>(format)]);
 }
 

@@ -96,8 +96,7 @@ Kind with_shared_units(Kind kind) {
 
 // More tokens than others take, whose ids are given: by the kernel for rows that are gathered.
 bool may_gather(Codes codes, const Problem& p) {
-  return codes == Codes::kFourBits && kind_of(p) == Kind::kPlain &&
-         p.router.logits == nullptr && p.tokens > kMaxTokens;
+  return codes == Codes::kFourBits && kind_of(p) == Kind::kPlain && p.router.logits == nullptr && p.tokens > kMaxTokens;
 }
 
 bool fits_kernel(Codes codes, const Problem& p) {

@@ -115,9 +115,8 @@ constexpr Kernels<RowsProblem> rows_of() {
 const void* rows_of_slots(const char* name, const OptionalTensor& rows, const Problem& p, int64_t columns,
                           const Tensor& beside) {
   if (!rows.has_value()) return nullptr;
-  STD_TORCH_CHECK(is_aligned(*rows), "moeq_C::", kRowsOp, ": ", name, " must start at a multiple of 16 bytes");
   const int64_t count = int64_t{p.tokens} * p.top_k * columns;
-  return data_of<void>(kRowsOp, name, *rows, ScalarType::BFloat16, count, beside);
+  return aligned_data_of<void>(kRowsOp, name, *rows, ScalarType::BFloat16, count, beside);
 }
 
 void bind_adapters(RowsProblem& p, const ExpertsSm90RowsCall& call) {

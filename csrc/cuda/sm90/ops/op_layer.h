@@ -45,10 +45,17 @@ const T* data_of(const char* op, const char* name, const Tensor& tensor, ScalarT
   return static_cast<const T*>(tensor.const_data_ptr());
 }
 
+// The same of what the kernels read 16 bytes at a time.
+template <typename T>
+const T* aligned_data_of(const char* op, const char* name, const Tensor& tensor, ScalarType dtype, int64_t count,
+                         const Tensor& beside) {
+  STD_TORCH_CHECK(is_aligned(tensor), "moeq_C::", op, ": ", name, " must start at a multiple of 16 bytes");
+  return data_of<T>(op, name, tensor, dtype, count, beside);
+}
+
 inline const uint8_t* tiles_of(const char* op, const char* name, const Tensor& tensor, int64_t count,
                                const Tensor& beside) {
-  STD_TORCH_CHECK(is_aligned(tensor), "moeq_C::", op, ": ", name, " must start at a multiple of 16 bytes");
-  return data_of<uint8_t>(op, name, tensor, ScalarType::Byte, count, beside);
+  return aligned_data_of<uint8_t>(op, name, tensor, ScalarType::Byte, count, beside);
 }
 
 inline const float* floats_of(const char* op, const char* name, const OptionalTensor& tensor, int64_t count,

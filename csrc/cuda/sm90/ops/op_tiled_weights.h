@@ -46,9 +46,7 @@ inline Format format_of(const char* op, const Tensor& codes, const Tensor& scale
 
 inline const uint8_t* tile_scales_of(const char* op, const char* name, const Tensor& scale, int64_t bytes,
                                      const Tensor& beside) {
-  STD_TORCH_CHECK(is_aligned(scale), "moeq_C::", op, ": ", name, " must start at a multiple of 16 bytes");
-  const int64_t count = bytes / scale.element_size();
-  return static_cast<const uint8_t*>(data_of<void>(op, name, scale, scale.scalar_type(), count, beside));
+  return aligned_data_of<uint8_t>(op, name, scale, scale.scalar_type(), bytes / scale.element_size(), beside);
 }
 
 // Codes in tiles of so many bytes, rows and K; tiles of w13 and w2.
