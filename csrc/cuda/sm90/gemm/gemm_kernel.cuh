@@ -6,8 +6,8 @@
 
 namespace moeq::sm90 {
 
-// One warpgroup's share of all work: begin(work, staging, slots) before a tile is multiplied, end(work, sums, staging,
-// slots, place of the work in its ring) after it.
+// One warpgroup's share of all work: begin(work, staging, slots, at) before a tile is multiplied, end(work, sums,
+// staging, slots, at) after it; at: the work's place in its ring.
 template <class C, class Begin, class End>
 __device__ __forceinline__ void consume(const GemmArgs& args, GemmShared<C>& shared, Begin begin, End end) {
   Staging staging(shared, threadIdx.x / 128);
@@ -18,7 +18,7 @@ __device__ __forceinline__ void consume(const GemmArgs& args, GemmShared<C>& sha
     if (work.expert < 0) break;
     fetch_alphas<typename C::Format>(args.problem, work, staging);
     int* slots = shared.slots[staging.warpgroup][work_ring.slot % 2];
-    begin(work, staging, slots);
+    begin(work, staging, slots, work_ring.slot);
     Accumulators<C> acc;
     begin_tile(at, args, work);
     multiply_tile(acc, shared, at, work);
@@ -28,7 +28,8 @@ __device__ __forceinline__ void consume(const GemmArgs& args, GemmShared<C>& sha
 }
 
 // What a block of a kernel does, in 1024 bytes more than Shared. `weights`: what WeightStream needs. start: of barriers
-// that only this kernel has; find: by one thread, which takes work; last: by the last warp of those that load.
+// that only this kernel has; find: by one thread, which takes work; last: by those that load, of whose threads those
+// from 96 on have nothing else to do.
 template <class C, class Shared, class WeightArgs, class Start, class Find, class Last, class Consume>
 __device__ __forceinline__ void run_block(const GemmArgs& args, const WeightArgs& weights, Start start, Find find,
                                           Last last, Consume consume_all) {
@@ -56,7 +57,7 @@ __device__ __forceinline__ void run_block(const GemmArgs& args, const WeightArgs
 
 template <class C, Finish finish>
 __device__ __forceinline__ void consume_both(const GemmArgs& args, GemmShared<C>& shared) {
-  const auto begin = [&](const Work& work, const Staging& staging, int* slots) {
+  const auto begin = [&](const Work& work, Staging& staging, int* slots, int) {
     if (work.second) prefetch_slots(args, work, staging, slots);
   };
   consume<C>(args, shared, begin,

@@ -251,7 +251,7 @@ __device__ __forceinline__ void consume_rows(const RowsArgs& args, RowsShared<C>
   Ring<1> ranks;
   consume<C>(
       args, shared,
-      [&](const Work& work, const Staging& staging, int* slots) { begin_rows<C>(args, work, staging, slots); },
+      [&](const Work& work, Staging& staging, int* slots, int) { begin_rows<C>(args, work, staging, slots); },
       [&](const Work& work, Accumulators<C>& acc, const Staging& staging, int* slots, int) {
         finish_rows<C>(args, shared, work, acc, staging, ranks, slots);
       });
