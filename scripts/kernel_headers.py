@@ -195,14 +195,14 @@ def sm90() -> str:
         ["// Bytes of one of them.", *array("int kEachScaleBytes", (f.each for f in formats))],
         ["constexpr int tile_scale_bytes(Format format) { return kTileScaleBytes[static_cast<int>(format)]; }"],
         ["// Kernels by their numbers.", *array("const char* kKernelNames", (f'"{k}"' for k in facts.SM90_KERNELS))],
-        ["// Tiles of prefill (gemm_config.cuh): kernels 1 and on.", *enum("Shape", facts.SM90_KERNELS[1:])],
+        ["// Tiles of prefill (gemm_args.cuh): kernels 1 and on.", *enum("Shape", facts.SM90_KERNELS[1:])],
         [f"constexpr int kShapes = {len(facts.SM90_KERNELS) - 1};"],
         [
             "// What a router makes of logits: of all of them where experts are chosen, of the chosen ones where they",
             "// are weighted.",
             *enum("Score", SCORES),
         ],
-        ["// What fp8 GEMMs multiply (w4a8.h).", *enum("Weights", facts.SM90_WEIGHTS)],
+        ["// What fp8 GEMMs multiply (tiled_problem.h).", *enum("Weights", facts.SM90_WEIGHTS)],
     )
     inner = (
         space(f"moeq::sm90::{name}", numbers(table))

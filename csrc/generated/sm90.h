@@ -38,7 +38,7 @@ constexpr int tile_scale_bytes(Format format) { return kTileScaleBytes[static_ca
 // Kernels by their numbers.
 constexpr const char* kKernelNames[] = {"decode", "slim", "narrow", "wide"};
 
-// Tiles of prefill (gemm_config.cuh): kernels 1 and on.
+// Tiles of prefill (gemm_args.cuh): kernels 1 and on.
 enum class Shape : int { kSlim, kNarrow, kWide };
 
 constexpr int kShapes = 3;
@@ -47,7 +47,7 @@ constexpr int kShapes = 3;
 // are weighted.
 enum class Score : int { kIdentity, kSoftmax, kSigmoid, kSqrtsoftplus };
 
-// What fp8 GEMMs multiply (w4a8.h).
+// What fp8 GEMMs multiply (tiled_problem.h).
 enum class Weights : int { kPacked, kRows, kBlocks };
 
 }  // namespace moeq::sm90

@@ -1,6 +1,6 @@
 // The decoders of the Hopper kernels behind a C interface, so that a test can run them without a GPU: what each of a
 // tile's 128 threads makes of its codes and scales, in the natural order of rows and K.
-#include "../../csrc/cuda/sm90/formats/decoder_e4m3.cuh"
+#include "../../csrc/cuda/sm90/formats/weights_e4m3.cuh"
 #include "../../csrc/cuda/sm90/formats/formats.cuh"
 #include "../../csrc/cuda/sm90/layout/layout.h"
 

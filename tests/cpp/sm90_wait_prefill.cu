@@ -1,7 +1,7 @@
 // The wait of prefill's persistent kernel for an intermediate that nobody makes, by its own code: the kernel goes on,
 // and the launch that comes last tells it.
 #include "../../csrc/cuda/sm90/prefill/combine.cu"
-#include "../../csrc/cuda/sm90/gemm/gemm_producer.cuh"
+#include "../../csrc/cuda/sm90/gemm/gemm_pipeline.cuh"
 #include "timed_wait.cuh"
 
 using namespace moeq::sm90;

@@ -172,7 +172,7 @@ def run_layer(tokens: int, scheme: str, settings: Fields) -> str | None:
 
 
 def run_adapters(tokens: int, scheme: str, rank: int) -> str | None:
-    """Adapters of a layer of the kernels of many tokens (gemm_rows.cuh)."""
+    """Adapters of a layer of the kernels of many tokens (gemm_rows.cu)."""
     case = Case(tokens=tokens, experts=5, top_k=3, hidden=192, inter=128, scheme=scheme, bias=True, foreign=True)
     raw, batch = make_raw(case), make_batch(case)
     lora = factors_of(raw, 1, rank, torch.bfloat16)

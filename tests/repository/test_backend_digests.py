@@ -126,8 +126,8 @@ def test_backends_depend_on_their_own_sources() -> None:
     def names(backend: str) -> set[str]:
         return {p.name for p in digests.files_of(backend)}
 
-    assert {"bf16.cu", "bf16_gemm.cu", "op_bf16.cpp", "mainloop.py"} <= names("cuda_sm90_bf16")
-    assert {"w4a8.cu", "w4a8_gemm.cu", "op_w4a8.cpp"} <= names("cuda_sm90_fp8") & names("cuda_sm90_packed")
+    assert {"bf16.cu", "combine.cu", "op_bf16.cpp", "mainloop.py"} <= names("cuda_sm90_bf16")
+    assert {"w4a8.cu", "w4a8_quantize.cu", "op_w4a8.cpp"} <= names("cuda_sm90_fp8") & names("cuda_sm90_packed")
     assert {"decode_few.cu", "route.cuh", "prefill.cu", "schedule.cu", "op_experts.cpp"} <= names("cuda_sm90")
     assert {"experts.cpp", "isa_avx2.cpp", "chunk_gemm.cpp", "quantize.h", "ops.cpp"} <= names("cpu")
     assert "decode_few_fp8.cu" in names("cuda_sm90")

@@ -207,7 +207,7 @@ def few_rows(p: Any, projection: Any, rows: Tensor, index: Tensor | None, addend
 
 
 class _BySlot:
-    """The kernels of prefill, one GEMM at a time (BySlot; csrc/cuda/sm90/gemm/gemm_rows.cuh)."""
+    """The kernels of prefill, one GEMM at a time (BySlot; csrc/cuda/sm90/gemm/gemm_rows.cu)."""
 
     def __init__(self, p: Pass) -> None:
         call, x, sizes = p.call, p.x, p.sizes

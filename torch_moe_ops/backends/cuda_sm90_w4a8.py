@@ -99,7 +99,7 @@ def run(weights: str, call: ExpertsCall, out: Tensor, decode_tokens: int = 0) ->
     """Fill `out` [num_tokens, hidden_size] (bfloat16, float16 or float32, contiguous) from a checked call.
 
     Args:
-        weights: one of SM90_WEIGHTS, as csrc/cuda/sm90/w4a8/w4a8.h says.
+        weights: one of SM90_WEIGHTS, as csrc/cuda/sm90/problem/tiled_problem.h says.
         decode_tokens: up to so many are for the decode kernel, where it takes the layer.
     """
     check_device(call)

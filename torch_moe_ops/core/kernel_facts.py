@@ -110,8 +110,8 @@ SM90_FORMATS: dict[str, TileScales] = {
     "mxfp8": TileScales(2, 1),
 }
 SM90_KERNELS = ("decode", "slim", "narrow", "wide")  # by the numbers that the op knows them by; the last three: tiles
-SM90_WEIGHTS = ("packed", "rows", "blocks")  # of fp8 GEMMs (csrc/cuda/sm90/w4a8/w4a8.h)
-# To which activations are rounded beside 4-bit weights (csrc/cuda/sm90/problem/rounded_problem.h).
+SM90_WEIGHTS = ("packed", "rows", "blocks")  # of fp8 GEMMs (csrc/cuda/sm90/problem/tiled_problem.h)
+# To which activations are rounded beside 4-bit weights (csrc/cuda/sm90/problem/tiled_problem.h).
 SM90_ACT_FORMATS = ("nvfp4", "fp8", "mxfp8")
 
 

@@ -1,5 +1,5 @@
 // What goes before and after experts that read tokens, and write partial rows, in the memory of the other GPUs by
-// themselves (csrc/cuda/sm90/problem/remote_rows.h): rows cross the link once each way and are not copied beside it.
+// themselves (csrc/cuda/sm90/problem/tiled_problem.h): rows cross the link once each way and are not copied beside it.
 //
 // Each rank has a heap that all map. Before the experts a rank puts its tokens into its own heap and their places and
 // weights into everybody's, as the experts want them: token t of rank r is row t * ranks + r. After them it adds the

@@ -31,7 +31,7 @@ __device__ __forceinline__ Words load_words(const Words* source) {
   return words;
 }
 
-// See csrc/cuda/sm90/launch/dependent_launch.h: kernels here are launched so where their code has these instructions.
+// See csrc/cuda/sm90/launch/launches.h: kernels here are launched so where their code has these instructions.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

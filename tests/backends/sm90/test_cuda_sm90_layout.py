@@ -46,7 +46,7 @@ def random_raw(rows: int, hidden: int, gated: bool, experts: int = 2, seed: int 
     )
 
 
-# What a kernel computes from the stored bytes, index by index: csrc/cuda/sm90/layout/layout.h and decoder_nvfp4.cuh.
+# What a kernel computes from the stored bytes, index by index: csrc/cuda/sm90/layout/layout.h and formats.cuh.
 FIELDS = 0x81C081C0
 WEIGHT_UNIT = 2.0**126  # bits of a code as bfloat16 are its value / 2^126
 SCALE_UNIT = 2.0**-88

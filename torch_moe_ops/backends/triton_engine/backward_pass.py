@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_moe_ops.core.call import ExpertsCall
 from torch_moe_ops.core.layout import Sizes
 
-RANK_CHUNK = 16  # ranks at a time of the Hopper kernels (csrc/cuda/sm90/problem/rows_problem.h)
+RANK_CHUNK = 16  # ranks at a time of the Hopper kernels (csrc/cuda/sm90/problem/tiled_problem.h)
 
 
 class Slots(NamedTuple):

@@ -1,23 +1,187 @@
 // A layer of bfloat16 weights on many tokens: sort and gather, both GEMMs in one persistent kernel, combine. As
-// prefill.cu, but that weights are copied by tensor maps, which are made here.
+// prefill.cu, but that weights are copied as the checkpoint has them, by tensor maps, and are wgmma's A operand as they
+// lie in shared memory, so that accumulators have nearly all of the registers: 256 rows by up to 192 tokens.
 #include "bf16.h"
 
-#include "bf16_variant.h"
+#include "../gemm/gemm_kernel.cuh"
+#include "../launch/driver.h"
 #include "../prefill/prefill_plan.h"
-#include "../launch/tensor_map.h"
 
 namespace moeq::sm90 {
 
+// The weights as the copy engine sees them: K, eight rows, halves (gate and up), eights of rows, experts. A box is 64
+// of K by 256 rows, gate and up rows of w13 in turns of eight as the epilogue wants them, swizzled over 128 bytes.
+// Where there are no halves, the rows of an expert are the second dimension.
+struct Bf16Args {
+  GemmArgs gemm;
+  CUtensorMap w13, w2;
+};
+
+struct Bf16Format {
+  static constexpr int kTileScaleBytes = 0;
+  static constexpr float kAccumulatorScale = 1.0f;
+};
+template <>
+inline constexpr bool kKeepsOrder<Bf16Format> = true;
+
+struct Bf16Config {
+  using Format = Bf16Format;
+  static constexpr int kMaxWidth = 192;
+  static constexpr int kConsumers = 2;
+  static constexpr int kWarpgroupTiles = 2;
+  static constexpr int kTokenSteps = 1;
+  static constexpr int kTokenStages = 3;
+  static constexpr int kWeightStages = 3;  // of one step of 64 in K
+  static constexpr int kBlocks = 1;
+  static constexpr int kProducerRegisters = 24;
+  static constexpr int kConsumerRegisters = 240;
+};
+
+constexpr int kBf16TileBytes = kTileRows * kTileK * 2;
+constexpr int kBf16BlockRows = Sizes<Bf16Config>::kBlockTiles * kTileRows;
+
+template <>
+struct GemmOperands<Bf16Config> {
+  using C = Bf16Config;
+  uint8_t tokens[C::kTokenStages][C::kTokenSteps][Sizes<C>::kTokenStepBytes];
+  uint8_t weights[C::kWeightStages][Sizes<C>::kBlockTiles][kBf16TileBytes];
+  uint8_t staging[C::kConsumers][C::kMaxWidth * 128];
+};
+
+__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap& map, int k, int row, int eight, int expert,
+                                         uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(to),
+      "l"(&map), "r"(k), "r"(row), "r"(0), "r"(eight), "r"(expert), "r"(barrier)
+      : "memory");
+}
+
+template <>
+struct WeightStream<Bf16Config> {
+  static constexpr int kSteps = 1;
+  const CUtensorMap& map;
+  int row, eight, expert, k;
+
+  __device__ WeightStream(const Bf16Args& args, const Work& work)
+      : map(work.second ? args.w2 : args.w13), expert(work.expert), k(0) {
+    const bool turns = !work.second && args.gemm.problem.gated;
+    const int first = work.row_block * kBf16BlockRows;
+    row = turns ? 0 : first;
+    eight = turns ? first / 16 : 0;
+  }
+
+  __device__ __forceinline__ void copy(GemmShared<Bf16Config>& shared, int stage, int) {
+    const uint32_t full = shared_address(&shared.weights_full[stage]);
+    barrier_expect(full, sizeof(shared.weights[0]));
+    copy_box(shared_address(shared.weights[stage]), map, k * kTileK, row, eight, expert, full);
+    k++;
+  }
+};
+
+// Where a warpgroup is in the rings, from tile to tile.
+template <>
+struct Consumer<Bf16Config> {
+  Ring<Bf16Config::kTokenStages> tokens;
+  Ring<Bf16Config::kWeightStages> weights;
+  int first_tile;  // of the warpgroup's in a stage of weights
+
+  __device__ Consumer(GemmShared<Bf16Config>&, int warpgroup) : first_tile(warpgroup * Bf16Config::kWarpgroupTiles) {}
+};
+
+// One warpgroup's multiplication of a tile, with both operands in shared memory.
+__device__ __forceinline__ void multiply_tile(Accumulators<Bf16Config>& acc, GemmShared<Bf16Config>& shared,
+                                              Consumer<Bf16Config>& at, const Work& work) {
+  clear<Bf16Config>(acc);
+  const int index = work.width / 8 - 1, lane = threadIdx.x % 32;
+  uint32_t tokens_read = 0, weights_read = 0;  // the barriers that tell that the stages before have been read
+#pragma unroll 1
+  for (int k = 0; k < work.k_tiles; k++) {
+    barrier_wait(shared_address(&shared.weights_full[at.weights.slot]), at.weights.parity);
+    barrier_wait(shared_address(&shared.tokens_full[at.tokens.slot]), at.tokens.parity);
+    const uint32_t a = shared_address(shared.weights[at.weights.slot][at.first_tile]);
+    const uint32_t b = shared_address(shared.tokens[at.tokens.slot]);
+    multiply_shared<Bf16Config::kMaxWidth>(acc[0], a / 16 | 1 << 16, b / 16 | 1 << 16, index);
+    wgmma_wait<1>();
+    if (k > 0) {
+      arrive_once_a_warp(tokens_read, lane);
+      arrive_once_a_warp(weights_read, lane);
+    }
+    tokens_read = shared_address(&shared.tokens_empty[at.tokens.slot]);
+    weights_read = shared_address(&shared.weights_empty[at.weights.slot]);
+    at.tokens.advance();
+    at.weights.advance();
+  }
+  wgmma_wait<0>();
+  arrive_once_a_warp(tokens_read, lane);
+  arrive_once_a_warp(weights_read, lane);
+}
+
+template <Finish finish>
+__global__ void __launch_bounds__(Sizes<Bf16Config>::kThreads, 1) bf16_kernel(const __grid_constant__ Bf16Args args) {
+  run_both<Bf16Config, finish>(args.gemm, args);
+}
+
+template <Finish finish>
+Variant<Bf16Args> bf16_variant() {
+  return variant_of<Bf16Config, GemmShared<Bf16Config>>(bf16_kernel<finish>);
+}
+
+// GEMM1's operand: tokens gathered by expert, K in its own order and padded.
 namespace {
 
-Bf16Kernel kernel_for(const Problem& p) {
+constexpr int kThreads = 256;
+constexpr int kPiece = 8;  // values of a thread: 16 bytes
+
+__device__ uint4 load_piece(const Problem& p, int token, int column) {
+  if (column >= p.hidden) return make_uint4(0, 0, 0, 0);
+  uint4 piece = *reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(p.x) +
+                                                static_cast<int64_t>(token) * p.hidden + column);
+  if (p.weight_on_input) {
+    __nv_bfloat16* values = reinterpret_cast<__nv_bfloat16*>(&piece);
+    const float weight = p.topk_weights[token];
+#pragma unroll
+    for (int i = 0; i < kPiece; i++) values[i] = __float2bfloat16_rn(__bfloat162float(values[i]) * weight);
+  }
+  return piece;
+}
+
+// 16 bytes of a token for each of its experts, where wgmma's swizzle has them in the row.
+__global__ void __launch_bounds__(kThreads) bf16_operand_kernel(const __grid_constant__ OperandArgs args) {
+  wait_for_previous_kernel();
+  allow_next_kernel();
+  const Problem& p = args.problem;
+  const int pieces = args.hidden_padded / kPiece;
+  const int64_t unit = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (unit >= int64_t{p.tokens} * pieces) return;
+  const int token = unit / pieces, piece = unit % pieces;
+  const uint4 values = load_piece(p, token, piece * kPiece);
+  __nv_bfloat16* k_tile = args.operand + int64_t{piece / 8} * args.rows * 64;
+#pragma unroll 4
+  for (int j = 0; j < p.top_k; j++) {
+    const int64_t slot = int64_t{token} * p.top_k + j;
+    const auto [expert, rank] = args.schedule.rank[slot];
+    if (expert < 0) continue;
+    const int row = args.schedule.first_row[expert] + rank;
+    if (piece == 0) args.schedule.slot_of_row[row] = slot;
+    *reinterpret_cast<uint4*>(k_tile + int64_t{row} * 64 + (piece % 8 ^ row % 8) * 8) = values;
+  }
+}
+
+cudaError_t launch_operand_in_order(const OperandArgs& args) {
+  const int64_t units = int64_t{args.problem.tokens} * (args.hidden_padded / kPiece);
+  return launch_dependent(bf16_operand_kernel, args, static_cast<unsigned>((units + kThreads - 1) / kThreads), kThreads,
+                          0);
+}
+
+Variant<Bf16Args> variant_for(const Problem& p) {
   switch (finish_of(p)) {
     case Finish::kSwiglu:
-      return bf16_kernel_of<Finish::kSwiglu>();
+      return bf16_variant<Finish::kSwiglu>();
     case Finish::kGated:
-      return bf16_kernel_of<Finish::kGated>();
+      return bf16_variant<Finish::kGated>();
     default:
-      return bf16_kernel_of<Finish::kPlain>();
+      return bf16_variant<Finish::kPlain>();
   }
 }
 
@@ -33,11 +197,11 @@ Plan make_plan(const Problem& p) {
   Plan plan{};
   Arena arena(p.workspace);
   const int slots = p.tokens * p.top_k;
-  const Bf16Kernel kernel = kernel_for(p);
+  const Variant<Bf16Args> variant = variant_for(p);
   const Schedule schedule = take_sorted_schedule(arena, slots, p.experts);
   GemmArgs& gemm = plan.gemm.gemm;
-  gemm = gemms_of(p, schedule, kernel.block_tiles);
-  plan.operand = {p, schedule, nullptr, nullptr, nullptr, gemm.rows, gemm.hidden_padded, kernel.max_width};
+  gemm = gemms_of(p, schedule, variant.block_tiles);
+  plan.operand = {p, schedule, nullptr, nullptr, nullptr, gemm.rows, gemm.hidden_padded, variant.max_width};
   plan.operand.operand = arena.take<__nv_bfloat16>(int64_t{gemm.rows} * gemm.hidden_padded);
   gemm.operand = plan.operand.operand;
   gemm.h = arena.take<__nv_bfloat16>(int64_t{gemm.rows} * gemm.inter_padded);
@@ -72,19 +236,17 @@ cudaError_t make_maps(Bf16Args& args, int block_tiles) {
 }
 
 cudaError_t launch_gemms(Bf16Args& args) {
+  static KnownDevices known[kFinishes];
   const Problem& p = args.gemm.problem;
-  const Bf16Kernel kernel = kernel_for(p);
-  cudaError_t error =
-      cudaFuncSetAttribute(kernel.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes);
-  if (error == cudaSuccess) error = make_maps(args, kernel.block_tiles);
-  if (error != cudaSuccess) return error;
-  return launch_after(kernel.kernel, args, p.partition.multiprocessors, kernel.threads, kernel.shared_bytes, p.stream);
+  const Variant<Bf16Args> variant = variant_for(p);
+  const cudaError_t error = make_maps(args, variant.block_tiles);
+  return error == cudaSuccess ? launch_variant(variant, args, p, known[static_cast<int>(finish_of(p))]) : error;
 }
 
 cudaError_t run_piece(const Problem& p) {
   Plan plan = make_plan(p);
   cudaError_t error = launch_schedule(plan.operand);
-  if (error == cudaSuccess) error = launch_bf16_operand(plan.operand);
+  if (error == cudaSuccess) error = launch_operand_in_order(plan.operand);
   if (error == cudaSuccess) error = launch_gemms(plan.gemm);
   if (error == cudaSuccess) error = launch_combine(plan.combine);
   return error;

@@ -1,11 +1,148 @@
-// The decode kernel, for each format of weights (decode_kernels.cu) and number of tokens an expert.
+// The decode kernel, for each format of weights (decode.cu) and number of tokens an expert.
 #pragma once
-#include "../device/bounded_wait.cuh"
-#include "decode_combine.cuh"
+#include "decode_epilogue.cuh"
 #include "decode_routing.cuh"
+#include "../device/bounded_wait.cuh"
 
 namespace moeq::sm90::decode {
 
+// What the sixteen multiplying warps do: a worker is four of them; the workers take the stages of a row tile in turn,
+// and add up their sums at its end.
+
+// Adds the workers' sums up, in the order of the first stages that they had. `rank` is the caller's place in it, of
+// `ranks`; the owner, who had the last stage, gets the result and true.
+template <int kGroups>
+__device__ __forceinline__ bool add_up(const Shared& s, int gemm, uint32_t turn, int rank, int ranks, int owner,
+                                       Sums<kGroups>& sums) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const int buffer = turn % 2;
+  const uint32_t parity = turn / 2 % 2;
+  const uint32_t summed = shared_address(&s.fixed->summed[gemm][buffer][warp]);
+  const uint32_t taken = shared_address(&s.fixed->taken[gemm][buffer][warp]);
+  const auto place = [&](int of_rank, int group) {
+    return s.sums + (((buffer * kWorkers + of_rank) * 4 + warp) * kGroups + group) * 32 + lane;
+  };
+  if (rank != owner) {
+    barrier_wait(taken, parity ^ 1);
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i) {
+      *place(rank, i) = make_float4(sums.v[i][0], sums.v[i][1], sums.v[i][2], sums.v[i][3]);
+    }
+    __syncwarp();
+    if (lane == 0) {
+      barrier_arrive(summed);
+    }
+    return false;
+  }
+  if (ranks > 1) {
+    barrier_wait(summed, parity);
+  }
+#pragma unroll
+  for (int i = 0; i < kGroups; ++i) {
+    float4 all = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int r = 0; r < kWorkers; ++r) {
+      if (r < ranks) {
+        const float4 mine = make_float4(sums.v[i][0], sums.v[i][1], sums.v[i][2], sums.v[i][3]);
+        const float4 one = r == owner ? mine : *place(r, i);
+        all.x += one.x, all.y += one.y, all.z += one.z, all.w += one.w;
+      }
+    }
+    sums.v[i][0] = all.x, sums.v[i][1] = all.y, sums.v[i][2] = all.z, sums.v[i][3] = all.w;
+  }
+  __syncwarp();
+  if (lane == 0) {
+    barrier_arrive(taken);
+  }
+  return true;
+}
+
+// GEMM2's sums go to memory as they are.
+template <int kGroups>
+__device__ inline void finish_output(const Args& args, const Shared& s, const RowTile<kGroups>& tile_row, int part,
+                                     const Sums<kGroups>& sums) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, hidden = args.p.hidden;
+#pragma unroll
+  for (int i = 0; i < kGroups; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int column = i * kGroupTokens + lane % 4 * 2 + j % 2;
+      const int row = tile_row.row_tile * kTileRows + 16 * warp + lane / 4 + j / 2 * 8;
+      if (column < tile_row.what.count && row < hidden) {
+        const int slot = s.slots[tile_row.what.first + column];
+        __stcg(args.y + (static_cast<int64_t>(part) * args.slots + slot) * hidden + row, sums.v[i][j]);
+      }
+    }
+  }
+}
+
+// A warp goes to its next stage. No lane reads this one or its description any more when one arrives for all.
+__device__ __forceinline__ void leave_stage(const Ring& ring, Turn& turn) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) {
+    barrier_arrive(ring.empty + 8 * turn.stage);
+  }
+  next_stage(turn, ring, ring.workers);
+}
+
+// The worker's share of one GEMM. `turn` is where its next stage is in the ring.
+template <class Format, int kGroups>
+__device__ __forceinline__ void run_gemm(const Args& args, const Shared& s, const Ring& ring, int gemm, Turn& turn) {
+  const Gemm m = gemm_of(args, ring, gemm, s.fixed->entries);
+  const int lane = threadIdx.x % 32;
+  const bool ragged = m.depth % kTileK != 0;
+  const bool beyond = (m.k_tiles - 1) * kTileK + lane % 4 * 16 >= m.depth;   // in the last tile
+  const int ranks = min(m.stages, ring.workers), owner = (m.stages - 1) % ring.workers;
+  RowTile<kGroups> tile_row;
+  tile_row.entry = -1;
+  Alphas alphas = {};
+  Sums<kGroups> sums;
+  clear(sums);
+  while (true) {
+    barrier_wait(ring.full + 8 * turn.stage, turn.parity);
+    const StageInfo info = ring.info[turn.stage];
+    const int k = info.k_and_tiles >> 8, tiles = info.k_and_tiles & 255;
+    if ((info.kind_and_turn & 3) == kEnd) {
+      leave_stage(ring, turn);
+      return;
+    }
+    const bool last = k + tiles == m.k_tiles;
+    const uint8_t* stage = ring.base + turn.stage * ring.stage_bytes;
+    if (info.entry != tile_row.entry) {
+      open_entry<Format>(s, ring, tile_row, info.entry);
+      if (gemm == 0) {
+        alphas = load_alphas(args, tile_row.what.expert);
+      }
+    }
+    tile_row.row_tile = info.row_tile;
+    if (!(last && ragged)) {
+#pragma unroll 4
+      for (int tile = 0; tile < tiles; ++tile) {
+        multiply_tile<Format>(stage, tile, tile_row, nullptr, sums);
+      }
+    } else {
+      for (int tile = 0; tile < tiles; ++tile) {
+        multiply_tile<Format>(stage, tile, tile_row, last && beyond && tile == tiles - 1 ? s.fixed->zeros : nullptr,
+                              sums);
+      }
+    }
+    leave_stage(ring, turn);
+    const int part = info.kind_and_turn >> 2 & 3;
+    const int stage_of_unit = (k - part * m.part_tiles) / m.stage_tiles;
+    if (stage_of_unit + ring.workers >= m.stages) {
+      if (add_up(s, gemm, info.kind_and_turn >> 4, stage_of_unit % ring.workers, ranks, owner, sums)) {
+        if (gemm == 0) {
+          finish_hidden(args, s, tile_row, alphas, sums);
+        } else {
+          finish_output(args, s, tile_row, part, sums);
+        }
+      }
+      clear(sums);
+    }
+  }
+}
+
+// The decode kernel, for each format of weights (decode.cu) and number of tokens an expert.
 __device__ __forceinline__ unsigned long long arrivals_so_far(const State* state) {
   unsigned long long count;
   asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(count) : "l"(&state->arrivals) : "memory");
@@ -89,7 +226,7 @@ __device__ __forceinline__ void start_block(const Args& args, const Shared& s) {
   if (i < 8) {
     fixed.zeros[i] = 0;
   }
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  fence_barrier_init();
   if (i == 0) {
     const unsigned long long each = kArrivals * gridDim.x, launch = arrivals_so_far(args.state) / each;
     fixed.target = launch * each;

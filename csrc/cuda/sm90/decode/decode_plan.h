@@ -1,7 +1,7 @@
 // Sizes of a decode launch: what the host allocates and what both sides agree on.
 #pragma once
 #include "../layout/layout.h"
-#include "../problem/rounded_problem.h"
+#include "../problem/tiled_problem.h"
 
 #include <cuda_bf16.h>
 
@@ -59,14 +59,12 @@ struct Args {
 
 struct Plan {
   Args args;
+  const void* kernel;
   int groups;  // of eight tokens, that one reading of weights serves
   int grid;
   int shared_bytes;
   size_t workspace;  // bytes
 };
-
-// For 8 * groups tokens of an expert.
-const void* kernel_of(Format format, int groups);
 
 inline bool makes_operand(const Problem& p) { return p.a1 != ActScale::kNone || p.weight_on_input; }
 __host__ __device__ inline bool operand_by_slot(const Problem& p) { return p.a1 == ActScale::kExpert; }

@@ -4,7 +4,7 @@
 #pragma once
 #include "../../nvfp4_block.cuh"
 #include "decode_shared.cuh"
-#include "../numerics/e4m3_round.cuh"
+#include "../numerics/act_rounding.cuh"
 
 namespace moeq::sm90::decode {
 

@@ -1,6 +1,6 @@
 // The routing, which every thread block works out for itself: slots sorted by expert, and the entries that they make.
 #pragma once
-#include "decode_chunks.cuh"
+#include "../device/scans.cuh"
 #include "decode_shared.cuh"
 
 namespace moeq::sm90::decode {

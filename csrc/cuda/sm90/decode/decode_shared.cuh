@@ -1,7 +1,7 @@
 // Shared memory of the decode kernel, and what all its parts need.
 #pragma once
 #include "decode_plan.h"
-#include "../device/gemm_async.cuh"
+#include "../device/async.cuh"
 
 namespace moeq::sm90::decode {
 

@@ -1,9 +1,6 @@
 // The decode of very few tokens with 4-bit weights (decode_few_kernel.cuh), and its launch with any.
-#include "../launch/cooperative_launch.h"
-#include "decode_few_fp8.h"
-#include "decode_few_gathered.h"
-#include "decode_few_int4.h"
-#include "decode_few_mxfp8.h"
+#include "../launch/launches.h"
+#include "decode_few.h"
 #include "decode_few_kernel.cuh"
 
 namespace moeq::sm90::few {

@@ -1,8 +1,9 @@
 // Sizes of a decode launch for very few tokens: what the host allocates and what both sides agree on.
 #pragma once
 #include "../decode/decode_plan.h"
-#include "../launch/known_devices.h"
-#include "../layout/weight_scales.h"
+#include "../launch/launches.h"
+#include "../problem/problem.h"
+#include "../problem/tiled_problem.h"
 
 namespace moeq::sm90::few {
 
@@ -116,5 +117,21 @@ cudaError_t run(Plan& plan);
 cudaError_t give_exchange(const Plan& plan, Args& args);
 // By the kernel that the plan was made for; `known`: devices that have allowed its shared memory.
 cudaError_t launch(Plan& plan, const void* kernel, KnownDevices& known);
+
+// The same of 4-bit weights beside activations that are rounded to e4m3, and of e4m3 weights.
+cudaError_t make_e4m3_plan(const RoundedProblem& p, Plan& plan, bool& fits);
+cudaError_t run_e4m3(Plan& plan);
+cudaError_t make_fp8_plan(const W4a8Problem& p, Plan& plan, bool& fits);
+cudaError_t run_fp8(Plan& plan);
+
+// Where rows are gathered: see Kind::kGathered.
+cudaError_t run_gathered(Plan& plan);
+// That of launches which take the whole device. It is far larger than that of the other kinds, and lies beside these
+// kernels, so that memory is taken when the first of them is.
+cudaError_t find_gathered_exchange(Args& args);
+
+// Of INT4 weights, and of MXFP8 weights beside 16-bit activations.
+const void* int4_kernel_of(Format format, Kind kind);
+cudaError_t run_mxfp8(Plan& plan);
 
 }  // namespace moeq::sm90::few

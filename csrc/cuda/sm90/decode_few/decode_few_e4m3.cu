@@ -1,6 +1,6 @@
 // The kernels of a decode of very few tokens with 4-bit weights beside e4m3 activations, and what the host says to
 // them.
-#include "decode_few_e4m3.h"
+#include "decode_few.h"
 #include "decode_few_kernel.cuh"
 
 namespace moeq::sm90::few {

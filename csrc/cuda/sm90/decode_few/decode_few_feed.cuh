@@ -1,7 +1,6 @@
 // The copies: barriers and tokens at once, the weights of both GEMMs as soon as the routing is known.
 #pragma once
 #include "../decode/decode_exchange.cuh"
-#include "decode_few_fp8_scales.cuh"
 #include "decode_few_shared.cuh"
 
 namespace moeq::sm90::few {

@@ -1,6 +1,6 @@
-// The kernels of a decode of very few tokens for e4m3 weights and those of policy `packed`, and what the host says to
-// them.
-#include "decode_few_fp8.h"
+// The kernels of very few tokens with weights of e4m3 and of MXFP8.
+#include "decode_few.h"
+#include "decode_few_fp8_gemm.cuh"
 #include "decode_few_kernel.cuh"
 
 namespace moeq::sm90::few {
@@ -29,6 +29,12 @@ cudaError_t run_fp8(Plan& plan) {
   const bool groups = plan.codes == Codes::kFp8Groups;
   const void* kernel = groups ? kernel_of<Fp8Format<true>>(kind) : kernel_of<Fp8Format<false>>(kind);
   return launch(plan, kernel, known[groups][static_cast<int>(kind)]);
+}
+
+// The kernels of a decode of very few tokens for MXFP8 weights.
+cudaError_t run_mxfp8(Plan& plan) {
+  static KnownDevices known[kKinds];
+  return launch(plan, kernel_of<Mxfp8Format>(plan.kind), known[static_cast<int>(plan.kind)]);
 }
 
 }  // namespace moeq::sm90::few

@@ -2,7 +2,7 @@
 // row its scale, or those of its groups of 128. mxfp8's scales are in the values.
 #pragma once
 #include "decode_few_hidden.cuh"
-#include "../numerics/e4m3_round.cuh"
+#include "../numerics/act_rounding.cuh"
 
 namespace moeq::sm90::few {
 

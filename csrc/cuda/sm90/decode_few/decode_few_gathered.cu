@@ -1,6 +1,6 @@
 // The kernels of a decode of few tokens whose rows are gathered, and their exchange.
-#include "../launch/cooperative_launch.h"
-#include "decode_few_gathered.h"
+#include "../launch/launches.h"
+#include "decode_few.h"
 #include "decode_few_kernel.cuh"
 
 namespace moeq::sm90::few {
@@ -29,7 +29,7 @@ cudaError_t run_gathered(Plan& plan) {
   const Format format = plan.args.p.format;
   const void* of_format = format == Format::kNvfp4   ? kernel<Nvfp4Format, Kind::kGathered>()
                           : format == Format::kMxfp4 ? kernel<Mxfp4Format, Kind::kGathered>()
-                                                     : gathered_int4_kernel_of(format);
+                                                     : int4_kernel_of(format, Kind::kGathered);
   return launch(plan, of_format, known[static_cast<int>(format)]);
 }
 

@@ -1,21 +1,26 @@
 // The kernels of a decode of very few tokens for INT4 weights.
-#include "decode_few_int4.h"
+#include "decode_few.h"
 #include "decode_few_kernel.cuh"
 
 namespace moeq::sm90::few {
 
+template <class Format>
+const void* gathered_or(Kind kind) {
+  return kind == Kind::kGathered ? kernel<Format, Kind::kGathered>() : kernel_of<Format>(kind);
+}
+
 const void* int4_kernel_of(Format format, Kind kind) {
   switch (format) {
     case Format::kInt4Per32:
-      return kernel_of<Int4Format<32>>(kind);
+      return gathered_or<Int4Format<32>>(kind);
     case Format::kInt4Per64:
-      return kernel_of<Int4Format<64>>(kind);
+      return gathered_or<Int4Format<64>>(kind);
     case Format::kInt4ZeroPer32:
-      return kernel_of<Int4ZeroFormat<true, 32>>(kind);
+      return gathered_or<Int4ZeroFormat<true, 32>>(kind);
     case Format::kInt4Float:
-      return kernel_of<Int4FloatSumsFormat>(kind);
+      return gathered_or<Int4FloatSumsFormat>(kind);
     default:
-      return kernel_of<Int4SumsFormat>(kind);
+      return gathered_or<Int4SumsFormat>(kind);
   }
 }
 

@@ -1,6 +1,6 @@
 // The host's part of a decode launch for very few tokens.
 #include "decode_few_shared.cuh"
-#include "../formats/decoder_e4m3.cuh"
+#include "../formats/weights_e4m3.cuh"
 #include "../formats/formats.cuh"
 
 namespace moeq::sm90::few {

@@ -64,7 +64,7 @@ __device__ __forceinline__ void copy_operands(const RoutedArgs& all, Fixed& fixe
 }
 
 // One warp: its parts of the block's logits, of the rows that a lane has, in shared memory: an expert's and a token's,
-// or 0. Not inlined, as what follows needs all registers; values, as in decode_few_sort.cuh.
+// or 0. Not inlined, as what follows needs all registers; values, as in decode_few_prepare.cuh.
 __device__ __noinline__ inline void multiply_router_parts(uint32_t weight, uint32_t token, int size, int parts,
                                                           float inverse_parts, int columns, float* to) {
   using namespace hidden;

@@ -1,5 +1,5 @@
 // The decode of very few tokens behind a router that is multiplied in the same launch, and what the host says to it.
-#include "../launch/cooperative_launch.h"
+#include "../launch/launches.h"
 #include "decode_few_kernel.cuh"
 #include "decode_few_product.cuh"
 

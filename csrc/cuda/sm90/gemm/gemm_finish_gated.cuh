@@ -1,12 +1,26 @@
 // The end of GEMM1 of gated activations: both halves of a row are in one thread.
 #pragma once
-#include "../numerics/e4m3_round.cuh"
-#include "../numerics/gemm_activation.cuh"
+#include "../numerics/act_rounding.cuh"
+#include "../numerics/activations.cuh"
 #include "gemm_staging.cuh"
-#include "gemm_variant.h"
-#include "../prefill/prefill_quantize.cuh"
+#include "gemm_args.cuh"
 
 namespace moeq::sm90 {
+
+// Of a thread's gate and up row in its warpgroup's tile m; rows beyond the last one come out as zeros.
+template <class C>
+__device__ __forceinline__ RowScales scales_of_gated(const Problem& p, const Work& work, const Staging& s, int m) {
+  const int i = (first_tile<C>(work, s) + m) * 32 + s.warp * 8 + s.lane / 4;
+  RowScales scales;
+  for (int half = 0; half < 2; half++) {
+    scales.alpha[half] = i < p.inter ? s.alpha[half] : 0.0f;
+    scales.bias[half] = 0.0f;
+    if (p.w13_bias != nullptr && i < p.inter) {
+      scales.bias[half] = p.w13_bias[(work.expert * int64_t{2} + half) * p.inter + i];
+    }
+  }
+  return scales;
+}
 
 // The intermediates of a warpgroup take the place of their gates in the accumulators.
 template <class C, bool scaled, class Function>
@@ -15,15 +29,7 @@ __device__ __forceinline__ void apply(const GemmArgs& args, const Work& work, Ac
   const Problem& p = args.problem;
 #pragma unroll
   for (int m = 0; m < C::kWarpgroupTiles; m++) {
-    const int i = (first_tile<C>(work, s) + m) * 32 + s.warp * 8 + s.lane / 4;
-    RowScales scales;
-    for (int half = 0; half < 2; half++) {
-      scales.alpha[half] = i < p.inter ? s.alpha[half] : 0.0f;   // rows beyond the last one come out as zeros
-      scales.bias[half] = 0.0f;
-      if (p.w13_bias != nullptr && i < p.inter) {
-        scales.bias[half] = p.w13_bias[(work.expert * int64_t{2} + half) * p.inter + i];
-      }
-    }
+    const RowScales scales = scales_of_gated<C>(p, work, s, m);
 #pragma unroll
     for (int group = 0; group < C::kMaxWidth / 8; group++) {
       if (group % 2 == 0 && group * 8 >= work.width) break;

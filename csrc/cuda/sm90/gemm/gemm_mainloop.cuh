@@ -1,7 +1,7 @@
 // A warpgroup's share of a tile: 64 or 128 weight rows, decoded in registers, times `width` tokens in shared memory.
 #pragma once
-#include "gemm_shared.cuh"
-#include "../device/gemm_wgmma.cuh"
+#include "gemm_pipeline.cuh"
+#include "../device/wgmma_bf16.cuh"
 
 namespace moeq::sm90 {
 

@@ -1,8 +1,8 @@
-#include "partition.h"
+#include "../problem/problem.h"
 
 #include <atomic>
 
-#include "driver_function.h"
+#include "driver.h"
 
 namespace moeq::sm90 {
 namespace {

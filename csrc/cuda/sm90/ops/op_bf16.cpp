@@ -7,11 +7,6 @@ namespace {
 
 constexpr const char* kOp = "experts_sm90_bf16";
 
-const uint8_t* matrix_of(const char* name, const Tensor& tensor, int64_t count, const Tensor& beside) {
-  STD_TORCH_CHECK(is_aligned(tensor), "moeq_C::", kOp, ": ", name, " must start at a multiple of 16 bytes");
-  return static_cast<const uint8_t*>(data_of<void>(kOp, name, tensor, ScalarType::BFloat16, count, beside));
-}
-
 void bind_weights(Problem& p, const LayerCall& call) {
   STD_TORCH_CHECK(call.w13.dim() == 3 && call.w2.dim() == 3, "moeq_C::", kOp, ": w13 and w2 must be matrices");
   p.experts = size_of(kOp, call.w13, 0);
@@ -19,8 +14,8 @@ void bind_weights(Problem& p, const LayerCall& call) {
   STD_TORCH_CHECK(p.hidden % kBf16SizeMultiple == 0 && p.inter % kBf16SizeMultiple == 0, "moeq_C::", kOp,
                   ": sizes must be multiples of ", kBf16SizeMultiple);
   const int64_t each = int64_t{p.experts} * p.hidden * p.inter;
-  p.w13 = matrix_of("w13", call.w13, p.gated ? 2 * each : each, call.out);
-  p.w2 = matrix_of("w2", call.w2, each, call.out);
+  p.w13 = aligned_data_of<uint8_t>(kOp, "w13", call.w13, ScalarType::BFloat16, p.gated ? 2 * each : each, call.out);
+  p.w2 = aligned_data_of<uint8_t>(kOp, "w2", call.w2, ScalarType::BFloat16, each, call.out);
 }
 
 // Fills out [tokens, hidden]. What belongs to quantized weights is absent.

@@ -1,6 +1,6 @@
 // moeq_C::experts_sm90: one layer's call on the Hopper kernels. Python has checked the arguments; what is checked here
 // guards memory.
-#include "../problem/rows_problem.h"
+#include "../problem/tiled_problem.h"
 #include "op_tiled_weights.h"
 
 namespace moeq::sm90 {
@@ -118,9 +118,8 @@ constexpr Kernels<RowsProblem> rows_of() {
 const void* rows_of_slots(const char* name, const OptionalTensor& rows, const Problem& p, int64_t columns,
                           const Tensor& beside) {
   if (!rows.has_value()) return nullptr;
-  STD_TORCH_CHECK(is_aligned(*rows), "moeq_C::", kRowsOp, ": ", name, " must start at a multiple of 16 bytes");
   const int64_t count = int64_t{p.tokens} * p.top_k * columns;
-  return data_of<void>(kRowsOp, name, *rows, ScalarType::BFloat16, count, beside);
+  return aligned_data_of<void>(kRowsOp, name, *rows, ScalarType::BFloat16, count, beside);
 }
 
 void bind_adapters(RowsProblem& p, const ExpertsSm90RowsCall& call) {
@@ -139,7 +138,7 @@ void bind_adapters(RowsProblem& p, const ExpertsSm90RowsCall& call) {
 }
 
 // Fills rows, bfloat16 [slots, inter] or, if `second`, [slots, hidden], of slots with local experts. low, factor, and
-// kept, bytes, which the first call leaves for the second one: problem/rows_problem.h. Of `out` [tokens, hidden] only
+// kept, bytes, which the first call leaves for the second one: problem/tiled_problem.h. Of `out` [tokens, hidden] only
 // the sizes count.
 void experts_sm90_rows(const ExpertsSm90RowsCall& call) {
   RowsProblem p{};

@@ -1,6 +1,6 @@
 // A router's weights, from what ops get to what kernels read, and how their product is divided.
 #pragma once
-#include "op_router.h"
+#include "op_layer.h"
 #include "../routing/route_hidden.h"
 
 namespace moeq::sm90 {

@@ -1,12 +1,35 @@
-// The weights of a call in the layout of layout.h, for the ops that run it.
+// Weights of ops in tiles, and scales of e4m3 weights, from tensors.
 #pragma once
-#include "../layout/w4a8_layout.h"
-#include "../layout/layout.h"
 #include "op_layer.h"
-#include "../problem/rounded_problem.h"
-#include "op_weight_scales.h"
+#include "../layout/layout.h"
+#include "../layout/w4a8_layout.h"
+#include "../problem/tiled_problem.h"
 
 namespace moeq::sm90 {
+
+// Float32 scales of `rows` rows in `halves` halves: [experts, rows, 1], [experts, halves] or [experts, 1]; blocks:
+// [experts, tiles of rows, tiles of K], of 128 x 128.
+inline WeightScales weight_scales_of(const char* op, const char* name, const Tensor& tensor, bool blocks, int experts,
+                                     int64_t rows, int halves, int64_t k, const Tensor& beside) {
+  const int64_t of_half = rows / halves;
+  WeightScales scales{nullptr, 0, 0, 0, static_cast<int>(of_half), blocks};
+  if (blocks) {
+    const int64_t row_blocks = w4a8::tiles(static_cast<int>(of_half), 128);
+    const int64_t columns = w4a8::tiles(static_cast<int>(k), 128);
+    scales.expert = halves * row_blocks * columns;
+    scales.half = static_cast<int>(row_blocks * columns);
+    scales.row = static_cast<int>(columns);
+  } else if (tensor.dim() == 3) {
+    scales.expert = rows;
+    scales.half = static_cast<int>(of_half);
+    scales.row = 1;
+  } else {
+    scales.expert = size_of(op, tensor, 1);
+    scales.half = scales.expert == 2 ? 1 : 0;
+  }
+  scales.data = data_of<float>(op, name, tensor, ScalarType::Float, experts * scales.expert, beside);
+  return scales;
+}
 
 // The size of a tile of codes, that of a scale and that of a tile's scales tell the formats apart.
 inline Format format_of(const char* op, const Tensor& codes, const Tensor& scale) {
@@ -23,9 +46,7 @@ inline Format format_of(const char* op, const Tensor& codes, const Tensor& scale
 
 inline const uint8_t* tile_scales_of(const char* op, const char* name, const Tensor& scale, int64_t bytes,
                                      const Tensor& beside) {
-  STD_TORCH_CHECK(is_aligned(scale), "moeq_C::", op, ": ", name, " must start at a multiple of 16 bytes");
-  const int64_t count = bytes / scale.element_size();
-  return static_cast<const uint8_t*>(data_of<void>(op, name, scale, scale.scalar_type(), count, beside));
+  return aligned_data_of<uint8_t>(op, name, scale, scale.scalar_type(), bytes / scale.element_size(), beside);
 }
 
 // Codes in tiles of so many bytes, rows and K; tiles of w13 and w2.

@@ -1,8 +1,8 @@
 // moeq_C::experts_sm90_w4a8: one layer of NVFP4 or e4m3 weights on fp8 activations.
 #include "op_layer.h"
 #include "../layout/w4a8_layout.h"
-#include "../w4a8/w4a8.h"
-#include "op_weight_scales.h"
+#include "../problem/tiled_problem.h"
+#include "op_tiled_weights.h"
 
 namespace moeq::sm90 {
 namespace {

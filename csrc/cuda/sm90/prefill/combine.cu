@@ -2,8 +2,8 @@
 #include <cuda_fp16.h>
 
 #include "../device/bounded_wait.cuh"
-#include "../device/gemm_async.cuh"
-#include "prefill_kernels.cuh"
+#include "../device/async.cuh"
+#include "prefill_plan.h"
 
 namespace moeq::sm90 {
 namespace {

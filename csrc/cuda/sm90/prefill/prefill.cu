@@ -1,6 +1,6 @@
 // A layer on many tokens: sort and prepare, both GEMMs in one persistent kernel, combine.
-#include "../gemm/gemm_byte_variant.h"
-#include "../launch/known_devices.h"
+#include "../gemm/gemm_args.cuh"
+#include "../launch/launches.h"
 #include "prefill_plan.h"
 
 namespace moeq::sm90 {
@@ -15,8 +15,6 @@ struct Plan {
   size_t bytes;
 };
 
-constexpr int kFinishes = 3;
-
 template <class Format>
 GemmVariants variants_of(Finish finish) {
   switch (finish) {
@@ -29,19 +27,8 @@ GemmVariants variants_of(Finish finish) {
   }
 }
 
-GemmVariants byte_variants_of(Finish finish) {
-  switch (finish) {
-    case Finish::kSwiglu:
-      return byte_variants<Finish::kSwiglu>();
-    case Finish::kGated:
-      return byte_variants<Finish::kGated>();
-    default:
-      return byte_variants<Finish::kPlain>();
-  }
-}
-
 GemmVariants variants_of(const Problem& p) {
-  if (has_bytes(p.format)) return byte_variants_of(finish_of(p));
+  if (has_bytes(p.format)) return variants_of<ByteFormat>(finish_of(p));
   switch (p.format) {
     case Format::kNvfp4:
       return variants_of<Nvfp4Format>(finish_of(p));
@@ -124,13 +111,8 @@ Plan make_plan(const RoundedProblem& p, Shape shape) {
 cudaError_t launch_gemms(const GemmArgs& args, Shape shape) {
   static KnownDevices known[kFormats][kFinishes][kShapes];
   const Problem& p = args.problem;
-  const GemmVariant variant = variant_for(p, shape);
-  KnownDevices& of_kernel = known[static_cast<int>(p.format)][static_cast<int>(finish_of(p))][static_cast<int>(shape)];
-  const cudaError_t error =
-      allow_shared_memory(reinterpret_cast<const void*>(variant.kernel), variant.shared_bytes, of_kernel);
-  if (error != cudaSuccess) return error;
-  return launch_dependent(variant.kernel, args, p.partition.multiprocessors * variant.blocks, variant.threads,
-                          variant.shared_bytes);
+  return launch_variant(variant_for(p, shape), args, p,
+                        known[static_cast<int>(p.format)][static_cast<int>(finish_of(p))][static_cast<int>(shape)]);
 }
 
 // GEMM2 in a launch of its own, where the quantization between the two needs whole rows.

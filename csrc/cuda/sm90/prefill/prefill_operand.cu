@@ -1,20 +1,18 @@
 // The second launch of a prefill: the operand of GEMM1.
-#include "../device/gemm_async.cuh"
+#include "../device/async.cuh"
 #include "prefill_tokens.cuh"
 
 namespace moeq::sm90 {
 namespace {
 
-constexpr int kThreads = 256;
-
 // 16 values of K of a token for each of its experts.
 template <bool remote>
-__global__ void __launch_bounds__(kThreads) operand_kernel(const __grid_constant__ OperandArgs args) {
+__global__ void __launch_bounds__(kRowThreads) operand_kernel(const __grid_constant__ OperandArgs args) {
   wait_for_previous_kernel();
   allow_next_kernel();
   const Problem& p = args.problem;
   const int blocks_per_row = args.hidden_padded / 16;
-  const int64_t unit = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  const int64_t unit = int64_t{blockIdx.x} * kRowThreads + threadIdx.x;
   const bool real = unit < int64_t{p.tokens} * blocks_per_row;   // the same for a quad
   const int token = real ? unit / blocks_per_row : 0, block = real ? unit % blocks_per_row : threadIdx.x % 4;
   float x[16];
@@ -43,14 +41,14 @@ __global__ void __launch_bounds__(kThreads) operand_kernel(const __grid_constant
 }
 
 // The largest magnitude of a token's row, one block a row.
-__global__ void __launch_bounds__(kThreads) row_gscale_kernel(const __grid_constant__ OperandArgs args) {
+__global__ void __launch_bounds__(kRowThreads) row_gscale_kernel(const __grid_constant__ OperandArgs args) {
   wait_for_previous_kernel();
   allow_next_kernel();
   __shared__ uint32_t largest;
   if (threadIdx.x == 0) largest = 0;
   __syncthreads();
   float amax = 0.0f;
-  for (int column = threadIdx.x * 16; column < args.problem.hidden; column += kThreads * 16) {
+  for (int column = threadIdx.x * 16; column < args.problem.hidden; column += kRowThreads * 16) {
     float values[16];
     load_token(args, blockIdx.x, column, values);
 #pragma unroll
@@ -62,17 +60,53 @@ __global__ void __launch_bounds__(kThreads) row_gscale_kernel(const __grid_const
   if (threadIdx.x == 0) args.row_gscale[blockIdx.x] = nvfp4_dynamic_gscale(largest);
 }
 
+// Rounded to e4m3: values of codes, and what sums of their products lack. One block a token. With a gscale of each
+// expert a token is rounded for each of its slots.
+__global__ void __launch_bounds__(kRowThreads) e4m3_operand_kernel(const __grid_constant__ OperandArgs args) {
+  wait_for_previous_kernel();
+  allow_next_kernel();
+  const Problem& p = args.problem;
+  const int token = blockIdx.x, blocks = args.hidden_padded / 16;
+  const bool mx = args.act_format == ActFormat::kMxfp8, by_slot = p.a1 == ActScale::kExpert;
+  const auto load = [&](int block, float (&values)[16]) { load_token(args, token, block * 16, values); };
+  Rounding rounding{};
+  if (p.a1 == ActScale::kTensor) rounding = given_rounding(p.a1_gscale[0]);
+  if (p.a1 == ActScale::kToken && !mx) rounding = dynamic_rounding(amax_of_row(blocks, load));
+  if (args.factor != nullptr && !by_slot && threadIdx.x == 0) args.factor[token] = rounding.factor;
+  for (int block = threadIdx.x; block - static_cast<int>(threadIdx.x) < blocks; block += blockDim.x) {
+    float x[16];
+    load(block, x);   // zeros beyond the end
+    uint4 pieces[2];
+    if (!by_slot) {
+      round_block(x, args.act_format, rounding);
+      exchange(x, pieces);
+    }
+    store_in_slots(args, token, block, block < blocks, pieces, [&](int64_t slot, int expert) {
+      if (!by_slot) return;
+      const Rounding of_slot = given_rounding(expert >= 0 ? p.a1_gscale[expert] : 1.0f);
+      if (block == 0) args.factor[slot] = of_slot.factor;
+      float values[16];
+#pragma unroll
+      for (int i = 0; i < 16; i++) values[i] = x[i];
+      round_to_e4m3(values, of_slot);
+      exchange(values, pieces);
+    });
+  }
+}
+
 }  // namespace
 
 cudaError_t launch_operand(const OperandArgs& args) {
-  if (args.act_format != ActFormat::kNvfp4 && args.problem.a1 != ActScale::kNone) return launch_e4m3_operand(args);
+  if (args.act_format != ActFormat::kNvfp4 && args.problem.a1 != ActScale::kNone) {
+    return launch_dependent(e4m3_operand_kernel, args, args.problem.tokens, threads_for(args.hidden_padded), 0);
+  }
   if (args.problem.a1 == ActScale::kToken) {
-    const cudaError_t error = launch_dependent(row_gscale_kernel, args, args.problem.tokens, kThreads, 0);
+    const cudaError_t error = launch_dependent(row_gscale_kernel, args, args.problem.tokens, kRowThreads, 0);
     if (error != cudaSuccess) return error;
   }
   const int64_t units = int64_t{args.problem.tokens} * (args.hidden_padded / 16);
   const auto kernel = args.remote.ranks == 0 ? operand_kernel<false> : operand_kernel<true>;
-  return launch_dependent(kernel, args, static_cast<unsigned>((units + kThreads - 1) / kThreads), kThreads, 0);
+  return launch_dependent(kernel, args, static_cast<unsigned>((units + kRowThreads - 1) / kRowThreads), kRowThreads, 0);
 }
 
 }  // namespace moeq::sm90

@@ -1,9 +1,9 @@
-// One GEMM at a time of a layer on many tokens, with adapters, whose rows somebody else combines (rows_problem.h):
+// One GEMM at a time of a layer on many tokens, with adapters, whose rows somebody else combines (tiled_problem.h):
 // sort, gather and GEMM1, then GEMM2.
-#include "../device/gemm_async.cuh"
-#include "../gemm/gemm_rows_variant.h"
-#include "../launch/known_devices.h"
-#include "../problem/rows_problem.h"
+#include "../device/async.cuh"
+#include "../gemm/gemm_args.cuh"
+#include "../launch/launches.h"
+#include "../problem/tiled_problem.h"
 #include "prefill_plan.h"
 
 namespace moeq::sm90 {
@@ -67,12 +67,7 @@ RowsArgs args_of(const RowsProblem& p, const Kept& kept, const RowsVariant& vari
 cudaError_t launch_gemm(const RowsArgs& args, const RowsVariant& variant, Shape shape) {
   static KnownDevices known[2][kShapes];
   const Problem& p = args.problem;
-  KnownDevices& of_kernel = known[p.format == Format::kNvfp4][static_cast<int>(shape)];
-  const cudaError_t error =
-      allow_shared_memory(reinterpret_cast<const void*>(variant.kernel), variant.shared_bytes, of_kernel);
-  if (error != cudaSuccess) return error;
-  return launch_dependent(variant.kernel, args, p.partition.multiprocessors * variant.blocks, variant.threads,
-                          variant.shared_bytes);
+  return launch_variant(variant, args, p, known[p.format == Format::kNvfp4][static_cast<int>(shape)]);
 }
 
 cudaError_t run_piece(const RowsProblem& p, Shape shape) {

@@ -1,9 +1,87 @@
-// A token's values, and where a prefill puts them: the rows of all its slots.
+// Rows that a prefill makes: a token's values, rounding, and where they go: the rows of all its slots.
 #pragma once
-#include "prefill_kernels.cuh"
-#include "prefill_quantize.cuh"
+#include "prefill_plan.h"
+#include "../numerics/act_rounding.cuh"
 
 namespace moeq::sm90 {
+
+constexpr int kRowThreads = 256;
+
+// For a row of so many values: no thread without some, where it is short.
+inline int threads_for(int columns) {
+  const int threads = (columns / 16 + 31) / 32 * 32;
+  return threads < kRowThreads ? threads : kRowThreads;
+}
+
+// A thread has 16 values of K (8 pairs), its quad 64. Pair 2 * j + u of the quad's four threads makes piece 2 * j + u
+// of the row in the layout's order; of the eight pieces a thread gets the numbers threadIdx.x % 4 and that + 4.
+__device__ __forceinline__ void exchange(const float (&values)[16], uint4 (&pieces)[2]) {
+  const int c = threadIdx.x % 4;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    uint32_t mine[4], out[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(values[half * 8 + 2 * i], values[half * 8 + 2 * i + 1]);
+      mine[i] = *reinterpret_cast<const uint32_t*>(&pair);
+    }
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+      const int other = c ^ r;
+      const uint32_t word = other < 2 ? (other == 0 ? mine[0] : mine[1]) : (other == 2 ? mine[2] : mine[3]);
+      const uint32_t got = __shfl_xor_sync(0xffffffffu, word, r);
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        if (i == other) out[i] = got;
+      }
+    }
+    pieces[half] = make_uint4(out[0], out[1], out[2], out[3]);
+  }
+}
+
+// Into a row of 64 values, its 16-byte pieces swizzled by the row as wgmma wants them.
+__device__ __forceinline__ void store_pieces(__nv_bfloat16* k_tile, int64_t row, const uint4 (&pieces)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int piece = (half * 4 + threadIdx.x % 4) ^ (row % 8);
+    *reinterpret_cast<uint4*>(k_tile + row * 64 + piece * 8) = pieces[half];
+  }
+}
+
+__device__ __forceinline__ float amax_of(const float (&values)[16]) {
+  float amax = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 16; i++) amax = max_magnitude(amax, values[i]);
+  return amax;
+}
+
+// The largest magnitude of a row of `blocks` of 16, as bits. By the whole block, once.
+template <class Load>
+__device__ __forceinline__ uint32_t amax_of_row(int blocks, Load load) {
+  __shared__ uint32_t largest;
+  if (threadIdx.x == 0) largest = 0;
+  __syncthreads();
+  float amax = 0.0f;
+  for (int block = threadIdx.x; block < blocks; block += blockDim.x) {
+    float values[16];
+    load(block, values);
+    amax = max_magnitude(amax, amax_of(values));
+  }
+  const uint32_t of_warp = __reduce_max_sync(0xffffffffu, bits_of(amax));
+  if (threadIdx.x % 32 == 0) atomicMax(&largest, of_warp);
+  __syncthreads();
+  return largest;
+}
+
+// Whole warps come: two neighbouring threads have a block of mxfp8.
+__device__ __forceinline__ void round_block(float (&values)[16], ActFormat format, const Rounding& of_row) {
+  if (format == ActFormat::kMxfp8) {
+    const float amax = amax_of(values);
+    round_to_e4m3(values, mx_rounding(max_magnitude(amax, __shfl_xor_sync(0xffffffffu, amax, 1))));
+  } else {
+    round_to_e4m3(values, of_row);
+  }
+}
 
 // Where a token's row is: in this GPU's memory, or in another one's.
 __device__ __forceinline__ const __nv_bfloat16* row_of(const OperandArgs& args, int token) {

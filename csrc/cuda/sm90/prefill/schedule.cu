@@ -1,10 +1,9 @@
 // The first launch of a prefill: the slots are sorted by expert, and the experts' tokens divided into tiles. By one
 // block, or, where slots are many, by a cluster of blocks that count a part of them each.
-#include "../device/cluster.cuh"
-#include "../device/gemm_async.cuh"
-#include "../device/prefix_sum.cuh"
-#include "../launch/cluster_launch.h"
-#include "prefill_kernels.cuh"
+#include "../device/async.cuh"
+#include "../device/scans.cuh"
+#include "../launch/launches.h"
+#include "prefill_plan.h"
 
 namespace moeq::sm90 {
 namespace {

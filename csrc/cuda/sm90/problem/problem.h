@@ -1,4 +1,5 @@
-// What the Hopper kernels are asked to run: plain pointers and sizes, so that a test program needs no torch.
+// What the Hopper kernels are asked to run: plain pointers and sizes, so that a test program needs no torch;
+// and how a workspace is cut into arrays, and the tokens into pieces whose arrays fit.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -6,9 +7,18 @@
 
 #include "../../../generated/activations.h"
 #include "../../../generated/sm90.h"
-#include "../layout/weight_scales.h"
 
 namespace moeq::sm90 {
+
+// Float32 scales of e4m3 weights, which multiply: that of row r of a half at expert * e + half * h + row * r; blocks:
+// at expert * e + half * h + row * (r / 128) + K / 128.
+struct WeightScales {
+  const float* data;
+  int64_t expert;
+  int half, row;
+  int rows;      // of a half, without padding
+  bool blocks;
+};
 
 // How activations are quantized to NVFP4 before they are multiplied.
 enum class ActScale : int { kNone, kTensor, kExpert, kToken };              // kNone: not at all (W4A16)
@@ -68,10 +78,61 @@ struct Problem {
   Router router;  // where logits are given; then topk_ids and topk_weights are null
   void* workspace;  // of the size that *_workspace(problem) says; contents undefined, need not survive
   cudaStream_t stream;
-  Partition partition;  // the stream's (partition.h)
+  Partition partition;  // the stream's
 };
 
 // Writes ids and weights [tokens, top_k] from p.router; an error for a failed launch.
 cudaError_t route_run(const Problem& p, int32_t* ids, float* weights);
+
+// What a stream's launches have of the GPU: all multiprocessors, those of a green context, or a share under MPS. Of
+// the current device's stream. Asked at each call, as a stream's handle may be used again for another context's.
+cudaError_t partition_of(cudaStream_t stream, Partition& partition);
+
+// Hands out pieces of the workspace; with a null base it only counts.
+class Arena {
+ public:
+  explicit Arena(void* base) : base_(static_cast<uint8_t*>(base)) {}
+  template <class T>
+  T* take(int64_t count) {
+    T* piece = reinterpret_cast<T*>(base_ + used_);
+    used_ += (count * sizeof(T) + 255) / 256 * 256;
+    return piece;
+  }
+  size_t used() const { return used_; }
+
+ private:
+  uint8_t* base_;
+  size_t used_ = 0;
+};
+
+// Tokens of a piece whose longest array has about 1 GB, or all of them: at least 256, and a multiple of it.
+inline int tokens_at_once(const Problem& p, int64_t bytes_of_token) {
+  constexpr int64_t kPieceBytes = int64_t{1} << 30;
+  const int64_t tokens = kPieceBytes / bytes_of_token / 256 * 256;
+  return static_cast<int>(tokens < 256 ? 256 : tokens < p.tokens ? tokens : p.tokens);
+}
+
+template <class AnyProblem>
+AnyProblem piece_of(const AnyProblem& p, int first, int count) {
+  AnyProblem piece = p;
+  const int64_t row = int64_t{first} * p.hidden;
+  piece.tokens = count;
+  piece.x = static_cast<const uint16_t*>(p.x) + row;
+  piece.topk_ids = p.topk_ids + int64_t{first} * p.top_k;
+  piece.topk_weights = p.topk_weights + int64_t{first} * p.top_k;
+  piece.out = static_cast<uint8_t*>(p.out) + row * (p.out_type == OutType::kFloat32 ? 4 : 2);
+  return piece;
+}
+
+// run_piece(problem of at most `step` tokens), one after another.
+template <class AnyProblem, class RunPiece>
+cudaError_t run_in_pieces(const AnyProblem& p, int step, RunPiece run_piece) {
+  for (int first = 0; first < p.tokens; first += step) {
+    const int left = p.tokens - first;
+    const cudaError_t error = run_piece(piece_of(p, first, left < step ? left : step));
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
 
 }  // namespace moeq::sm90

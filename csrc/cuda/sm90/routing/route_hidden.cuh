@@ -2,8 +2,7 @@
 // one tensor core tile [16 experts, 8 tokens]; each part of a token's logits is stored into the shared memory of the
 // block that has the token, where they are added in the order of their K. No sum depends on the number of tokens.
 #pragma once
-#include "../device/cluster.cuh"
-#include "../device/gemm_async.cuh"
+#include "../device/async.cuh"
 #include "route.cuh"
 #include "route_hidden.h"
 

@@ -1,12 +1,161 @@
 // A layer: sort, quantize the tokens, GEMM1, quantize the intermediate, GEMM2, combine.
-#include "../decode_few/decode_few_fp8.h"
-#include "../prefill/prefill_kernels.cuh"
-#include "w4a8_gemm.cuh"
+#include "w4a8_epilogue.cuh"
+#include "w4a8_mainloop.cuh"
 #include "w4a8_quantize.cuh"
-#include "../problem/workspace.h"
+#include "w4a8_shared.cuh"
+#include "../decode_few/decode_few.h"
+#include "../device/async.cuh"
+#include "../device/scans.cuh"
+#include "../prefill/prefill_plan.h"
 
-namespace moeq::sm90 {
-namespace w4a8 {
+namespace moeq::sm90::w4a8 {
+namespace {
+
+// The first launch: one block counts the slots of each expert, and lists tiles of tokens.
+constexpr int kThreads = 1024;
+
+struct ScheduleArgs {
+  W4a8Problem problem;
+  Schedule schedule;
+  int widest;    // tokens of a tile
+};
+
+__device__ void list_expert(const Schedule& schedule, int expert, int start, int count, int first, int tiles) {
+  schedule.start[expert] = start;
+  schedule.count[expert] = count;
+  for (int row = start + count; row < start + round_up(count, 8); row++) {
+    schedule.slot_of_row[row] = -1;
+    schedule.place_of_row[row].row = -1;
+  }
+  for (int i = 0; i < tiles; i++) {
+    schedule.tiles[first + i] = {expert, first, tiles, start, count, tile_width(count, tiles), {0, 0}};
+  }
+}
+
+__global__ void __launch_bounds__(kThreads, 1) schedule_kernel(const __grid_constant__ ScheduleArgs args) {
+  __shared__ int counts[kMaxExperts];
+  __shared__ int warp_sums[kThreads / 32];
+  wait_for_previous_kernel();
+  allow_next_kernel();
+  const Problem& p = args.problem;
+  const Schedule& schedule = args.schedule;
+  const int slots = p.tokens * p.top_k, expert = threadIdx.x;
+  counts[expert] = 0;
+  __syncthreads();
+#pragma unroll 8
+  for (int slot = threadIdx.x; slot < slots; slot += kThreads) {
+    const int64_t id = int64_t{p.topk_ids[slot]} - p.expert_offset;
+    const int expert = id >= 0 && id < p.experts ? static_cast<int>(id) : -1;
+    schedule.rank[slot] = {expert, expert >= 0 ? atomicAdd(&counts[expert], 1) : 0};
+  }
+  __syncthreads();
+  const int count = counts[expert], tiles = tiles_for(count, args.widest);
+  int rows_total, tiles_total;
+  const int start = prefix_sum<kThreads>(round_up(count, 8), warp_sums, rows_total);
+  const int first = prefix_sum<kThreads>(tiles, warp_sums, tiles_total);
+  if (expert < p.experts) list_expert(schedule, expert, start, count, first, tiles);
+  if (expert == 0) {
+    *schedule.tiles_total = tiles_total;
+    schedule.start[p.experts] = rows_total;
+    schedule.next_item[0] = schedule.next_item[1] = 0;
+  }
+}
+
+cudaError_t launch_schedule(const W4a8Problem& p, const Schedule& schedule, int widest) {
+  return launch_after(schedule_kernel, ScheduleArgs{p, schedule, widest}, 1, kThreads, 0, p.stream);
+}
+
+}  // namespace
+
+// The persistent kernel of one GEMM. Two warpgroups multiply, a warp of a third one loads.
+template <class Policy, Finish finish, int parts>
+__device__ __forceinline__ void make_tile(const GemmArgs& args, GemmShared<Policy>& shared, Ring<Policy::kStages>& ring,
+                                          const Work& work, int warpgroup, const Ring<kWorkSlots>& works) {
+  const Span<parts> span(work.width);
+  Sums<parts> sums = {};
+  const Steps steps{kept(args.k_tiles), kept(threadIdx.x % 128)};
+  if constexpr (Policy::kTileScales > 0) {
+    multiply_decoded(sums, shared, ring, warpgroup, span, steps);
+  } else {
+    multiply_bytes<finish == Finish::kOutput>(sums, shared, ring, warpgroup, span, steps, args, work);
+  }
+  store<Policy, finish, parts>(args, shared, work, sums, span.tokens, warpgroup, works.slot, works.parity);
+}
+
+template <class Policy, Finish finish>
+__device__ __forceinline__ void consume(const GemmArgs& args, GemmShared<Policy>& shared) {
+  // From one lane, so that the compiler knows it to be uniform: operand descriptors are made of it.
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+  Ring<kWorkSlots> work_ring;
+  Ring<Policy::kStages> ring;
+  while (true) {
+    barrier_wait(shared_address(&shared.work_full[work_ring.slot]), work_ring.parity);
+    const Work work = shared.work[work_ring.slot];
+    if (work.expert < 0) break;
+    if (Policy::kWidth <= kMaxSingle || work.width <= kMaxSingle) {
+      make_tile<Policy, finish, 1>(args, shared, ring, work, warpgroup, work_ring);
+    } else {
+      make_tile<Policy, finish, 2>(args, shared, ring, work, warpgroup, work_ring);
+    }
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&shared.work_empty[work_ring.slot]));
+    work_ring.advance();
+  }
+}
+
+template <class Policy, Finish finish>
+__global__ void __launch_bounds__(kGemmThreads, 1) gemm_kernel(const __grid_constant__ GemmArgs args) {
+  extern __shared__ uint8_t dynamic_shared[];
+  GemmShared<Policy>& shared =
+      *reinterpret_cast<GemmShared<Policy>*>(dynamic_shared + (1024 - shared_address(dynamic_shared) % 1024) % 1024);
+  if (threadIdx.x == 0) init_barriers(shared);
+  __syncthreads();
+  allow_next_kernel();
+  wait_for_previous_kernel();
+  if (threadIdx.x >= kConsumerThreads) {
+    registers_shrink<40>();
+    const int warp = (threadIdx.x - kConsumerThreads) / 32;
+    if (warp == 0) produce(args, shared);
+    if (warp == 1) load_rows<Policy, finish>(args, shared);
+  } else {
+    registers_grow<232>();
+    consume<Policy, finish>(args, shared);
+  }
+}
+
+template <class Policy, Finish finish>
+Variant<GemmArgs> variant_of() {
+  return {gemm_kernel<Policy, finish>, sizeof(GemmShared<Policy>) + 1024, kGemmThreads, 1, kBlockTiles, Policy::kWidth};
+}
+
+template <class Policy>
+Variant<GemmArgs> variant_of(Finish finish) {
+  switch (finish) {
+    case Finish::kSwiglu:
+      return variant_of<Policy, Finish::kSwiglu>();
+    case Finish::kLinear:
+      return variant_of<Policy, Finish::kLinear>();
+    default:
+      return variant_of<Policy, Finish::kOutput>();
+  }
+}
+
+template <template <int> class Policy>
+Variant<GemmArgs> variant_of(Finish finish, bool wide) {
+  return wide ? variant_of<Policy<kMaxWidth>>(finish) : variant_of<Policy<kMaxSingle>>(finish);
+}
+
+Variant<GemmArgs> variant_for(Weights weights, Finish finish, bool wide) {
+  switch (weights) {
+    case Weights::kPacked:
+      return variant_of<Packed>(finish, wide);
+    case Weights::kRows:
+      return variant_of<Rows>(finish, wide);
+    default:
+      return variant_of<Blocks>(finish, wide);
+  }
+}
+
 namespace {
 
 struct Plan {
@@ -73,20 +222,19 @@ Plan make_prefill_plan(const W4a8Problem& p) {
 }
 
 // Whether tiles are wide: where experts have so many tokens that their weights are no matter. Any number is right.
-bool is_wide(const Problem& p) { return int64_t{p.tokens} * p.top_k > int64_t{kMaxSingle} * p.experts; }
+bool has_wide_tiles(const Problem& p) { return int64_t{p.tokens} * p.top_k > int64_t{kMaxSingle} * p.experts; }
 
 cudaError_t launch_gemm(const GemmArgs& args, Finish finish) {
+  static KnownDevices known[3][3][2];
   const W4a8Problem& p = args.problem;
-  const GemmKernel gemm = kernel_of(p.weights, finish, is_wide(p));
-  const cudaError_t error =
-      cudaFuncSetAttribute(gemm.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, gemm.shared_bytes);
-  if (error != cudaSuccess) return error;
-  return launch_after(gemm.kernel, args, p.partition.multiprocessors, kGemmThreads, gemm.shared_bytes, p.stream);
+  const bool wide = has_wide_tiles(p);
+  return launch_variant(variant_for(p.weights, finish, wide), args, p,
+                        known[static_cast<int>(p.weights)][static_cast<int>(finish)][wide]);
 }
 
 cudaError_t run_piece(const W4a8Problem& p) {
   const Plan plan = make_prefill_plan(p);
-  cudaError_t error = launch_schedule(p, plan.tokens.schedule, is_wide(p) ? kMaxWidth : kMaxSingle);
+  cudaError_t error = launch_schedule(p, plan.tokens.schedule, has_wide_tiles(p) ? kMaxWidth : kMaxSingle);
   if (error == cudaSuccess) error = launch_quantize_tokens(plan.tokens);
   if (error == cudaSuccess) error = launch_gemm(plan.first, is_in_place(p) ? Finish::kSwiglu : Finish::kLinear);
   if (error == cudaSuccess) error = launch_quantize_intermediate(plan.intermediate, plan.rows);
@@ -114,7 +262,9 @@ cudaError_t make_decode_plan(const W4a8Problem& p, few::Plan& plan, bool& decode
 }
 
 }  // namespace
-}  // namespace w4a8
+}  // namespace moeq::sm90::w4a8
+
+namespace moeq::sm90 {
 
 size_t w4a8_workspace(const W4a8Problem& p) {
   few::Plan plan;

@@ -2,7 +2,7 @@
 #pragma once
 #include <cuda_bf16.h>
 
-#include "../numerics/gemm_activation.cuh"
+#include "../numerics/activations.cuh"
 #include "w4a8_mainloop.cuh"
 
 namespace moeq::sm90::w4a8 {

@@ -1,0 +1,72 @@
+// What threads of a block or of a warp find out together: prefix sums, and who has what others have.
+#pragma once
+#include <cstdint>
+
+namespace moeq::sm90 {
+
+// Of `threads` threads, all of the block. `total` becomes everybody's sum; warp_sums: shared, one for each warp.
+template <int threads>
+__device__ int prefix_sum(int value, int* warp_sums, int& total) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int sum = value;
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(0xffffffffu, sum, step);
+    if (lane >= step) sum += other;
+  }
+  if (lane == 31) warp_sums[warp] = sum;
+  __syncthreads();
+  int before = 0, all = 0;
+  for (int i = 0; i < threads / 32; i++) {
+    const int of_warp = warp_sums[i];
+    before += i < warp ? of_warp : 0;
+    all += of_warp;
+  }
+  total = all;
+  __syncthreads();
+  return before + sum - value;
+}
+
+// Up to 32 slots, a lane of one warp each, in chunks of one expert: what both decode kernels multiply at a time.
+
+// Of a lane's slot. Chunks come in the order of their first slots, and the slots of a chunk lie together.
+struct Chunk {
+  int number, first;   // the chunk, and where its slots begin
+  int column;          // of the slot within the chunk
+  bool opens;          // this lane opens a chunk
+  int count;           // of its slots, else 0
+  int opened_first;    // where those of the chunk that this lane opens begin
+  int opened_number;
+  int chunks;          // of all lanes
+};
+
+// expert: -1 for none; those lanes are in no chunk. columns: slots of a chunk at most, a power of two. All
+// lanes of a warp.
+__device__ __forceinline__ Chunk chunk_of(int expert, int columns) {
+  const int lane = threadIdx.x % 32, last = columns - 1;
+  const uint32_t same = __match_any_sync(0xffffffffu, expert);
+  const uint32_t below = (1u << lane) - 1;
+  const int rank = __popc(same & below);
+  const bool opens = expert >= 0 && (rank & last) == 0;
+  const uint32_t openers = __ballot_sync(0xffffffffu, opens);
+  Chunk chunk;
+  chunk.opens = opens;
+  chunk.count = opens ? min(__popc(same) - rank, columns) : 0;
+  int first = chunk.count;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(0xffffffffu, first, step);
+    first += lane >= step ? other : 0;
+  }
+  chunk.opened_first = first - chunk.count;
+  chunk.opened_number = __popc(openers & below);
+  // The lane that opened this one's chunk: the one of rank `opening` among `same`.
+  const int opening = rank & ~last;
+  const int opener = expert < 0 ? lane : opening == 0 ? __ffs(same) - 1 : __fns(same, 0, opening + 1);
+  chunk.number = __shfl_sync(0xffffffffu, chunk.opened_number, opener);
+  chunk.first = __shfl_sync(0xffffffffu, chunk.opened_first, opener);
+  chunk.column = rank & last;
+  chunk.chunks = __popc(openers);
+  return chunk;
+}
+
+}  // namespace moeq::sm90

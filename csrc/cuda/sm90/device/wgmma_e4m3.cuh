@@ -1,0 +1,87 @@
+// The fp8 multiplications of the tensor cores: d[64 rows, tokens] = a[64, 128] * b[128, tokens], in e4m3 with float32
+// sums, asynchronous, the last of four steps of 32 in K in a group of its own.
+//
+// a: four registers a step, or in shared memory; b: in shared memory (K-major, swizzled over 128 bytes). `index`
+// chooses the number of tokens. The branch is inside the assembly because the compiler gives the accumulators of each
+// instruction that it sees registers of their own.
+#pragma once
+#include <cstdint>
+
+#include "wgmma_bf16.cuh"
+
+namespace moeq::sm90::w4a8 {
+
+// clang-format off
+#define MOEQ_STEP(width, a, b, add)                                                                       \
+  "wgmma.mma_async.sync.aligned.m64n" #width "k32.f32.e4m3.e4m3 {" MOEQ_D##width "}, " a ", " b ", " add ", 1, 1; "
+#define MOEQ_COMMIT "wgmma.commit_group.sync.aligned; "
+#define MOEQ_TILE(width, a0, a1, a2, a3)                                                                  \
+  "w" #width ": wgmma.fence.sync.aligned; "                                                               \
+  MOEQ_STEP(width, a0, "b0", "add") MOEQ_STEP(width, a1, "b1", "1") MOEQ_STEP(width, a2, "b2", "1") MOEQ_COMMIT \
+  MOEQ_STEP(width, a3, "b3", "1") MOEQ_COMMIT "bra.uni done; "
+
+// Tokens of one instruction: a tile of up to 160 takes one a step, a wider one two.
+#define MOEQ_SINGLE_NAMES "w16, w32, w48, w64, w80, w96, w104, w112, w120, w128, w136, w144, w152, w160"
+#define MOEQ_SINGLE(...)                                                                                  \
+  MOEQ_TILE(16, __VA_ARGS__) MOEQ_TILE(32, __VA_ARGS__) MOEQ_TILE(48, __VA_ARGS__) MOEQ_TILE(64, __VA_ARGS__)    \
+  MOEQ_TILE(80, __VA_ARGS__) MOEQ_TILE(96, __VA_ARGS__) MOEQ_TILE(104, __VA_ARGS__) MOEQ_TILE(112, __VA_ARGS__)  \
+  MOEQ_TILE(120, __VA_ARGS__) MOEQ_TILE(128, __VA_ARGS__) MOEQ_TILE(136, __VA_ARGS__) MOEQ_TILE(144, __VA_ARGS__) \
+  MOEQ_TILE(152, __VA_ARGS__) MOEQ_TILE(160, __VA_ARGS__)
+#define MOEQ_HALF_NAMES "w88, w96, w104, w112, w120, w128"
+#define MOEQ_HALF(...)                                                                                    \
+  MOEQ_TILE(88, __VA_ARGS__) MOEQ_TILE(96, __VA_ARGS__) MOEQ_TILE(104, __VA_ARGS__) MOEQ_TILE(112, __VA_ARGS__)  \
+  MOEQ_TILE(120, __VA_ARGS__) MOEQ_TILE(128, __VA_ARGS__)
+
+// `add` is never true, which the compiler must not know: results that nothing is added to would get registers of their
+// own.
+#define MOEQ_BEGIN(b, index, names)                                                                       \
+  "{ .reg .b64 a1, a2, a3, b0, b1, b2, b3; .reg .pred add; setp.lt.s32 add, " index ", 0; "               \
+  "mov.b64 b0, " b "; add.s64 b1, " b ", 2; add.s64 b2, " b ", 4; add.s64 b3, " b ", 6; "                 \
+  "targets: .branchtargets " names "; "
+#define MOEQ_BRANCH(index) "brx.idx.uni " index ", targets; "
+#define MOEQ_END "done: }"
+// A descriptor of weights in shared memory, and those of its later steps.
+#define MOEQ_SHARED(a) "add.s64 a1, " a ", 2; add.s64 a2, " a ", 4; add.s64 a3, " a ", 6; "
+
+__device__ __forceinline__ void multiply_single(float (&d)[80], const uint32_t (*a)[4], uint64_t b, int index) {
+  asm volatile(
+    MOEQ_BEGIN("%96", "%97", MOEQ_SINGLE_NAMES) MOEQ_BRANCH("%97")
+    MOEQ_SINGLE("{%80, %81, %82, %83}", "{%84, %85, %86, %87}", "{%88, %89, %90, %91}", "{%92, %93, %94, %95}") MOEQ_END
+    : MOEQ_OUT64(0), MOEQ_OUT16(64) : MOEQ_IN16(a), "l"(b), "r"(index));
+}
+
+__device__ __forceinline__ void multiply_half(float (&d)[64], const uint32_t (*a)[4], uint64_t b, int index) {
+  asm volatile(
+    MOEQ_BEGIN("%80", "%81", MOEQ_HALF_NAMES) MOEQ_BRANCH("%81")
+    MOEQ_HALF("{%64, %65, %66, %67}", "{%68, %69, %70, %71}", "{%72, %73, %74, %75}", "{%76, %77, %78, %79}") MOEQ_END
+    : MOEQ_OUT64(0) : MOEQ_IN16(a), "l"(b), "r"(index));
+}
+
+__device__ __forceinline__ void multiply_single(float (&d)[80], uint64_t a, uint64_t b, int index) {
+  asm volatile(
+    MOEQ_BEGIN("%81", "%82", MOEQ_SINGLE_NAMES) MOEQ_SHARED("%80") MOEQ_BRANCH("%82")
+    MOEQ_SINGLE("%80", "a1", "a2", "a3") MOEQ_END
+    : MOEQ_OUT64(0), MOEQ_OUT16(64) : "l"(a), "l"(b), "r"(index));
+}
+
+__device__ __forceinline__ void multiply_half(float (&d)[64], uint64_t a, uint64_t b, int index) {
+  asm volatile(
+    MOEQ_BEGIN("%65", "%66", MOEQ_HALF_NAMES) MOEQ_SHARED("%64") MOEQ_BRANCH("%66")
+    MOEQ_HALF("%64", "a1", "a2", "a3") MOEQ_END
+    : MOEQ_OUT64(0) : "l"(a), "l"(b), "r"(index));
+}
+
+#undef MOEQ_SHARED
+#undef MOEQ_END
+#undef MOEQ_BRANCH
+#undef MOEQ_BEGIN
+#undef MOEQ_HALF
+#undef MOEQ_HALF_NAMES
+#undef MOEQ_SINGLE
+#undef MOEQ_SINGLE_NAMES
+#undef MOEQ_TILE
+#undef MOEQ_COMMIT
+#undef MOEQ_STEP
+// clang-format on
+
+}  // namespace moeq::sm90::w4a8
