@@ -13,9 +13,14 @@ struct GemmArgs {
   Schedule schedule;
   const __nv_bfloat16* operand;  // [hidden_padded / 64, rows, 64]
   const float* operand_factor;   // [tokens]; null: 1
+  const float* row_factor;       // [rows]: the same by row; null: operand_factor
   __nv_bfloat16* h;              // [inter_padded / 64, rows, 64], likewise
   float* h_wide;  // [rows, inter_padded] in natural order, where quantization needs whole rows; or null
-  const float* h_factor;  // [rows]; null: 1
+  float* h_factor;  // [rows]; null: 1
+  uint32_t* row_amax;  // [rows]: largest magnitudes of the intermediate, as bits, whose rows are rounded to e4m3, in
+                       // this launch if it does both GEMMs; h_wide lies as e4m3_rows.cuh says then. Or null
+  const float* given_gscale;  // by which rows are rounded then; null: by their largest magnitudes
+  bool gscale_by_expert;
   void* y;  // [slots, hidden] by slot: bfloat16, or float32 if y_wide
   bool y_wide;
   int rows;  // max_rows
@@ -36,11 +41,23 @@ struct Work {
   int rows;  // of them real
   int first_row;  // a multiple of 8
   int k_tiles;
-  int arrivals;  // in `finished` that mark the end of the expert's GEMM1
+  int arrivals;  // that mark the end of the expert's GEMM1 in `finished`, or the tile's rounding
+  int tile;      // of tokens
 };
 
+// Rows of the intermediate are rounded in units: eight of them, so many steps of K.
+constexpr int kUnitRows = 8, kUnitSteps = 6;
+__device__ __forceinline__ int units_of_rows(const GemmArgs& args) {
+  return (args.inter_padded / kTileK + kUnitSteps - 1) / kUnitSteps;
+}
+
+// Whether this launch rounds the intermediate row by row.
+__device__ __forceinline__ bool rounds_beside(const GemmArgs& args) {
+  return args.row_amax != nullptr && args.first && args.second;
+}
+
 __device__ __forceinline__ Work find_work(const GemmArgs& args, int tiles_total, int item) {
-  Work work{-1, 0, 0, 0, 0, 0, 0, 0};
+  Work work{-1, 0, 0, 0, 0, 0, 0, 0, 0};
   const int items13 = args.first ? tiles_total * args.blocks13 : 0;
   work.second = item >= items13;
   const int blocks = work.second ? args.blocks2 : args.blocks13;
@@ -50,7 +67,8 @@ __device__ __forceinline__ Work find_work(const GemmArgs& args, int tiles_total,
   // cache from the second tile on.
   const TokenTile some = args.schedule.tiles[local / blocks];  // of the expert
   const int within = local - some.first * blocks;
-  const TokenTile tile = args.schedule.tiles[some.first + within % some.tiles];
+  work.tile = some.first + within % some.tiles;
+  const TokenTile tile = args.schedule.tiles[work.tile];
   work.expert = tile.expert;
   work.row_block = within / tile.tiles;
   work.rows = tile.rows;
@@ -58,6 +76,7 @@ __device__ __forceinline__ Work find_work(const GemmArgs& args, int tiles_total,
   work.first_row = tile.start;
   work.k_tiles = (work.second ? args.inter_padded : args.hidden_padded) / kTileK;
   work.arrivals = args.first ? tile.tiles * args.blocks13 : 0;
+  if (rounds_beside(args)) work.arrivals = tile.width / kUnitRows * units_of_rows(args);
   return work;
 }
 

@@ -4,6 +4,7 @@
 #include "gemm_finish_plain.cuh"
 #include "gemm_finish_second.cuh"
 #include "gemm_producer.cuh"
+#include "gemm_round.cuh"
 #include "gemm_variant.h"
 
 namespace moeq::sm90 {
@@ -19,6 +20,16 @@ __device__ __forceinline__ void consume(const GemmArgs& args, GemmShared<C>& sha
     fetch_alphas<typename C::Format>(args.problem, work, staging);
     int* slots = shared.slots[staging.warpgroup][work_ring.slot % 2];
     if (work.second) prefetch_slots(args, work, staging, slots);
+    staging.factors = staging.address;
+    if (!work.second && args.row_factor != nullptr) {
+      prefetch_factors(args, work, staging, slots);
+      staging.factors = shared_address(slots);
+    }
+    if constexpr (Sizes<C>::kRoundsRows) {
+      if (work.second && args.row_amax != nullptr) {
+        staging.factors = shared_address(shared.rounding.factors[work_ring.slot]);
+      }
+    }
     Accumulators<C> acc;
     begin_tile(at, args, work);
     multiply_tile(acc, shared, at, work);
@@ -52,7 +63,11 @@ __device__ __forceinline__ void run_block(const GemmArgs& args, const WeightArgs
     if (thread == 0) load_weights(weights, shared);
     if (thread == 32) load_tokens(args, shared);
     if (thread == 64) find_all_work(args, shared);
-    if (thread == 96) announce_intermediates(args, shared);
+    if (Sizes<C>::kRoundsBeside && finish != Finish::kPlain && rounds_beside(args)) {
+      if (thread >= 96) round_intermediates(args, shared, thread - 96);
+    } else if (thread == 96) {
+      announce_intermediates(args, shared);
+    }
     allow_next_kernel();
   } else {
     registers_grow<C::kConsumerRegisters>();

@@ -108,7 +108,9 @@ __device__ __forceinline__ void load_weights(const GemmArgs& args, GemmShared<C>
 // A wait that is too long ends all waits of the grid, and the launch that comes last ends in a trap (combine.cu).
 __device__ __forceinline__ void wait_for_intermediate(const GemmArgs& args, const Work& work) {
   BoundedWait wait;
-  while (load_acquire(args.schedule.finished + work.expert) < work.arrivals) {
+  const bool rounds = rounds_beside(args);
+  const int* counter = rounds ? args.schedule.rounded.units + work.tile : args.schedule.finished + work.expert;
+  while (load_acquire(counter) < work.arrivals) {
     __nanosleep(64);
     if (wait.is_over()) *args.schedule.overdue = 1;
     if (wait.rests() && load_acquire(args.schedule.overdue) != 0) break;
@@ -122,18 +124,27 @@ __device__ __forceinline__ void load_tokens(const GemmArgs& args, GemmShared<C>&
   Ring<kWorkSlots> work_ring;
   Ring<C::kTokenStages> ring;
   while (true) {
+    const int slot = work_ring.slot;
     const Work work = take_work(shared, work_ring);
     if (work.expert < 0) return;
     const __nv_bfloat16* tokens = (work.second ? args.h : args.operand) + int64_t{work.first_row} * kTileK;
     const int64_t step = int64_t{args.rows} * kTileK;
     const int bytes = work.width * kTileK * 2;
     if (work.second) wait_for_intermediate(args, work);
+    bool with_factors = work.second && args.row_amax != nullptr;   // with the first stage
 #pragma unroll 1
     for (int k = 0; k < work.k_tiles; k += C::kTokenSteps) {
       barrier_wait(shared_address(&shared.tokens_empty[ring.slot]), ring.parity ^ 1);
       const uint32_t full = shared_address(&shared.tokens_full[ring.slot]);
       const int steps = min(C::kTokenSteps, work.k_tiles - k);
-      barrier_expect(full, steps * bytes);
+      barrier_expect(full, steps * bytes + (with_factors ? work.width * 4 : 0));
+      if constexpr (Sizes<C>::kRoundsRows) {
+        if (with_factors) {
+          copy_bulk(shared_address(shared.rounding.factors[slot]), args.h_factor + work.first_row, work.width * 4,
+                    full);
+        }
+        with_factors = false;
+      }
 #pragma unroll
       for (int i = 0; i < C::kTokenSteps; i++) {
         if (i < steps) copy_bulk(shared_address(shared.tokens[ring.slot][i]), tokens + i * step, bytes, full);

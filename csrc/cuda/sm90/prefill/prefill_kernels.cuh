@@ -9,8 +9,17 @@
 
 namespace moeq::sm90 {
 
+inline Rounded take_rounded(Arena& arena, int slots, int experts) {
+  Rounded rounded;
+  rounded.next_unit = arena.take<int>(1);
+  rounded.stored = arena.take<int>(max_token_tiles(slots, experts));
+  rounded.units = arena.take<int>(max_token_tiles(slots, experts));
+  rounded.tile_of_rows = arena.take<int>(max_rows(slots, experts) / 8);
+  return rounded;
+}
+
 inline Schedule take_sorted_schedule(Arena& arena, int slots, int experts) {
-  Schedule schedule;
+  Schedule schedule{};
   schedule.tiles_total = arena.take<int>(1);
   schedule.rows_total = arena.take<int>(1);
   schedule.next_item = arena.take<int>(1);
@@ -42,6 +51,8 @@ struct OperandArgs {
   int max_width;  // tokens of a tile
   ActFormat act_format;
   RemoteRows remote;
+  float* row_factor;   // [rows]: `factor` of e4m3 by row; null: nobody asks
+  uint32_t* row_amax;  // [rows]: to be zeroed; or null
 };
 
 // The intermediate where GEMM1 does not round it: with a scale of its own per row, or to e4m3.
@@ -54,6 +65,7 @@ struct RequantizeArgs {
   int rows;  // max_rows
   int inter_padded;
   ActFormat act_format;
+  const uint32_t* row_amax;  // [rows]: largest magnitudes, as bits: `wide` lies as e4m3_rows.cuh says then; or null
 };
 
 struct CombineArgs {

@@ -14,11 +14,19 @@ constexpr int kBatch = 8;
 constexpr int kClusterBlocks = kPortableCluster;
 constexpr int kSlotsOfOneBlock = 2 * kThreads * kBatch;   // more than that: a cluster
 
+// Of a tile: eight rows at a time.
+__device__ void list_rows(const Rounded& rounded, int tile, int start, int end) {
+  rounded.stored[tile] = 0;
+  rounded.units[tile] = 0;
+  for (int row = start; row < end; row += 8) rounded.tile_of_rows[row / 8] = tile;
+}
+
 __device__ void list_tiles(const Schedule& schedule, int expert, int start, int count, int first, int tiles) {
   const int groups = (count + 7) / 8;
   for (int i = 0; i < tiles; i++) {
     const int token = i * groups / tiles * 8, end = (i + 1) * groups / tiles * 8;
     schedule.tiles[first + i] = {expert, first, tiles, start + token, min(end, count) - token, end - token, {0, 0}};
+    if (schedule.rounded.next_unit != nullptr) list_rows(schedule.rounded, first + i, start + token, start + end);
   }
 }
 
@@ -74,6 +82,7 @@ __device__ void write_schedule(const OperandArgs& args, int count) {
     *schedule.rows_total = rows_total;
     *schedule.next_item = 0;
     *schedule.overdue = 0;
+    if (schedule.rounded.next_unit != nullptr) *schedule.rounded.next_unit = 0;
   }
 }
 
