@@ -13,14 +13,9 @@ struct GemmArgs {
   Schedule schedule;
   const __nv_bfloat16* operand;  // [hidden_padded / 64, rows, 64]
   const float* operand_factor;   // [tokens]; null: 1
-  const float* row_factor;       // [rows]: the same by row; null: operand_factor
   __nv_bfloat16* h;              // [inter_padded / 64, rows, 64], likewise
   float* h_wide;  // [rows, inter_padded] in natural order, where quantization needs whole rows; or null
   float* h_factor;  // [rows]; null: 1
-  uint32_t* row_amax;  // [rows]: largest magnitudes of the intermediate, as bits, whose rows are rounded to e4m3, in
-                       // this launch if it does both GEMMs; h_wide lies as e4m3_rows.cuh says then. Or null
-  const float* given_gscale;  // by which rows are rounded then; null: by their largest magnitudes
-  bool gscale_by_expert;
   void* y;  // [slots, hidden] by slot: bfloat16, or float32 if y_wide
   bool y_wide;
   int rows;  // max_rows
@@ -29,6 +24,14 @@ struct GemmArgs {
   int blocks13, blocks2;  // of as many tiles as a thread block multiplies at a time
   bool first, second;  // which of the GEMMs to do
   bool mx;  // the intermediate is rounded to mxfp8
+  // Of kernels that round the intermediate row by row (RoundsRows), and those in front of them; the others get nulls.
+  const float* row_factor;  // [rows]: the same by row; null: operand_factor
+  uint32_t* row_amax;  // [rows]: largest magnitudes of the intermediate, as bits, whose rows are rounded to e4m3, in
+                       // this launch if it does both GEMMs; h_wide lies as e4m3_rows.cuh says then. Null: the kernels
+                       // that know nothing of that (RoundsRows)
+  const float* given_gscale;  // by which rows are rounded then; null: by their largest magnitudes
+  bool gscale_by_expert;
+  Rounded rounded;
 };
 
 // A tile of tokens times a block of weight rows. GEMM2's wait until their expert's GEMM1 is finished: they come after
@@ -41,8 +44,7 @@ struct Work {
   int rows;  // of them real
   int first_row;  // a multiple of 8
   int k_tiles;
-  int arrivals;  // that mark the end of the expert's GEMM1 in `finished`, or the tile's rounding
-  int tile;      // of tokens
+  int arrivals;  // in `finished` that mark the end of the expert's GEMM1; or the tile of tokens (find_work)
 };
 
 // Rows of the intermediate are rounded in units: eight of them, so many steps of K.
@@ -51,13 +53,10 @@ __device__ __forceinline__ int units_of_rows(const GemmArgs& args) {
   return (args.inter_padded / kTileK + kUnitSteps - 1) / kUnitSteps;
 }
 
-// Whether this launch rounds the intermediate row by row.
-__device__ __forceinline__ bool rounds_beside(const GemmArgs& args) {
-  return args.row_amax != nullptr && args.first && args.second;
-}
-
+// kTellsTile: `arrivals` is the tile's number.
+template <bool kTellsTile>
 __device__ __forceinline__ Work find_work(const GemmArgs& args, int tiles_total, int item) {
-  Work work{-1, 0, 0, 0, 0, 0, 0, 0, 0};
+  Work work{-1, 0, 0, 0, 0, 0, 0, 0};
   const int items13 = args.first ? tiles_total * args.blocks13 : 0;
   work.second = item >= items13;
   const int blocks = work.second ? args.blocks2 : args.blocks13;
@@ -67,16 +66,15 @@ __device__ __forceinline__ Work find_work(const GemmArgs& args, int tiles_total,
   // cache from the second tile on.
   const TokenTile some = args.schedule.tiles[local / blocks];  // of the expert
   const int within = local - some.first * blocks;
-  work.tile = some.first + within % some.tiles;
-  const TokenTile tile = args.schedule.tiles[work.tile];
+  const int number = some.first + within % some.tiles;
+  const TokenTile tile = args.schedule.tiles[number];
   work.expert = tile.expert;
   work.row_block = within / tile.tiles;
   work.rows = tile.rows;
   work.width = tile.width;
   work.first_row = tile.start;
   work.k_tiles = (work.second ? args.inter_padded : args.hidden_padded) / kTileK;
-  work.arrivals = args.first ? tile.tiles * args.blocks13 : 0;
-  if (rounds_beside(args)) work.arrivals = tile.width / kUnitRows * units_of_rows(args);
+  work.arrivals = kTellsTile ? number : args.first ? tile.tiles * args.blocks13 : 0;
   return work;
 }
 

@@ -41,7 +41,7 @@ __device__ __forceinline__ void apply(const GemmArgs& args, const Work& work, Ac
 template <class C, class Function>
 __device__ __forceinline__ void apply_scaled(const GemmArgs& args, const Work& work, Accumulators<C>& acc,
                                              const Staging& s, Function function) {
-  stage_operand_factors(args, work, s);
+  stage_operand_factors<C>(args, work, s);
   apply<C, true>(args, work, acc, s, function);
   s.synchronize();
 }
@@ -284,9 +284,7 @@ __device__ __forceinline__ void finish_gated(const GemmArgs& args, GemmShared<C>
   const Problem& p = args.problem;
   s.synchronize();   // nobody reads the staging any more
   apply_activation<C, finish>(args, work, acc, s);
-  if constexpr (Sizes<C>::kRoundsRows) {
-    if (args.row_amax != nullptr) return store_for_rounding<C>(args, work, acc, s);
-  }
+  if constexpr (Sizes<C>::kRoundsRows) return store_for_rounding<C>(args, work, acc, s);
   if constexpr (kRounds<typename C::Format>) {
     if (args.h_wide != nullptr) return store_wide_gated<C>(args, work, acc, s);
   }

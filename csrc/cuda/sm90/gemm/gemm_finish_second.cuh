@@ -72,7 +72,7 @@ __device__ __forceinline__ void finish_second(const GemmArgs& args, GemmShared<C
       transform<C>(work, acc[m], s, [&](float sum, int half, int) { return scales.of(sum, half, 1.0f); });
     } else {
       // Where the kernel rounds, they have come with the tokens.
-      if (args.row_amax == nullptr) stage_factors(work, s, [&](int row) { return args.h_factor[row]; });
+      if constexpr (!Sizes<C>::kRoundsRows) stage_factors(work, s, [&](int row) { return args.h_factor[row]; });
       transform<C>(work, acc[m], s,
                    [&](float sum, int half, int token) { return scales.of(sum, half, factor_of<true>(s, token)); });
       s.synchronize();

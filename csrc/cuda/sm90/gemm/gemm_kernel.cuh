@@ -20,14 +20,12 @@ __device__ __forceinline__ void consume(const GemmArgs& args, GemmShared<C>& sha
     fetch_alphas<typename C::Format>(args.problem, work, staging);
     int* slots = shared.slots[staging.warpgroup][work_ring.slot % 2];
     if (work.second) prefetch_slots(args, work, staging, slots);
-    staging.factors = staging.address;
-    if (!work.second && args.row_factor != nullptr) {
-      prefetch_factors(args, work, staging, slots);
-      staging.factors = shared_address(slots);
-    }
     if constexpr (Sizes<C>::kRoundsRows) {
-      if (work.second && args.row_amax != nullptr) {
-        staging.factors = shared_address(shared.rounding.factors[work_ring.slot]);
+      staging.factors = staging.address;
+      if (work.second) staging.factors = shared_address(shared.rounding.factors[work_ring.slot]);
+      if (!work.second && args.row_factor != nullptr) {
+        prefetch_factors(args, work, staging, slots);
+        staging.factors = shared_address(slots);
       }
     }
     Accumulators<C> acc;
@@ -63,8 +61,12 @@ __device__ __forceinline__ void run_block(const GemmArgs& args, const WeightArgs
     if (thread == 0) load_weights(weights, shared);
     if (thread == 32) load_tokens(args, shared);
     if (thread == 64) find_all_work(args, shared);
-    if (Sizes<C>::kRoundsBeside && finish != Finish::kPlain && rounds_beside(args)) {
-      if (thread >= 96) round_intermediates(args, shared, thread - 96);
+    if constexpr (Sizes<C>::kRoundsBeside) {
+      if (thread >= 96 && args.first && args.second) {
+        round_intermediates(args, shared, thread - 96);
+      } else if (thread == 96) {
+        announce_intermediates(args, shared);
+      }
     } else if (thread == 96) {
       announce_intermediates(args, shared);
     }
@@ -93,6 +95,12 @@ template <class Format, Finish finish>
 GemmVariants gemm_variants() {
   return {{variant_of<SlimConfig<SlimFormat<Format>>, finish>(), variant_of<NarrowConfig<Format>, finish>(),
            variant_of<WideConfig<Format>, finish>()}};
+}
+
+template <class Format, Finish finish>
+GemmVariants rounding_variants() {
+  return {{variant_of<RoundsRows<SlimConfig<Format>>, finish>(), variant_of<RoundsRows<NarrowConfig<Format>>, finish>(),
+           variant_of<RoundsRows<WideConfig<Format>>, finish>()}};
 }
 
 }  // namespace moeq::sm90

@@ -43,7 +43,7 @@ struct Announcer {
       if (waits) barrier_wait(stored, ring.parity);
       if (!waits && !barrier_is_over(stored, ring.parity)) return false;
       fence_async_proxy();  // who rounds reads by bulk copies
-      add_release(args.schedule.rounded.stored + work.tile, 1);
+      add_release(args.rounded.stored + work.arrivals, 1);
     }
     barrier_arrive(shared_address(&shared.work_empty[ring.slot]));
     ring.advance();
@@ -61,11 +61,11 @@ struct RoundingUnit {
 // All lanes.
 __device__ __forceinline__ RoundingUnit take_unit(const GemmArgs& args, int total, int lane) {
   int number = 0;
-  if (lane == 0) number = atomicAdd(args.schedule.rounded.next_unit, 1);
+  if (lane == 0) number = atomicAdd(args.rounded.next_unit, 1);
   number = __shfl_sync(0xffffffffu, number, 0);
   if (number >= total) return {number, 0, 0, 0, 0, 0};
   const int parts = units_of_rows(args), group = number / parts, row = group * kUnitRows;
-  const int index = args.schedule.rounded.tile_of_rows[group];
+  const int index = args.rounded.tile_of_rows[group];
   const TokenTile& tile = args.schedule.tiles[index];
   return {number, index, tile.expert, row, tile.start + tile.rows - row, number % parts};
 }
@@ -155,7 +155,7 @@ __device__ __forceinline__ void round_unit(const GemmArgs& args, GemmShared<C>& 
   __syncwarp();
   if (lane == 0) {
     fence_async_proxy();  // GEMM2 reads the intermediate by bulk copies
-    add_release(args.schedule.rounded.units + unit.tile, 1);
+    add_release(args.rounded.units + unit.tile, 1);
   }
 }
 
@@ -172,7 +172,7 @@ __device__ __forceinline__ void round_intermediates(const GemmArgs& args, GemmSh
       int ready = 0;
       if (lane == 0) {
         while (!announcer.ended && announcer.template announce<false>(args, shared)) continue;
-        ready = load_acquire(args.schedule.rounded.stored + unit.tile) >= args.blocks13;
+        ready = load_acquire(args.rounded.stored + unit.tile) >= args.blocks13;
         if (!ready) {
           if (wait.is_over()) *args.schedule.overdue = 1;
           if (wait.rests() && load_acquire(args.schedule.overdue) != 0) ready = -1;

@@ -61,7 +61,9 @@ __device__ __forceinline__ void init_barriers(GemmShared<C>& shared) {
   init_ring(shared.work_full, shared.work_empty, 4 * C::kConsumers + 3);
   for (int i = 0; i < kWorkSlots; i++) barrier_init(shared_address(&shared.stored[i]), 4 * C::kConsumers);
   barrier_init(shared_address(&shared.work_wanted), 1);
-  for (int i = 0; i < Sizes<C>::kRoundingStages; i++) barrier_init(shared_address(&shared.rounding_full[i]), 1);
+  if constexpr (Sizes<C>::kRoundsBeside) {
+    for (int i = 0; i < Sizes<C>::kRoundingStages; i++) barrier_init(shared_address(&shared.rounding_full[i]), 1);
+  }
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 

@@ -141,8 +141,9 @@ __device__ __forceinline__ void stage_factors(const Work& work, const Staging& s
   s.synchronize();
 }
 
+template <class C>
 __device__ __forceinline__ void stage_operand_factors(const GemmArgs& args, const Work& work, const Staging& s) {
-  if (args.row_factor != nullptr) {   // prefetch_factors has them on their way
+  if (Sizes<C>::kRoundsRows && args.row_factor != nullptr) {   // prefetch_factors has them on their way
     copy_wait();
     return s.synchronize();
   }

@@ -19,7 +19,7 @@ inline Rounded take_rounded(Arena& arena, int slots, int experts) {
 }
 
 inline Schedule take_sorted_schedule(Arena& arena, int slots, int experts) {
-  Schedule schedule{};
+  Schedule schedule;
   schedule.tiles_total = arena.take<int>(1);
   schedule.rows_total = arena.take<int>(1);
   schedule.next_item = arena.take<int>(1);
@@ -53,6 +53,7 @@ struct OperandArgs {
   RemoteRows remote;
   float* row_factor;   // [rows]: `factor` of e4m3 by row; null: nobody asks
   uint32_t* row_amax;  // [rows]: to be zeroed; or null
+  Rounded rounded;     // of the persistent kernel
 };
 
 // The intermediate where GEMM1 does not round it: with a scale of its own per row, or to e4m3.

@@ -43,7 +43,6 @@ struct Schedule {
   SlotRank* rank;      // [slots]
   int* slot_of_row;    // [max_rows]; undefined in gaps
   TokenTile* tiles;    // [max_token_tiles]
-  Rounded rounded;     // of intermediates that the persistent kernel rounds row by row
 };
 
 // Rows that any routing needs at most, a multiple of 8.
