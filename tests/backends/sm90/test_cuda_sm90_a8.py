@@ -132,28 +132,6 @@ def test_more_tokens_take_one_launch(form: str) -> None:
     assert len(names) == 1 and "decode::decode_kernel" in names[0], names
 
 
-# Tokens of an expert: one, parts of four and of eight rows, several tiles; K of one unit of steps, and of several
-@pytest.mark.parametrize("shape", ("slim", "narrow", "wide"))
-@pytest.mark.parametrize("form", [form for form in FORMS if form != "mxfp4_mxfp8"])
-@pytest.mark.parametrize("tokens", (1, 5, 60, 2000))
-@pytest.mark.parametrize("inter", (64, 448, 800))
-def test_few_rows_are_rounded_beside_the_multiplications(form: str, shape: str, tokens: int, inter: int) -> None:
-    """Up to eight of an expert in the mean, in the slim shape; others between two launches."""
-    call = case(form, experts=16, top_k=2, hidden=256, inter=inter, tokens=tokens, foreign=tokens > 1)
-    tiled = in_tiles(call)
-    out = run_on(shape, tiled)
-    now = call._replace(topk_weights=call.topk_weights.nan_to_num(1.0))
-    assert error(out, now) < 1
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        again = run_on(shape, tiled)
-        torch.cuda.synchronize()
-    names = [event.name for event in profiled.events() if "moeq::sm90" in event.name]
-    assert torch.equal(again, out)
-    beside = shape == "slim" and tokens * 2 <= 8 * 16
-    assert sum("gemm_kernel" in name for name in names) == (1 if beside else 2), names
-    assert any("e4m3_round_kernel" in name for name in names) != beside, names
-
-
 @kernels
 @forms
 @pytest.mark.parametrize("activation", ACTIVATIONS)

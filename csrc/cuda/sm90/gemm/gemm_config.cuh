@@ -65,16 +65,6 @@ using SlimFormat =
     std::conditional_t<std::is_same_v<Format, Int4ZeroFormat<true>>, Int4SumsFormat,
                        std::conditional_t<std::is_same_v<Format, Int4FloatFormat>, Int4FloatSumsFormat, Format>>;
 
-// The same for intermediates that are rounded to e4m3 row by row, of which the others know nothing.
-template <class Config>
-struct RoundsRows : Config {
-  static constexpr int kProducerRegisters = Config::kBlocks == 2 ? 32 : Config::kProducerRegisters;
-};
-template <class Config>
-inline constexpr bool kIsRoundsRows = false;
-template <class Config>
-inline constexpr bool kIsRoundsRows<RoundsRows<Config>> = true;
-
 // What follows from them.
 template <class Config>
 struct Sizes {
@@ -89,10 +79,6 @@ struct Sizes {
   // And to mxfp8 beside MXFP4 ones.
   static constexpr bool kQuantizesMx = std::is_same_v<typename Config::Format, Mxfp4Format>;
   static constexpr bool kHasBlocks = kQuantizes || kQuantizesMx;
-  // Whether rows of intermediates are rounded to e4m3; and in the same launch, where rows are few, in so many stages of
-  // shared memory.
-  static constexpr bool kRoundsRows = kIsRoundsRows<Config>, kRoundsBeside = kRoundsRows && Config::kBlocks == 2;
-  static constexpr int kRoundingStages = kRoundsBeside ? 6 : 1;
 };
 
 }  // namespace moeq::sm90

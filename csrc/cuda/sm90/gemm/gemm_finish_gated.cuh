@@ -41,7 +41,7 @@ __device__ __forceinline__ void apply(const GemmArgs& args, const Work& work, Ac
 template <class C, class Function>
 __device__ __forceinline__ void apply_scaled(const GemmArgs& args, const Work& work, Accumulators<C>& acc,
                                              const Staging& s, Function function) {
-  stage_operand_factors<C>(args, work, s);
+  stage_operand_factors(args, work, s);
   apply<C, true>(args, work, acc, s, function);
   s.synchronize();
 }
@@ -60,8 +60,6 @@ __device__ __forceinline__ void apply_activation(const GemmArgs& args, const Wor
     const bool is_silu = p.alpha == 1.0f && p.beta == 0.0f && p.limit == INFINITY;
     if (is_silu && args.operand_factor == nullptr) {
       apply<C, false>(args, work, acc, s, [](float gate, float up) { return silu(gate) * up; });
-    } else if (Sizes<C>::kRoundsRows && is_silu) {   // compiled for those whose tokens may be rounded to e4m3
-      apply_scaled<C>(args, work, acc, s, [](float gate, float up) { return silu(gate) * up; });
     } else {
       apply_scaled<C>(args, work, acc, s, [&](float gate, float up) { return swiglu(p, gate, up); });
     }
@@ -200,65 +198,6 @@ __device__ __forceinline__ void store_wide_gated(const GemmArgs& args, const Wor
   }
 }
 
-// The largest magnitudes of a warp's rows, of each token, to those that other warps find.
-template <class C>
-__device__ __forceinline__ void add_maxima(const GemmArgs& args, const Work& work, const Accumulators<C>& acc,
-                                           const Staging& s) {
-#pragma unroll
-  for (int first = 0; first < C::kMaxWidth / 8; first += 4) {
-    if (first * 8 >= work.width) break;
-    float x[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      x[i] = fabsf(acc[0][(first + i / 2) * 4 + i % 2]);
-#pragma unroll
-      for (int m = 1; m < C::kWarpgroupTiles; m++) {
-        x[i] = max_magnitude(x[i], acc[m][(first + i / 2) * 4 + i % 2]);
-      }
-    }
-    const int which = s.lane / 4;
-    const int token = (first + which / 2) * 8 + s.lane % 4 * 2 + which % 2;
-    const float amax = maximum_of_lanes(x, s.lane);
-    if (token < work.rows) atomicMax(args.row_amax + work.first_row + token, __float_as_uint(amax));
-  }
-}
-
-// The intermediates of a tile as float32, 32 of each token, into the staging.
-template <class C>
-__device__ __forceinline__ void stage_wide(const Work& work, const TileSums<C>& acc, const Staging& s) {
-  const int piece = s.warp * 2 + s.lane / 16;
-#pragma unroll
-  for (int group = 0; group < C::kMaxWidth / 8; group++) {
-    if (group * 8 >= work.width) break;
-#pragma unroll
-    for (int b = 0; b < 2; b++) {
-      const int token = s.lane % 4 * 2 + b;
-      const uint32_t to = s.address + (group * 8 + token) * 128 + (piece ^ token) * 16 + s.lane / 4 % 4 * 4;
-      asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(acc[group * 4 + b]) : "memory");
-    }
-  }
-}
-
-// To where they are rounded row by row (gemm_round.cuh), in the staging's swizzled order.
-template <class C>
-__device__ __forceinline__ void store_for_rounding(const GemmArgs& args, const Work& work, const Accumulators<C>& acc,
-                                                   const Staging& s) {
-  if (args.given_gscale == nullptr) add_maxima<C>(args, work, acc, s);
-#pragma unroll
-  for (int m = 0; m < C::kWarpgroupTiles; m++) {
-    if (m > 0) s.synchronize();   // nobody reads the staging any more
-    stage_wide<C>(work, acc[m], s);
-    s.synchronize();
-    const int tile = first_tile<C>(work, s) + m;
-    if (tile * 32 >= args.inter_padded) continue;
-    float* to = args.h_wide + (int64_t{tile} * args.rows + work.first_row) * 32 + s.thread % 8 * 4;
-#pragma unroll 4
-    for (int row = s.thread / 8; row < work.rows; row += kRowsAPass) {
-      *reinterpret_cast<uint4*>(to + row * 32) = load_shared16(s.address + row * 128 + s.thread % 8 * 16);
-    }
-  }
-}
-
 // The intermediates, in the first two of each four sums, into the staging: 8 of a warp and tile.
 template <class C>
 __device__ __forceinline__ void stage_gated(const Work& work, const Accumulators<C>& acc, const Staging& s) {
@@ -284,7 +223,6 @@ __device__ __forceinline__ void finish_gated(const GemmArgs& args, GemmShared<C>
   const Problem& p = args.problem;
   s.synchronize();   // nobody reads the staging any more
   apply_activation<C, finish>(args, work, acc, s);
-  if constexpr (Sizes<C>::kRoundsRows) return store_for_rounding<C>(args, work, acc, s);
   if constexpr (kRounds<typename C::Format>) {
     if (args.h_wide != nullptr) return store_wide_gated<C>(args, work, acc, s);
   }

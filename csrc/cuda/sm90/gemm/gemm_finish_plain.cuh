@@ -64,7 +64,7 @@ __device__ __forceinline__ void finish_plain(const GemmArgs& args, const Work& w
       scales.bias[half] = p.w13_bias != nullptr && real[half] ? p.w13_bias[work.expert * int64_t{p.inter} + i] : 0.0f;
     }
     s.synchronize();   // nobody reads the staging any more
-    stage_operand_factors<C>(args, work, s);
+    stage_operand_factors(args, work, s);
     activate_plain<C>(p, work, acc[m], s, scales, real);
     s.synchronize();
     if (kRounds<typename C::Format> && args.h_wide != nullptr) {

@@ -52,13 +52,6 @@ __device__ __forceinline__ void prefetch_slots(const GemmArgs& args, const Work&
   }
 }
 
-// The same of what GEMM1's rows lack.
-__device__ __forceinline__ void prefetch_factors(const GemmArgs& args, const Work& work, const Staging& s, int* to) {
-  for (int row = s.thread; row < work.rows; row += 128) {
-    copy4(shared_address(to + row), args.row_factor + work.first_row + row);
-  }
-}
-
 template <class C>
 __device__ __forceinline__ void finish_second(const GemmArgs& args, GemmShared<C>&, const Work& work,
                                               Accumulators<C>& acc, const Staging& s, const int* slots) {
@@ -71,8 +64,7 @@ __device__ __forceinline__ void finish_second(const GemmArgs& args, GemmShared<C
     if (args.h_factor == nullptr) {
       transform<C>(work, acc[m], s, [&](float sum, int half, int) { return scales.of(sum, half, 1.0f); });
     } else {
-      // Where the kernel rounds, they have come with the tokens.
-      if constexpr (!Sizes<C>::kRoundsRows) stage_factors(work, s, [&](int row) { return args.h_factor[row]; });
+      stage_factors(work, s, [&](int row) { return args.h_factor[row]; });
       transform<C>(work, acc[m], s,
                    [&](float sum, int half, int token) { return scales.of(sum, half, factor_of<true>(s, token)); });
       s.synchronize();

@@ -4,7 +4,6 @@
 #include "gemm_finish_plain.cuh"
 #include "gemm_finish_second.cuh"
 #include "gemm_producer.cuh"
-#include "gemm_round.cuh"
 #include "gemm_variant.h"
 
 namespace moeq::sm90 {
@@ -20,14 +19,6 @@ __device__ __forceinline__ void consume(const GemmArgs& args, GemmShared<C>& sha
     fetch_alphas<typename C::Format>(args.problem, work, staging);
     int* slots = shared.slots[staging.warpgroup][work_ring.slot % 2];
     if (work.second) prefetch_slots(args, work, staging, slots);
-    if constexpr (Sizes<C>::kRoundsRows) {
-      staging.factors = staging.address;
-      if (work.second) staging.factors = shared_address(shared.rounding.factors[work_ring.slot]);
-      if (!work.second && args.row_factor != nullptr) {
-        prefetch_factors(args, work, staging, slots);
-        staging.factors = shared_address(slots);
-      }
-    }
     Accumulators<C> acc;
     begin_tile(at, args, work);
     multiply_tile(acc, shared, at, work);
@@ -61,15 +52,7 @@ __device__ __forceinline__ void run_block(const GemmArgs& args, const WeightArgs
     if (thread == 0) load_weights(weights, shared);
     if (thread == 32) load_tokens(args, shared);
     if (thread == 64) find_all_work(args, shared);
-    if constexpr (Sizes<C>::kRoundsBeside) {
-      if (thread >= 96 && args.first && args.second) {
-        round_intermediates(args, shared, thread - 96);
-      } else if (thread == 96) {
-        announce_intermediates(args, shared);
-      }
-    } else if (thread == 96) {
-      announce_intermediates(args, shared);
-    }
+    if (thread == 96) announce_intermediates(args, shared);
     allow_next_kernel();
   } else {
     registers_grow<C::kConsumerRegisters>();
@@ -95,12 +78,6 @@ template <class Format, Finish finish>
 GemmVariants gemm_variants() {
   return {{variant_of<SlimConfig<SlimFormat<Format>>, finish>(), variant_of<NarrowConfig<Format>, finish>(),
            variant_of<WideConfig<Format>, finish>()}};
-}
-
-template <class Format, Finish finish>
-GemmVariants rounding_variants() {
-  return {{variant_of<RoundsRows<SlimConfig<Format>>, finish>(), variant_of<RoundsRows<NarrowConfig<Format>>, finish>(),
-           variant_of<RoundsRows<WideConfig<Format>>, finish>()}};
 }
 
 }  // namespace moeq::sm90

@@ -5,6 +5,4 @@ namespace moeq::sm90 {
 template GemmVariants gemm_variants<Mxfp4Format, Finish::kSwiglu>();
 template GemmVariants gemm_variants<Mxfp4Format, Finish::kGated>();
 template GemmVariants gemm_variants<Mxfp4Format, Finish::kPlain>();
-template GemmVariants rounding_variants<Mxfp4Format, Finish::kSwiglu>();
-template GemmVariants rounding_variants<Mxfp4Format, Finish::kGated>();
 }  // namespace moeq::sm90

@@ -15,7 +15,7 @@ __device__ __forceinline__ void find_all_work(const GemmArgs& args, GemmShared<C
   uint32_t wanted_parity = 0;
   int item = atomicAdd(args.schedule.next_item, 1);
   while (true) {
-    const Work work = find_work<Sizes<C>::kRoundsBeside>(args, tiles_total, item);
+    const Work work = find_work(args, tiles_total, item);
     barrier_wait(shared_address(&shared.work_empty[ring.slot]), ring.parity ^ 1);
     shared.work[ring.slot] = work;
     barrier_arrive(shared_address(&shared.work_full[ring.slot]));
@@ -106,16 +106,9 @@ __device__ __forceinline__ void load_weights(const GemmArgs& args, GemmShared<C>
 }
 
 // A wait that is too long ends all waits of the grid, and the launch that comes last ends in a trap (combine.cu).
-template <class C>
 __device__ __forceinline__ void wait_for_intermediate(const GemmArgs& args, const Work& work) {
   BoundedWait wait;
-  const int* counter = args.schedule.finished + work.expert;
-  int arrivals = work.arrivals;
-  if constexpr (Sizes<C>::kRoundsBeside) {   // units that are rounded of the tile's
-    counter = args.rounded.units + work.arrivals;
-    arrivals = args.first ? work.width / kUnitRows * units_of_rows(args) : 0;
-  }
-  while (load_acquire(counter) < arrivals) {
+  while (load_acquire(args.schedule.finished + work.expert) < work.arrivals) {
     __nanosleep(64);
     if (wait.is_over()) *args.schedule.overdue = 1;
     if (wait.rests() && load_acquire(args.schedule.overdue) != 0) break;
@@ -129,27 +122,18 @@ __device__ __forceinline__ void load_tokens(const GemmArgs& args, GemmShared<C>&
   Ring<kWorkSlots> work_ring;
   Ring<C::kTokenStages> ring;
   while (true) {
-    const int slot = work_ring.slot;
     const Work work = take_work(shared, work_ring);
     if (work.expert < 0) return;
     const __nv_bfloat16* tokens = (work.second ? args.h : args.operand) + int64_t{work.first_row} * kTileK;
     const int64_t step = int64_t{args.rows} * kTileK;
     const int bytes = work.width * kTileK * 2;
-    if (work.second) wait_for_intermediate<C>(args, work);
-    bool with_factors = Sizes<C>::kRoundsRows && work.second;   // with the first stage
+    if (work.second) wait_for_intermediate(args, work);
 #pragma unroll 1
     for (int k = 0; k < work.k_tiles; k += C::kTokenSteps) {
       barrier_wait(shared_address(&shared.tokens_empty[ring.slot]), ring.parity ^ 1);
       const uint32_t full = shared_address(&shared.tokens_full[ring.slot]);
       const int steps = min(C::kTokenSteps, work.k_tiles - k);
-      barrier_expect(full, steps * bytes + (with_factors ? work.width * 4 : 0));
-      if constexpr (Sizes<C>::kRoundsRows) {
-        if (with_factors) {
-          copy_bulk(shared_address(shared.rounding.factors[slot]), args.h_factor + work.first_row, work.width * 4,
-                    full);
-        }
-        with_factors = false;
-      }
+      barrier_expect(full, steps * bytes);
 #pragma unroll
       for (int i = 0; i < C::kTokenSteps; i++) {
         if (i < steps) copy_bulk(shared_address(shared.tokens[ring.slot][i]), tokens + i * step, bytes, full);

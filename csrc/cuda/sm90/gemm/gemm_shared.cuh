@@ -9,29 +9,16 @@ namespace moeq::sm90 {
 constexpr int kWorkSlots = 4;
 constexpr int kRowsAPass = 128 / 8;   // eight threads copy the 128 bytes of a row
 
-constexpr int kRoundedRows = 4;  // of a stage of an intermediate that is rounded, and a step of K
-constexpr int kRoundedBytes = kRoundedRows * 32 * 4;  // of half of it, float32
-
-// What rounding an intermediate row by row takes.
-template <class C>
-struct RoundingArea {
-  uint8_t stages[Sizes<C>::kRoundingStages][2][kRoundedBytes];
-  float factors[kWorkSlots][C::kMaxWidth];  // of GEMM2's rows
-};
-
 // What is multiplied, and what of a tile is on its way to memory.
 template <class C>
 struct GemmOperands {
   uint8_t tokens[C::kTokenStages][C::kTokenSteps][Sizes<C>::kTokenStepBytes];
-  uint8_t staging[C::kConsumers][C::kMaxWidth * 128];  // 64 results of each token
+  uint8_t staging[C::kConsumers][C::kMaxWidth * 128];   // 64 results of each token
   uint8_t codes[C::kWeightStages][Sizes<C>::kBlockTiles][Sizes<C>::kStageCodes];
   uint8_t scales[C::kWeightStages][Sizes<C>::kBlockTiles][Sizes<C>::kStageScales];
   // Of 16 intermediates: maxima, then BlockFactors; next to nothing where the format rounds none.
-  union {
-    float2 blocks[Sizes<C>::kHasBlocks ? C::kConsumers : 1][Sizes<C>::kHasBlocks ? C::kWarpgroupTiles : 1]
-                 [Sizes<C>::kHasBlocks ? C::kMaxWidth : 1][2];
-    std::conditional_t<Sizes<C>::kRoundsRows, RoundingArea<C>, float2> rounding;
-  };
+  float2 blocks[Sizes<C>::kHasBlocks ? C::kConsumers : 1][Sizes<C>::kHasBlocks ? C::kWarpgroupTiles : 1]
+               [Sizes<C>::kHasBlocks ? C::kMaxWidth : 1][2];
 };
 
 template <class C>
@@ -43,7 +30,6 @@ struct __align__(1024) GemmShared : GemmOperands<C> {
   uint64_t work_full[kWorkSlots], work_empty[kWorkSlots];
   uint64_t stored[kWorkSlots];  // the intermediate of this work is in memory
   uint64_t work_wanted;
-  uint64_t rounding_full[Sizes<C>::kRoundingStages];
 };
 
 template <int size>
@@ -61,9 +47,6 @@ __device__ __forceinline__ void init_barriers(GemmShared<C>& shared) {
   init_ring(shared.work_full, shared.work_empty, 4 * C::kConsumers + 3);
   for (int i = 0; i < kWorkSlots; i++) barrier_init(shared_address(&shared.stored[i]), 4 * C::kConsumers);
   barrier_init(shared_address(&shared.work_wanted), 1);
-  if constexpr (Sizes<C>::kRoundsBeside) {
-    for (int i = 0; i < Sizes<C>::kRoundingStages; i++) barrier_init(shared_address(&shared.rounding_full[i]), 1);
-  }
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 

@@ -10,7 +10,6 @@ struct Staging {
   uint32_t address;
   int warpgroup, thread, warp, lane;
   float alpha[2];   // of the work at hand: see fetch_alphas
-  uint32_t factors;   // where factor_of finds the tokens'
 
   template <class C>
   __device__ Staging(GemmShared<C>& shared, int wg)
@@ -18,8 +17,7 @@ struct Staging {
         warpgroup(wg),
         thread(threadIdx.x % 128),
         warp(threadIdx.x % 128 / 32),
-        lane(threadIdx.x % 32),
-        factors(address) {}
+        lane(threadIdx.x % 32) {}
 
   // Where this lane's row of a store_transposed goes: its token among 8 is lane % 8.
   __device__ uint32_t row(int group, int piece) const {
@@ -141,12 +139,7 @@ __device__ __forceinline__ void stage_factors(const Work& work, const Staging& s
   s.synchronize();
 }
 
-template <class C>
 __device__ __forceinline__ void stage_operand_factors(const GemmArgs& args, const Work& work, const Staging& s) {
-  if (Sizes<C>::kRoundsRows && args.row_factor != nullptr) {   // prefetch_factors has them on their way
-    copy_wait();
-    return s.synchronize();
-  }
   stage_factors(work, s, [&](int row) {
     return args.operand_factor == nullptr ? 1.0f
                                           : args.operand_factor[args.schedule.slot_of_row[row] / args.problem.top_k];
@@ -155,7 +148,7 @@ __device__ __forceinline__ void stage_operand_factors(const GemmArgs& args, cons
 
 template <bool scaled>
 __device__ __forceinline__ float factor_of(const Staging& s, int token) {
-  return scaled ? __uint_as_float(load_shared(s.factors + token * 4)) : 1.0f;
+  return scaled ? __uint_as_float(load_shared(s.address + token * 4)) : 1.0f;
 }
 
 __device__ __forceinline__ float gscale_of_intermediate(const Problem& p, int expert) {

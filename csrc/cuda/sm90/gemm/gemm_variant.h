@@ -22,8 +22,5 @@ struct GemmVariants {
 
 template <class Format, Finish finish>
 GemmVariants gemm_variants();
-// The same for intermediates that are rounded to e4m3 row by row: NVFP4 and MXFP4, with gates.
-template <class Format, Finish finish>
-GemmVariants rounding_variants();
 
 }  // namespace moeq::sm90

@@ -62,25 +62,7 @@ GemmVariants variants_of(const Problem& p) {
   }
 }
 
-template <class Format>
-GemmVariants rounding_variants_of(Finish finish) {
-  return finish == Finish::kSwiglu ? rounding_variants<Format, Finish::kSwiglu>()
-                                   : rounding_variants<Format, Finish::kGated>();
-}
-
-// `rounds`: rounds_rows of the whole problem.
-GemmVariant variant_for(const Problem& p, bool rounds, Shape shape) {
-  const GemmVariants variants = !rounds                      ? variants_of(p)
-                                : p.format == Format::kMxfp4 ? rounding_variants_of<Mxfp4Format>(finish_of(p))
-                                                             : rounding_variants_of<Nvfp4Format>(finish_of(p));
-  return variants.of_shape[static_cast<int>(shape)];
-}
-
-// Whether GEMM1 leaves the intermediate with largest magnitudes of its rows, by which it is rounded to e4m3.
-bool rounds_rows(const RoundedProblem& p) {
-  const bool has_kernel = p.gated && (p.format == Format::kNvfp4 || p.format == Format::kMxfp4);
-  return has_kernel && p.act_format == ActFormat::kFp8 && p.a2 != ActScale::kNone;
-}
+GemmVariant variant_for(const Problem& p, Shape shape) { return variants_of(p).of_shape[static_cast<int>(shape)]; }
 
 // Where rows of GEMM1's operand have factors of their own.
 void place_factors(const RoundedProblem& p, Arena& arena, Plan& plan) {
@@ -91,7 +73,6 @@ void place_factors(const RoundedProblem& p, Arena& arena, Plan& plan) {
   if (nvfp4 ? p.a1 == ActScale::kToken : p.act_format == ActFormat::kFp8 && p.a1 != ActScale::kNone) {
     const bool by_slot = p.a1 == ActScale::kExpert;
     operand.factor = arena.take<float>(int64_t{p.tokens} * (by_slot ? p.top_k : 1));
-    if (rounds_rows(p) && p.x_factor == nullptr) gemm.row_factor = operand.row_factor = arena.take<float>(gemm.rows);
     if (by_slot) gemm.problem.top_k = 1;   // the GEMMs' only use of it: a slot's place among the factors
   }
   gemm.operand_factor = p.x_factor != nullptr ? p.x_factor : operand.factor;
@@ -102,11 +83,8 @@ bool rounds_to_mx(const RoundedProblem& p) {
   return p.act_format == ActFormat::kMxfp8 && p.a2 != ActScale::kNone && p.gated && p.format == Format::kMxfp4;
 }
 
-// Whether a launch between the GEMMs rounds the intermediate, which they have in float32 then. Beside the
-// multiplications a warp of each block does where rows are few: from eight an expert on it does not keep up.
-bool is_apart(const RoundedProblem& p, Shape shape) {
-  constexpr int kFewRows = 8;
-  if (rounds_rows(p)) return shape != Shape::kSlim || p.tokens * p.top_k > kFewRows * p.experts;
+// Whether a launch between the GEMMs rounds the intermediate, which they have in float32 then.
+bool is_apart(const RoundedProblem& p) {
   if (p.act_format == ActFormat::kNvfp4) return p.a2 == ActScale::kToken;
   return p.a2 != ActScale::kNone && !rounds_to_mx(p);
 }
@@ -118,7 +96,7 @@ Plan make_plan(const RoundedProblem& p, Shape shape) {
   Arena arena(p.workspace);
   const int slots = p.tokens * p.top_k;
   const Schedule schedule = take_sorted_schedule(arena, slots, p.experts);
-  const GemmVariant variant = variant_for(p, rounds_rows(p), shape);
+  const GemmVariant variant = variant_for(p, shape);
   GemmArgs& gemm = plan.gemm;
   gemm = gemms_of(without_e4m3(p), schedule, variant.block_tiles);
   const int rows = gemm.rows;
@@ -130,32 +108,24 @@ Plan make_plan(const RoundedProblem& p, Shape shape) {
   gemm.operand = operand.operand;
   gemm.mx = rounds_to_mx(p);
   float* h_factor = nullptr;
-  if (rounds_rows(p)) {
-    gemm.rounded = operand.rounded = take_rounded(arena, slots, p.experts);
-    gemm.given_gscale = p.a2 == ActScale::kToken ? nullptr : p.a2_gscale;
-    gemm.gscale_by_expert = p.a2 == ActScale::kExpert;
-    gemm.row_amax = operand.row_amax = arena.take<uint32_t>(rows);
-  }
-  if (rounds_rows(p) || is_apart(p, shape)) {
+  if (is_apart(p)) {
     gemm.h_wide = arena.take<float>(int64_t{rows} * gemm.inter_padded);
     h_factor = p.act_format == ActFormat::kMxfp8 ? nullptr : arena.take<float>(rows);
     gemm.h_factor = h_factor;
   }
   gemm.h = arena.take<__nv_bfloat16>(int64_t{rows} * gemm.inter_padded);
   gemm.y = arena.take<uint8_t>(int64_t{slots} * p.hidden * result_bytes(p));
-  plan.requantize = {p, schedule, gemm.h_wide, gemm.h, h_factor, rows, gemm.inter_padded, p.act_format, gemm.row_amax};
+  plan.requantize = {p, schedule, gemm.h_wide, gemm.h, h_factor, rows, gemm.inter_padded, p.act_format};
   plan.combine = {p, gemm.y, gemm.y_wide, schedule.overdue, p.remote};
   plan.bytes = arena.used();
   return plan;
 }
 
 cudaError_t launch_gemms(const GemmArgs& args, Shape shape) {
-  static KnownDevices known[2][kFormats][kFinishes][kShapes];
-  const bool rounds = args.row_amax != nullptr;
+  static KnownDevices known[kFormats][kFinishes][kShapes];
   const Problem& p = args.problem;
-  const GemmVariant variant = variant_for(p, rounds, shape);
-  KnownDevices& of_kernel =
-      known[rounds][static_cast<int>(p.format)][static_cast<int>(finish_of(p))][static_cast<int>(shape)];
+  const GemmVariant variant = variant_for(p, shape);
+  KnownDevices& of_kernel = known[static_cast<int>(p.format)][static_cast<int>(finish_of(p))][static_cast<int>(shape)];
   const cudaError_t error =
       allow_shared_memory(reinterpret_cast<const void*>(variant.kernel), variant.shared_bytes, of_kernel);
   if (error != cudaSuccess) return error;
@@ -178,7 +148,7 @@ cudaError_t run_piece(const RoundedProblem& p, Shape shape) {
   const Plan plan = make_plan(p, shape);
   cudaError_t error = launch_schedule(plan.operand);
   if (error == cudaSuccess) error = launch_operand(plan.operand);
-  if (error == cudaSuccess) error = is_apart(p, shape) ? launch_apart(plan) : launch_gemms(plan.gemm, shape);
+  if (error == cudaSuccess) error = is_apart(p) ? launch_apart(plan) : launch_gemms(plan.gemm, shape);
   if (error == cudaSuccess) error = launch_combine(plan.combine);
   return error;
 }

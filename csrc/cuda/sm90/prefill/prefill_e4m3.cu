@@ -1,5 +1,5 @@
 // A prefill's operands rounded to e4m3, a block a row: values of codes, and what sums of their products lack.
-#include "../numerics/e4m3_rows.cuh"
+#include "../numerics/e4m3_round.cuh"
 #include "../device/gemm_async.cuh"
 #include "prefill_tokens.cuh"
 
@@ -63,13 +63,10 @@ __global__ void __launch_bounds__(kThreads) e4m3_operand_kernel(const __grid_con
       round_block(x, args.act_format, rounding);
       exchange(x, pieces);
     }
-    store_in_slots(args, token, block, block < blocks, pieces, [&](int64_t slot, int expert, int row) {
-      const bool tells = block == 0 && row >= 0 && args.row_factor != nullptr;
-      if (tells && !by_slot) args.row_factor[row] = rounding.factor;
+    store_in_slots(args, token, block, block < blocks, pieces, [&](int64_t slot, int expert) {
       if (!by_slot) return;
       const Rounding of_slot = given_rounding(expert >= 0 ? p.a1_gscale[expert] : 1.0f);
       if (block == 0) args.factor[slot] = of_slot.factor;
-      if (tells) args.row_factor[row] = of_slot.factor;
       float values[16];
 #pragma unroll
       for (int i = 0; i < 16; i++) values[i] = x[i];
@@ -125,33 +122,6 @@ __global__ void __launch_bounds__(kThreads) e4m3_requantize_kernel(const __grid_
   }
 }
 
-constexpr int kTilesAThread = 4;   // of K
-
-// The same where the largest magnitudes of rows are known: a row's eight values by a thread, of some tiles of K.
-__global__ void __launch_bounds__(kThreads) e4m3_round_kernel(const __grid_constant__ RequantizeArgs args) {
-  wait_for_previous_kernel();
-  allow_next_kernel();
-  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *args.schedule.next_item = 0;
-  const int row = blockIdx.x * (kThreads / 8) + threadIdx.x / 8, piece = threadIdx.x % 8;
-  if (row >= *args.schedule.rows_total) return;
-  const RowRounding how = with_inverse(args.problem.a2 == ActScale::kToken ? dynamic_rounding(args.row_amax[row])
-                                                                           : given_rounding(gscale_of_row(args, row)));
-  if (blockIdx.y == 0 && piece == 0) args.factor[row] = how.rounding.factor;
-  const int first = blockIdx.y * kTilesAThread, end = min(first + kTilesAThread, args.inter_padded / kTileK);
-#pragma unroll 2
-  for (int k = first; k < end; k++) {
-    const uint8_t* wide = reinterpret_cast<const uint8_t*>(args.wide) + (int64_t{2} * k * args.rows + row) * 128;
-    float2 v[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const uint8_t* half = wide + i / 2 * int64_t{args.rows} * 128;
-      v[i] = __ldcs(reinterpret_cast<const float2*>(half + wide_pair_offset(row % 8, i % 2, piece)));
-    }
-    __nv_bfloat16* to = args.h + (int64_t{k} * args.rows + row) * kTileK + (piece ^ row % 8) * 8;
-    *reinterpret_cast<uint4*>(to) = rounded_eight(v, how);
-  }
-}
-
 // For a row of so many values: no thread without some, where it is short.
 int threads_for(int columns) {
   const int threads = (columns / 16 + 31) / 32 * 32;
@@ -165,11 +135,6 @@ cudaError_t launch_e4m3_operand(const OperandArgs& args) {
 }
 
 cudaError_t launch_e4m3_requantize(const RequantizeArgs& args) {
-  if (args.row_amax != nullptr) {
-    const int rows = kThreads / 8, tiles = args.inter_padded / kTileK;
-    const dim3 grid((args.rows + rows - 1) / rows, (tiles + kTilesAThread - 1) / kTilesAThread);
-    return launch_dependent(e4m3_round_kernel, args, grid, kThreads, 0);
-  }
   return launch_dependent(e4m3_requantize_kernel, args, args.rows, threads_for(args.inter_padded), 0);
 }
 

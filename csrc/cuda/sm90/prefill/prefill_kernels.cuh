@@ -9,15 +9,6 @@
 
 namespace moeq::sm90 {
 
-inline Rounded take_rounded(Arena& arena, int slots, int experts) {
-  Rounded rounded;
-  rounded.next_unit = arena.take<int>(1);
-  rounded.stored = arena.take<int>(max_token_tiles(slots, experts));
-  rounded.units = arena.take<int>(max_token_tiles(slots, experts));
-  rounded.tile_of_rows = arena.take<int>(max_rows(slots, experts) / 8);
-  return rounded;
-}
-
 inline Schedule take_sorted_schedule(Arena& arena, int slots, int experts) {
   Schedule schedule;
   schedule.tiles_total = arena.take<int>(1);
@@ -51,9 +42,6 @@ struct OperandArgs {
   int max_width;  // tokens of a tile
   ActFormat act_format;
   RemoteRows remote;
-  float* row_factor;   // [rows]: `factor` of e4m3 by row; null: nobody asks
-  uint32_t* row_amax;  // [rows]: to be zeroed; or null
-  Rounded rounded;     // of the persistent kernel
 };
 
 // The intermediate where GEMM1 does not round it: with a scale of its own per row, or to e4m3.
@@ -66,7 +54,6 @@ struct RequantizeArgs {
   int rows;  // max_rows
   int inter_padded;
   ActFormat act_format;
-  const uint32_t* row_amax;  // [rows]: largest magnitudes, as bits: `wide` lies as e4m3_rows.cuh says then; or null
 };
 
 struct CombineArgs {

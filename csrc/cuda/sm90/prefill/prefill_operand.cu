@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kThreads) operand_kernel(const __grid_constant
     }
     exchange(x, pieces);
   }
-  store_in_slots(args, token, block, real, pieces, [&](int64_t, int expert, int) {
+  store_in_slots(args, token, block, real, pieces, [&](int64_t, int expert) {
     if (p.a1 != ActScale::kExpert) return;
     float values[16];
 #pragma unroll

@@ -89,7 +89,7 @@ __device__ __forceinline__ void load_remote_units(const OperandArgs& args, int64
 }
 
 // Block `block` of 16 values of a token into the rows of its slots, by a quad; threads that are not `real` exchange
-// values, no more. `before(slot, expert, row)` may change the pieces; expert -1: foreign, and so row.
+// values, no more. `before(slot, expert)` may change the pieces; expert -1: foreign.
 template <class Before>
 __device__ __forceinline__ void store_in_slots(const OperandArgs& args, int token, int block, bool real,
                                                const uint4 (&pieces)[2], Before before) {
@@ -100,11 +100,8 @@ __device__ __forceinline__ void store_in_slots(const OperandArgs& args, int toke
     const int64_t slot = int64_t{token} * top_k + j;
     const auto [expert, rank] = args.schedule.rank[slot];
     const int row = expert >= 0 ? args.schedule.first_row[expert] + rank : -1;
-    if (real && block == 0 && row >= 0) {
-      args.schedule.slot_of_row[row] = slot;
-      if (args.row_amax != nullptr) args.row_amax[row] = 0;
-    }
-    before(slot, expert, row);
+    if (real && block == 0 && row >= 0) args.schedule.slot_of_row[row] = slot;
+    before(slot, expert);
     if (real && row >= 0) store_pieces(k_tile, row, pieces);
   }
 }

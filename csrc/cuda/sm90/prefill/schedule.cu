@@ -14,20 +14,11 @@ constexpr int kBatch = 8;
 constexpr int kClusterBlocks = kPortableCluster;
 constexpr int kSlotsOfOneBlock = 2 * kThreads * kBatch;   // more than that: a cluster
 
-// Of a tile: eight rows at a time.
-__device__ void list_rows(const Rounded& rounded, int tile, int start, int end) {
-  rounded.stored[tile] = 0;
-  rounded.units[tile] = 0;
-  for (int row = start; row < end; row += 8) rounded.tile_of_rows[row / 8] = tile;
-}
-
-__device__ void list_tiles(const Schedule& schedule, const Rounded& rounded, int expert, int start, int count,
-                           int first, int tiles) {
+__device__ void list_tiles(const Schedule& schedule, int expert, int start, int count, int first, int tiles) {
   const int groups = (count + 7) / 8;
   for (int i = 0; i < tiles; i++) {
     const int token = i * groups / tiles * 8, end = (i + 1) * groups / tiles * 8;
     schedule.tiles[first + i] = {expert, first, tiles, start + token, min(end, count) - token, end - token, {0, 0}};
-    if (rounded.next_unit != nullptr) list_rows(rounded, first + i, start + token, start + end);
   }
 }
 
@@ -73,7 +64,7 @@ __device__ void write_schedule(const OperandArgs& args, int count) {
   int rows_total, tiles_total;
   const int start = prefix_sum<kThreads>((count + 7) / 8 * 8, warp_sums, rows_total);
   const int first = prefix_sum<kThreads>(tiles, warp_sums, tiles_total);
-  list_tiles(schedule, args.rounded, expert, start, count, first, tiles);
+  list_tiles(schedule, expert, start, count, first, tiles);
   if (expert < args.problem.experts) {
     schedule.finished[expert] = 0;
     schedule.first_row[expert] = start;
@@ -83,7 +74,6 @@ __device__ void write_schedule(const OperandArgs& args, int count) {
     *schedule.rows_total = rows_total;
     *schedule.next_item = 0;
     *schedule.overdue = 0;
-    if (args.rounded.next_unit != nullptr) *args.rounded.next_unit = 0;
   }
 }
 

@@ -24,14 +24,6 @@ struct alignas(8) SlotRank {
   int rank;     // among the slots of the expert
 };
 
-// What tells the persistent kernel that rows of the intermediate may be rounded, and that they are.
-struct Rounded {
-  int* next_unit;      // [1]; null: nothing is rounded row by row
-  int* stored;         // [max_token_tiles]: pieces of GEMM1's work that are in memory
-  int* units;          // [max_token_tiles]: units of the tile's that are rounded
-  int* tile_of_rows;   // [max_rows / 8]: of each eight rows
-};
-
 // Rows of operands are slots sorted by expert; an expert's rows begin at a multiple of 8, so that there are gaps.
 struct Schedule {
   int* tiles_total;    // [1]
