@@ -1,4 +1,4 @@
-// The ops of vLLM's CPU kernels of experts, under the names and schemas of its csrc/cpu/torch_bindings.cpp (0.32), for
+// The ops of vLLM's CPU kernels of experts, under the names and schemas of its torch_bindings.cpp (0.32), for
 // a library of these alone: build_vllm_cpu.sh.
 #include <torch/all.h>
 #include <torch/library.h>

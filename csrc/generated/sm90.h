@@ -67,7 +67,7 @@ constexpr int kMaxSlots = 128;
 constexpr int kMaxTokens = 8;
 // Of policy packed, which the other kernel does not decode.
 constexpr int kMaxTokensPacked = 16;
-// A number beside SM90_KERNELS: decode, but rows may be gathered by those experts that want them.
+// A number beside SM90_KERNELS: decode, but experts may gather their rows.
 constexpr int kGatheredKernel = 4;
 // Of W4A16, which may be so many then.
 constexpr int kGatheredTokens = 32;

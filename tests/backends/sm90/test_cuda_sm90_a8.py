@@ -103,6 +103,24 @@ def test_very_few_tokens_take_one_launch(form: str) -> None:
 
 
 @forms
+@pytest.mark.parametrize("tokens", (9, 13, 16))
+@pytest.mark.parametrize("experts", (32, 33, 64))
+def test_up_to_sixteen_tokens_take_it_where_experts_have_about_one(form: str, tokens: int, experts: int) -> None:
+    call = case(form, tokens=tokens, experts=experts, top_k=2, hidden=320, inter=192)
+    call.topk_ids[3:6, 1] = call.topk_ids[3, 0]  # more entries of an expert than others have
+    tiled = in_tiles(call)
+    out = run_on("decode", tiled)
+    assert error(out, call) < 1
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        again = run_on("decode", tiled)
+        torch.cuda.synchronize()
+    assert torch.equal(again, out)
+    names = {event.key for event in profiled.key_averages()}
+    takes = FORMS[form][1] == "fp8" and FORMS[form][2].get("a1") != "expert"
+    assert any("decode_few_kernel" in name for name in names) == takes
+
+
+@forms
 def test_more_tokens_take_one_launch(form: str) -> None:
     """Operands are rounded between the grid barriers of the decode kernel."""
     tiled = in_tiles(case(form, tokens=20))

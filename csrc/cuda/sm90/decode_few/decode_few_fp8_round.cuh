@@ -157,14 +157,39 @@ __device__ __forceinline__ void keep_tokens(const Args& args, uint8_t* x) {
   sync_workers();
 }
 
-// The tokens, where they lie. All workers: a warp has two groups at a time.
+// The tokens that a block multiplies, a bit each: those of the entries of its units of GEMM1. All lanes.
+__device__ __forceinline__ uint32_t tokens_of_block(const Args& args, const Fixed& fixed) {
+  if (args.p.tokens == 1) {
+    return 1;
+  }
+  const Work work = fixed.work[0];
+  const int first = work.entry, last = first + quotient(work.row_tile + work.count - 1, args.inverse_row_tiles[0]);
+  uint32_t tokens = 0;
+#pragma unroll 1
+  for (int start = 0; start < args.slots; start += 32) {
+    const int slot = start + lane_of_warp(), entry = slot < args.slots ? static_cast<int>(fixed.place[slot]) : -1;
+    const bool mine = work.count > 0 && entry >= first && entry <= last;   // kForeign is -1
+    tokens |= __reduce_or_sync(0xffffffffu, mine ? 1u << quotient(slot, args.inverse_top_k) : 0);
+  }
+  return tokens;
+}
+
+// The `number`-th of the bits that are set. All lanes.
+__device__ __forceinline__ int bit_of(uint32_t bits, int number) {
+  const int lane = lane_of_warp();
+  const bool is_it = (bits >> lane & 1) != 0 && __popc(bits & ((1u << lane) - 1)) == number;
+  return __ffs(__ballot_sync(0xffffffffu, is_it)) - 1;
+}
+
+// The tokens of this block, where they lie. All workers: a warp has two groups at a time.
 template <bool kGroups, bool kHalf>
 __device__ __forceinline__ void round_tokens(const Args& args, Fixed& fixed, uint8_t* x) {
   if (!kHalf && args.fp8.rounding[0] == ActScale::kNone) {
     return keep_tokens<kGroups>(args, x);
   }
   const Groups groups = groups_of(args.k_tiles[0]);
-  const int all = args.p.tokens * groups.count;
+  const uint32_t tokens = tokens_of_block(args, fixed);
+  const int all = __popc(tokens) * groups.count;
   const HowToRound how = how_to_round<kGroups>(args, 0, 0);
   const bool finds = !kGroups && how.dynamic && !how.mx;
 #pragma unroll 1
@@ -177,6 +202,7 @@ __device__ __forceinline__ void round_tokens(const Args& args, Fixed& fixed, uin
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         places[i] = place_of(groups, first + i * kWarps);
+        places[i].row = bit_of(tokens, places[i].row);
         v[i] = {};
         if (i == 0 || first + i * kWarps < all) {
           v[i] = load_four(x + places[i].row * args.x_stride, places[i].group, groups.fours);

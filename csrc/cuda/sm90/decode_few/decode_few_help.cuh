@@ -14,10 +14,11 @@ struct FourColumns {
     first = look(from);
     second = look(from + 1);
   }
+  // Looks at one of them at a time: others' weights come through the same L2.
   __device__ __forceinline__ void await(const Pair* from, uint32_t epoch) {
     BoundedWait wait;
     while (!(first.has(epoch) && second.has(epoch))) {
-      look_at(from);
+      (second.has(epoch) ? first : second) = look(from + (second.has(epoch) ? 0 : 1));
       check_wait(wait);
     }
   }
@@ -32,7 +33,7 @@ struct HiddenRows {
   int first_slot;
 };
 
-constexpr int kGroupsAtOnce = 3;   // of a helper, each seventh
+constexpr int kGroupsAtOnce = 2;   // of a helper, each seventh
 
 __device__ __forceinline__ HiddenRows hidden_rows(const Args& args, const Work& work, const Entry& entry) {
   const int begin = work.part * work.part_tiles;

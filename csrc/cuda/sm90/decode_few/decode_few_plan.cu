@@ -102,7 +102,9 @@ bool may_gather(Codes codes, const Problem& p) {
 bool fits_kernel(Codes codes, const Problem& p, bool gathers) {
   constexpr int kMaxHidden = 1 << 18;   // quotients of larger indices might not be exact
   const bool routes = p.router.logits != nullptr;
-  const int most = gathers ? kGatheredTokens : codes == Codes::kPacked && !routes ? kMaxTokensPacked : kMaxTokens;
+  // Where experts have more tokens than one, reading weights once for all of an expert's wins.
+  const bool takes_more = codes == Codes::kPacked || (codes == Codes::kBesideFp8 && p.tokens * p.top_k <= p.experts);
+  const int most = gathers ? kGatheredTokens : takes_more && !routes ? kMaxTokensPacked : kMaxTokens;
   const int slots = gathers ? kGatheredSlots : kMaxSlots;
   const bool few = p.tokens <= most && p.tokens * p.top_k <= slots && p.hidden < kMaxHidden;
   return few && !p.weight_on_input && p.a1 != ActScale::kExpert;
@@ -254,9 +256,15 @@ bool place_in_shared(Codes codes, Kind kind, Args& args, int grid, int shared) {
   const int chosen = stage_tiles_of(codes, args.p.format, many ? stage.long_stage : stage.short_stage);
   const bool gathers = kind == Kind::kGathered;
   const int short_stage = stage_tiles_of(codes, args.p.format, stage.short_stage);
+  const bool has_more = codes == Codes::kBesideFp8 && args.p.tokens > kMaxTokens;
+  const bool may_be_short = codes == Codes::kPacked || gathers || has_more;
+  args.rows = kMaxTokens;
+  if (has_more && !place_stages(codes, kind, args, chosen, shared)) {
+    return false;  // a layer whose fewer tokens another kernel takes
+  }
   for (args.rows = gathers ? kGatheredRows : args.p.tokens;; args.rows /= 2) {
     if (place_stages(codes, kind, args, chosen, shared) ||
-        ((codes == Codes::kPacked || gathers) && place_stages(codes, kind, args, short_stage, shared))) {
+        (may_be_short && place_stages(codes, kind, args, short_stage, shared))) {
       return true;
     }
     if (!gathers || args.rows / 2 < args.columns) {
