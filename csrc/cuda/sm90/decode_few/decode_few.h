@@ -34,8 +34,8 @@ constexpr int tile_bytes_of(int scale_bytes) {
 
 // What the kernel is compiled for, so that questions are answered before it runs: W4A16 or W4A4 with given scales where
 // the activation is silu or swiglu and nothing has a bias; both for one token where blocks share units of GEMM1;
-// everything; and W4A16 as before for more tokens, if the problem says so (`gathers`): shared memory has only the rows of
-// the entries that a block multiplies.
+// everything; and W4A16 as before for more tokens, if the problem says so (`gathers`): shared memory has only the rows
+// of the entries that a block multiplies.
 enum class Kind : int { kPlain, kPlainShared, kQuantized, kQuantizedShared, kGeneral, kGathered };
 constexpr int kKinds = 6;
 
