@@ -76,7 +76,7 @@ def test_beside_float32(name: str, adapters: int, rank: int, only: str, monkeypa
     assert case.tokens * case.top_k > on_gpu.FEW_ROWS_BY_SLOT * case.experts  # else few.py runs
     own, calls = BACKENDS["cuda_sm90"], []
     if name in KERNELS:
-        monkeypatch.setattr(cuda_sm90, "_kernel", lambda *given: KERNELS.index(name))
+        monkeypatch.setattr(cuda_sm90, "_kernel", lambda *_, **__: KERNELS.index(name))
 
     def counted(p: Pass) -> object:
         calls.append(p)

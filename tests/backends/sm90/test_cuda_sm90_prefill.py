@@ -10,6 +10,7 @@ from sm90_cases import ACTIVATIONS, in_tiles, make_call, of_a_checkpoint, relati
 from tolerances import ROUNDED_INT4, layer_bound
 
 from torch_moe_ops.backends import cuda_sm90
+from torch_moe_ops.core.kernel_facts import Sm90Few
 from torch_moe_ops.tuning import tuned_kernels
 
 REASON = why_not_here()
@@ -113,6 +114,8 @@ def test_what_no_kernel_takes_is_refused() -> None:
     with pytest.raises(RuntimeError, match="kernel decode takes up to 1024 tokens with top_k 2, got 1025"):
         run_on("decode", tiled)
     out = torch.empty(1025, 320, dtype=torch.bfloat16, device="cuda")
-    for number in (-1, len(tuned_kernels.KERNELS)):
-        with pytest.raises(RuntimeError, match=f"kernel must be 0 to below {len(tuned_kernels.KERNELS)}, got {number}"):
+    last = Sm90Few.GATHERED_KERNEL
+    assert last == len(tuned_kernels.KERNELS)
+    for number in (-1, last + 1):
+        with pytest.raises(RuntimeError, match=f"kernel must be 0 to below {last}, or {last}, got {number}"):
             cuda_sm90.run_kernel(tiled, out, number)
