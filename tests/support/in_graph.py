@@ -22,6 +22,8 @@ import torch_moe_ops as moe
 from torch_moe_ops.routing.reference import route_reference
 
 LAYER = Sizes(experts=16, top_k=4, hidden=512, inter=256)
+# Where a number of tokens has a kernel because there are many experts: `cuda_sm90` gathers rows of up to two pairs each.
+MANY_EXPERTS = {14: 32}
 ROUTING = moe.Routing("default", LAYER.top_k, routed_scaling_factor=3.0, renormalize=True)  # outputs of size 1
 REPLAYS = 12
 
@@ -113,21 +115,25 @@ def _early(made: Inputs) -> Inputs:
     return Inputs(*views(target))
 
 
-def _layer(fmt: Format, device: str, seed: int) -> Layer:
-    raw = make_raw(fmt, dataclasses.replace(LAYER, seed=seed), device)
+def sizes_for(tokens: int) -> Sizes:
+    return dataclasses.replace(LAYER, experts=MANY_EXPERTS.get(tokens, LAYER.experts))
+
+
+def _layer(fmt: Format, sizes: Sizes, device: str, seed: int) -> Layer:
+    raw = make_raw(fmt, dataclasses.replace(sizes, seed=seed), device)
     w = prepare(raw, fmt, device)
     g = torch.Generator().manual_seed(seed)
-    gate = torch.randn(w.hidden_size, LAYER.experts, generator=g) * (2 * w.hidden_size**-0.5)
+    gate = torch.randn(w.hidden_size, sizes.experts, generator=g) * (2 * w.hidden_size**-0.5)
     mix = torch.randn(w.hidden_size, w.hidden_size, generator=g) * w.hidden_size**-0.5
     return Layer(w, as_reference(raw, fmt, device), *(t.to(device, LAYER.dtype) for t in (gate, mix)))
 
 
 @lru_cache(maxsize=1)
-def make_pair(fmt: Format, device: str = "cuda") -> Pair:
+def make_pair(fmt: Format, sizes: Sizes = LAYER, device: str = "cuda") -> Pair:
     """Layers of one format on a device; the test is skipped where the backend is not there."""
     plain, packed = Format("auto", "none", "none", "none", "exact"), Format("auto", "nvfp4", "none", "none", "exact")
     other = packed if fmt.scheme == "none" else plain
-    return Pair(_layer(fmt, device, 7), _layer(fmt, device, 8), _layer(other, device, 9))
+    return Pair(*(_layer(f, sizes, device, seed) for f, seed in ((fmt, 7), (fmt, 8), (other, 9))))
 
 
 def new_source(pair: Pair, tokens: int, seed: int) -> Tensor:

@@ -23,6 +23,10 @@ MORE_TOKENS = {
     "cuda_sm90_int4": (12, 400),
     "cuda_sm90_bf16": (200,),
 }
+# Of 4-bit weights beside 16-bit activations: of a layer with more experts (in_graph.MANY_EXPERTS).
+GATHERED_TOKENS = 14
+GATHERED = tuple((backend, s) for backend in ("auto", "cuda_sm90") for s in ("nvfp4", "mxfp4"))
+GATHERED += tuple((backend, s) for backend in ("auto", "cuda_sm90_int4") for s in ("int4", "mxint4"))
 
 
 def auto_formats(formats: tuple[Format, ...] = FORMATS) -> tuple[Format, ...]:
@@ -44,7 +48,12 @@ def layers() -> tuple[tuple[Format, int], ...]:
 
     What users get without naming a backend comes first: a record whose time ends lacks the last ones.
     """
-    return tuple((fmt, m) for fmt in (*auto_formats(), *FORMATS) for m in (*TOKENS, *MORE_TOKENS.get(fmt.backend, ())))
+    return tuple((fmt, m) for fmt in (*auto_formats(), *FORMATS) for m in tokens_of(fmt))
+
+
+def tokens_of(fmt: Format) -> tuple[int, ...]:
+    gathers = fmt.act_format == "none" and (fmt.backend, fmt.scheme) in GATHERED
+    return (*TOKENS, *MORE_TOKENS.get(fmt.backend, ()), *((GATHERED_TOKENS,) if gathers else ()))
 
 
 def cells_of(fmt: Format, tokens: int) -> Iterator[Cell]:

@@ -11,11 +11,13 @@ import in_graph_cells
 import pytest
 import torch
 from gpu_layers import FORMATS, GPU_BACKENDS, Format
-from in_graph import Inputs, Pair, judge, make_pair, replay_pair
-from in_graph_cells import FORMS, FRONTS, TOKENS, Cell, cells_of, layers, write_cell
+from in_graph import LAYER, Inputs, Pair, judge, make_pair, replay_pair, sizes_for
+from in_graph_cells import FORMS, FRONTS, GATHERED, GATHERED_TOKENS, TOKENS, Cell, cells_of, layers, write_cell
 
 import torch_moe_ops as moe
 from torch_moe_ops.backends import BACKENDS
+from torch_moe_ops.backends.sm90.choice import gathered_max_tokens, may_gather
+from torch_moe_ops.core.kernel_facts import Sm90Few
 from torch_moe_ops.core.schemes import SCHEMES
 
 CPU = Format("cpu", "nvfp4", "nvfp4", "none", "exact")
@@ -74,6 +76,16 @@ def test_what_users_get_comes_first() -> None:
     assert last < len(order) / 8, f"{last} of {len(order)}"
 
 
+def test_the_matrix_has_rows_that_are_gathered() -> None:
+    """As the default and by name; other numbers of tokens have no more experts than before."""
+    sizes = sizes_for(GATHERED_TOKENS)
+    most = gathered_max_tokens(sizes.experts, sizes.top_k, sizes.hidden, sizes.inter, sizes.experts)
+    assert Sm90Few.MAX_TOKENS < GATHERED_TOKENS <= most
+    have = {(fmt.backend, fmt.scheme) for fmt, m in layers() if m == GATHERED_TOKENS}
+    assert have == set(GATHERED) and all(may_gather(s, "none", sizes.activation, sizes.bias, False) for _, s in have)
+    assert {sizes_for(m) for _, m in layers() if m != GATHERED_TOKENS} == {LAYER}
+
+
 def test_a_format_that_the_matrix_lacks_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     fewer = tuple(f for f in FORMATS if (f.backend, f.scheme) != ("triton", "none"))
     monkeypatch.setattr(in_graph_cells, "FORMATS", fewer)
@@ -102,11 +114,11 @@ class StaleIds:
         return self.layer(form, seen)  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("tokens", (1, 5))
+@pytest.mark.parametrize("tokens", (1, 5, GATHERED_TOKENS))
 @pytest.mark.parametrize("front", FRONTS)
 @pytest.mark.parametrize("form", FORMS)
 def test_the_judge_passes_a_right_layer(form: str, front: str, tokens: int) -> None:
-    pair = make_pair(CPU, "cpu")
+    pair = make_pair(CPU, sizes_for(tokens), device="cpu")
     verdict = judge(pair, CPU, form, replay_pair(pair, tokens, form, front, replays=2))
     assert verdict.passed, verdict
     assert verdict.worst < verdict.bound
@@ -115,7 +127,7 @@ def test_the_judge_passes_a_right_layer(form: str, front: str, tokens: int) -> N
 @pytest.mark.parametrize(("form", "part"), (("routed", "ids"), ("routed", "x"), ("monolithic", "logits")))
 @pytest.mark.parametrize("at", (0, 1))
 def test_the_judge_sees_a_layer_that_reads_too_early(form: str, part: str, at: int) -> None:
-    right = make_pair(CPU, "cpu")
+    right = make_pair(CPU, device="cpu")
     layers_ = [right.first, right.second]
     layers_[at] = StaleIds(layers_[at], part)  # type: ignore[call-overload]
     pair = Pair(*layers_, right.other)
