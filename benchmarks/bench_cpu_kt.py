@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from float64_layer import layer_in_float64, relative
 from torch import Tensor
 
 import torch_moe_ops as moe
@@ -85,14 +86,11 @@ class Layer:
         return E2M1[codes] * scale.repeat_interleave(32, -1)
 
     def want(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        out = torch.zeros(x.shape, dtype=torch.float64)
-        for expert in ids.unique().tolist():
-            gate, up, down = (self.in_float64(name, expert) for name in ("gate", "up", "down"))
-            tokens, slots = (ids == expert).nonzero(as_tuple=True)
-            rows = x[tokens].double()
-            h = torch.nn.functional.silu(rows @ gate.T) * (rows @ up.T)
-            out.index_add_(0, tokens, (h @ down.T) * weights[tokens, slots].double()[:, None])
-        return out
+        def expert(number: int) -> tuple[Tensor, Tensor, Tensor]:
+            gate, up, down = (self.in_float64(name, number) for name in ("gate", "up", "down"))
+            return gate, up, down
+
+        return layer_in_float64(expert, x, ids, weights)
 
 
 def ours(layer: Layer) -> Run:
@@ -168,8 +166,7 @@ def distance(run: Run, layer: Layer, dtype: torch.dtype) -> float:
     """Relative L2 to the layer in float64."""
     x = torch.randn(CHECKED, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
     ids, weights = routings(CHECKED, dtype)[0]
-    want = layer.want(x, ids, weights)
-    return float((run(x, ids, weights).double() - want).norm() / want.norm())
+    return relative(run(x, ids, weights), layer.want(x, ids, weights))
 
 
 def main() -> None:

@@ -27,12 +27,14 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import bench_cpu
 import torch
+from float64_layer import layer_in_float64, relative
 from torch import Tensor
 
 import torch_moe_ops as moe
@@ -94,25 +96,15 @@ def raw_layer(scheme: str) -> moe.RawWeights:
     return moe.RawWeights(scheme, w13, w2, **scales)
 
 
-def one_expert(raw: moe.RawWeights, expert: int) -> tuple[Tensor, Tensor]:
-    """w13 and w2 of one expert in float64: what the checkpoint means."""
+def one_expert(raw: moe.RawWeights, expert: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Gate, up and down of one expert in float64: what the checkpoint means."""
     tensors = {name: t for name in ("w13", "w2") for t in [getattr(raw, name)]}
     for name in ("w13_scale", "w2_scale", "w13_scale_2", "w2_scale_2"):
         if getattr(raw, name) is not None:
             tensors[name] = getattr(raw, name)
     w13, w2 = moe.dequantize_experts(replace(raw, **{name: t[expert : expert + 1] for name, t in tensors.items()}))
-    return w13[0].double(), w2[0].double()
-
-
-def in_float64(raw: moe.RawWeights, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    out = torch.zeros(x.shape, dtype=torch.float64)
-    for expert in ids.unique().tolist():
-        w13, w2 = one_expert(raw, expert)
-        tokens, slots = (ids == expert).nonzero(as_tuple=True)
-        gate, up = (x[tokens].double() @ w13.T).chunk(2, -1)
-        h = torch.nn.functional.silu(gate) * up
-        out.index_add_(0, tokens, (h @ w2.T) * weights[tokens, slots].double()[:, None])
-    return out
+    gate, up = w13[0].double().chunk(2)
+    return gate, up, w2[0].double()
 
 
 def ours(weights: str) -> list[Side]:
@@ -205,10 +197,6 @@ def mib_in_huge_pages() -> int | None:
     return int(found[0]) // 1024 if found else None
 
 
-def relative(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want.double()).norm() / want.double().norm())
-
-
 class Checked:
     """Inputs of one scheme; what its sides give for them is compared."""
 
@@ -220,7 +208,7 @@ class Checked:
         for side in sides:
             if side.weights not in self.want:
                 first = [t[:CHECKED] for t in (self.x, self.ids, self.weights)]
-                self.want[side.weights] = in_float64(side.raw, first[0], first[1], first[2])
+                self.want[side.weights] = layer_in_float64(partial(one_expert, side.raw), *first)
 
     def distances(self, sides: list[Side], tokens: int) -> list[tuple[float, float]]:
         """Of each side: to float64, and to the first side of the same weights; both within the bound."""
