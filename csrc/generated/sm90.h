@@ -63,7 +63,7 @@ namespace moeq::sm90::few {
 
 // Tokens * top_k.
 constexpr int kMaxSlots = 128;
-// More take as long in the other kernel, or less.
+// That all lie in shared memory.
 constexpr int kMaxTokens = 8;
 // Of policy packed, which the other kernel does not decode.
 constexpr int kMaxTokensPacked = 16;

@@ -93,6 +93,7 @@ TOKENS: dict[str, tuple[Fields, ...]] = {
         {"tokens": 3, "hidden": 320, "inter": 192},
         {"tokens": 8, "top_k": 6, "experts": 20},  # more slots than a warp sorts
         {"tokens": 9},
+        {"tokens": 12, "experts": 40, "top_k": 3},  # W4A8 without grid barriers, as slots are no more than experts
         {"tokens": 33},
     ),
     "gathered": (

@@ -50,7 +50,7 @@ class Sm90Few:
     """The decode kernel for very few tokens, which has no grid barriers."""
 
     MAX_SLOTS = 128  # tokens * top_k
-    MAX_TOKENS = 8  # more take as long in the other kernel, or less
+    MAX_TOKENS = 8  # that all lie in shared memory
     MAX_TOKENS_PACKED = 16  # of policy packed, which the other kernel does not decode
     GATHERED_KERNEL = 4  # a number beside SM90_KERNELS: decode, but experts may gather their rows
     GATHERED_TOKENS = 32  # of W4A16, which may be so many then

@@ -163,7 +163,7 @@ def test_a_row_of_nan_stays_alone() -> None:
 
 
 def test_other_routings_in_a_graph_and_between_other_launches() -> None:
-    """The exchange is that of all launches of few tokens, which take turns at its halves."""
+    """Launches that gather rows have an exchange of their own beside that of fewer tokens; each kind takes turns at its halves."""
     calls = [
         in_tiles(share("nvfp4", (32, 128, 8, 2048, 768, tokens), seed)) for seed, tokens in enumerate((32, 5, 17, 1, 9))
     ]
