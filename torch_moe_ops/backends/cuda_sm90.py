@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torch_moe_ops.backends.registry import Backend, RemoteExperts, Requirement, formats, one_of, register
 from torch_moe_ops.backends.sm90 import byte_formats
-from torch_moe_ops.backends.sm90.choice import choice_of, decode_max_tokens, gathered_of, may_gather, switches_of
+from torch_moe_ops.backends.sm90.choice import choice_of, may_gather
 from torch_moe_ops.backends.sm90.common import (
     NEEDS,
     NO_ROUTER,
@@ -24,7 +24,6 @@ from torch_moe_ops.backends.sm90.common import (
     runs_on,
 )
 from torch_moe_ops.backends.sm90.formats import (
-    exact_kernels,
     prepare,
     restore,
     scales_reason,
@@ -32,6 +31,7 @@ from torch_moe_ops.backends.sm90.formats import (
     specs,
     tile_k,
 )
+from torch_moe_ops.backends.sm90.notes import notes_of, notes_of_rounded
 from torch_moe_ops.backends.sm90.router import RouterProduct, in_rows, plan_of
 from torch_moe_ops.backends.triton_engine.backward_pass import BySlot, Decoder, Pass, RanksBySlot
 from torch_moe_ops.core.call import ExpertsCall, for_kernels
@@ -41,8 +41,7 @@ from torch_moe_ops.core.problem import STANDARD, STRICT, Problem
 from torch_moe_ops.core.saving import is_for_backward
 from torch_moe_ops.core.schemes import ceil_div
 from torch_moe_ops.numerics import mx, nvfp4
-from torch_moe_ops.tuning import tuned
-from torch_moe_ops.tuning.tuned_kernels import KERNELS, key_of
+from torch_moe_ops.tuning.tuned_kernels import KERNELS
 
 _own = own_of["experts_sm90"]
 _own_remote = own_of["experts_sm90_remote"]
@@ -56,9 +55,6 @@ FORMATS: dict[str, tuple[str, ...]] = {"nvfp4": ("nvfp4", "none", "fp8"), "mxfp4
 }
 # Their weights are rounded to bfloat16, which is more than docs/numerics.md allows a strict backend.
 ROUNDED_FORMATS: dict[str, tuple[str, ...]] = {"mxint4": ("none",), "int4": ("none",)}
-
-_FEW = f"decode kernel up to {Sm90Few.MAX_TOKENS} tokens, while its buffers fit an SM, prefill kernels beyond"
-NOTES_OF_BYTES = {"fp8": _FEW, "fp8_block": _FEW, "mxfp8": f"by name only: {_FEW}"}
 
 
 def run(call: ExpertsCall, out: Tensor) -> None:
@@ -251,53 +247,6 @@ def _hidden_size_reason(problem: Problem) -> str | None:
     return f"hidden_size must be a multiple of {multiple}, got {problem.hidden_size}"
 
 
-def _notes(problem: Problem) -> str:
-    """Which kernel a number of tokens would get, and what says so (docs/hopper.md)."""
-    experts, local = problem.num_experts, problem.num_local_experts
-    hidden, inter = problem.hidden_size, problem.intermediate_size
-    share = "" if local == experts else f", for {local} of {experts} experts"
-    if problem.top_k is None and problem.scheme in byte_formats.SCHEMES:
-        return NOTES_OF_BYTES[problem.scheme]
-    if problem.top_k is None:
-        least, most = (decode_max_tokens(local, k, hidden * inter) for k in (32, 1))
-        switch = f"{least}" if least == most else f"{least} to {most} (by top_k)"
-        return f"decode kernel up to {switch} tokens, prefill kernels beyond, where no table has the layer{share}"
-    device = tuned.name_of_device(torch.cuda.current_device()) if torch.cuda.is_available() else ""
-    key = key_of(problem.scheme, problem.act_format, local, problem.top_k, hidden, inter)
-    switches, source = switches_of(device, key, experts)
-    if problem.scheme in byte_formats.SCHEMES:
-        described = [_described_bytes(name, most) for name, most in switches]
-    else:
-        gathers = may_gather(
-            problem.scheme, problem.act_format, problem.activation, problem.has_bias, problem.router_weight_on_input
-        )
-        gathered = gathered_of(key, experts) if gathers else 0
-        described = [f"decode kernel that gathers rows up to {gathered} tokens"] if gathered else []
-        left = [(name, most) for name, most in switches if most is None or most > gathered]
-        described += [_described(name, most, 0 if gathered else problem.top_k) for name, most in left]
-    return f"{', '.join(described)} (by {source}{share})"
-
-
-def _described_bytes(kernel: str, most: int | None) -> str:
-    if kernel == "decode":
-        return f"decode kernel up to {most} tokens, while its buffers fit an SM"
-    return _described(kernel, most, 1)
-
-
-def _described(kernel: str, most: int | None, top_k: int) -> str:
-    """top_k: 0 where very few tokens are others' business."""
-    if kernel != "decode":
-        return f"{kernel} tiles of the prefill kernel " + ("beyond" if most is None else f"up to {most}")
-    few = min(Sm90Few.MAX_TOKENS, Sm90Few.MAX_SLOTS // top_k, most or 0) if top_k else 0
-    without = f" (without grid barriers up to {few}, while its buffers fit an SM)" if few else ""
-    return f"decode kernel up to {most} tokens{without}"
-
-
-def _notes_of_rounded(problem: Problem) -> str:
-    exact = " and ".join(exact_kernels(problem.weight_scales or ""))
-    return f"weights are rounded to bfloat16{f', but not by {exact}' if exact else ''}; {_notes(problem)}"
-
-
 def _register(name: str, schemes: dict[str, tuple[str, ...]], accuracy: str) -> Backend:
     return register(
         Backend(
@@ -321,7 +270,7 @@ def _register(name: str, schemes: dict[str, tuple[str, ...]], accuracy: str) -> 
             run_monolithic=run_monolithic,
             run_hidden=run_hidden if accuracy == STRICT else None,
             hidden_dtypes=(torch.bfloat16,),
-            notes=_notes if accuracy == STRICT else _notes_of_rounded,
+            notes=notes_of if accuracy == STRICT else notes_of_rounded,
             dequantize=dequantize,
             few_rows=few_rows,
             rows_by_slot=rows_by_slot,
