@@ -4,7 +4,8 @@
 
 --write replaces both, --check fails where they are not what the result files say, --plots draws an SVG a model
 (needs matplotlib). A cell takes all its layers from one run, the last that timed that model, number of tokens and
-weight format, one with other libraries if there is any: what is compared was interleaved.
+format, one with other libraries if there is any: what is compared was interleaved. Layers of a weight format whose
+activations have other bits may be another run's.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 README, PAGE = ROOT / "README.md", RESULTS / "h200.md"
 BEGIN, END = "<!-- speed table: made by scripts/benchmark_report.py -->", "<!-- end of the speed table -->"
 
-LAYERS, SWEEP = ("h200_moe.jsonl", "h200_standard.jsonl"), "h200_sm90_sweep.jsonl"
+LAYERS = ("h200_moe.jsonl", "h200_standard.jsonl", "h200_auto_sweep_peers.jsonl")
+SWEEP = "h200_sm90_sweep.jsonl"
 MODELS = {
     "qwen3_30b": "Qwen3-30B-A3B",
     "dsv3": "DeepSeek-V3",
@@ -45,6 +47,7 @@ FORMATS = {
     "fp8half": "FP8, scales of half matrices", "mxfp8": "MXFP8", "bf16": "bfloat16",
 }  # fmt: skip
 README_FORMATS = ("nvfp4", "mxfp4", "int4", "mxint4", "fp8")
+README_TOKENS = (1, 8, 64, 256, 1024, 4096)
 # Formats in which the accuracy class "standard" has a choice -> a problem but for its sizes.
 CHOSEN = {
     "int4": {"scheme": "int4", "weight_scales": "bfloat16 per 128"},
@@ -55,6 +58,7 @@ OURS = (
     *("cuda_sm90", "cuda_sm90_int4", "cuda_sm90_bf16", "cuda_sm90_fp8", "cuda_sm90_packed", "cuda_sm90_folded"),
     *("triton", "triton_fp8"),
 )
+AUTO = "auto"
 ALIKE = "-silu"  # ends the name of a layer of ours that leaves out what peers leave out (gpt-oss)
 PEERS = {
     "marlin": "Marlin (vLLM)",
@@ -84,7 +88,7 @@ def weight_format(layer: str) -> str:
 def read(*paths: Path) -> dict[Key, Cell]:
     """The last run of every cell, files in this order; of those with other libraries, where there are any.
 
-    A run begins with a line of its environment.
+    A run begins with a line of its environment. What `auto` took goes by its own name.
     """
     runs: dict[Key, dict[int, Cell]] = defaultdict(dict)
     run = 0
@@ -93,11 +97,23 @@ def read(*paths: Path) -> dict[Key, Cell]:
         run += record["event"] == "env"
         if record["event"] != "bench" or record["shape"] not in MODELS or record["covers"] == "logits":
             continue
-        if record["layer"].startswith("auto/"):  # what it took is there by its own name, and may be another one now
-            continue
-        key = (record["shape"], weight_format(record["layer"]), record["M"])
-        runs[key].setdefault(run, Cell(run, {})).layers[record["layer"]] = record
-    return {key: max(of_key.values(), key=_preference) for key, of_key in runs.items()}
+        name, _, fmt = record["layer"].partition("/")
+        if name.removesuffix(ALIKE) == AUTO:
+            if record.get("backend") not in OURS:  # an older file, which does not say it: the backend's own row does
+                continue
+            name = record["backend"] + name.removeprefix(AUTO)
+        key = (record["shape"], fmt, record["M"])
+        runs[key].setdefault(run, Cell(run, {})).layers[f"{name}/{fmt}"] = record
+    return _by_weight_format({key: max(of_key.values(), key=_preference) for key, of_key in runs.items()})
+
+
+def _by_weight_format(cells: dict[Key, Cell]) -> dict[Key, Cell]:
+    """Together what has the same weights; the run is that of the plain format."""
+    joined: dict[Key, Cell] = {}
+    for (shape, fmt, m), cell in sorted(cells.items()):  # the plain format comes before those with other activations
+        key = (shape, fmt.partition("-")[0], m)
+        joined.setdefault(key, Cell(cell.run, {})).layers.update(cell.layers)
+    return joined
 
 
 def _preference(cell: Cell) -> tuple[bool, int]:
@@ -179,7 +195,7 @@ def default_backend(record: dict[str, Any]) -> str | None:
 
 def readme_table(cells: dict[Key, Cell]) -> str:
     """The backend that `prepare` takes and the fastest of the others, with the ratio."""
-    ms = sorted({m for _, fmt, m in cells if fmt == README_FORMATS[0]})
+    ms = sorted({m for _, fmt, m in cells if fmt == README_FORMATS[0]} & set(README_TOKENS))
     lines = _header("us a layer: ours / best other (their time over ours)", ms)
     timed: dict[tuple[str, str], list[str]] = {}  # format and other libraries of a row -> models
     for fmt, (shape, model) in itertools.product(README_FORMATS, MODELS.items()):

@@ -49,6 +49,27 @@ def test_a_cell_takes_all_its_layers_from_the_last_run(report: ModuleType, tmp_p
     }
 
 
+def test_what_auto_took_goes_by_its_own_name(report: ModuleType, tmp_path: Path) -> None:
+    """A file that does not say what it was leaves it out."""
+    took = {"backend": "cuda_sm90"}
+    records = [ENV, _bench("auto/nvfp4", 1, 40.0, **took), _bench("auto-silu/nvfp4", 1, 30.0, **took)]
+    cells = report.read(_write(tmp_path / "a", [*records, _bench("auto/mxfp4", 1, 9.0)]))
+    assert {key: set(cell.layers) for key, cell in cells.items()} == {
+        ("mixtral", "nvfp4", 1): {"cuda_sm90/nvfp4", "cuda_sm90-silu/nvfp4"}
+    }
+
+
+def test_layers_with_other_activations_may_be_of_another_run(report: ModuleType, tmp_path: Path) -> None:
+    """The last one of each: a run of the plain format does not hide them."""
+    later = [ENV, _bench("cuda_sm90/nvfp4", 64, 250.0), _bench("marlin/nvfp4", 64, 700.0)]
+    cell = report.read(_write(tmp_path / "a", FIRST + later))["mixtral", "nvfp4", 64]
+    assert {layer: record["us"] for layer, record in cell.layers.items()} == {
+        "cuda_sm90/nvfp4": 250.0,
+        "marlin/nvfp4": 700.0,
+        "triton/nvfp4-a4": 200.0,
+    }
+
+
 def test_the_table_of_the_readme(report: ModuleType, tmp_path: Path) -> None:
     table = report.readme_table(report.read(_write(tmp_path / "a", FIRST + SECOND)))
     assert table.splitlines()[2] == "| Mixtral-8x7B, NVFP4 | 50.0 / 75.0 (1.50) | 300 / 900 (3.00) |"
