@@ -28,7 +28,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 README, PAGE = ROOT / "README.md", RESULTS / "h200.md"
 BEGIN, END = "<!-- speed table: made by scripts/benchmark_report.py -->", "<!-- end of the speed table -->"
 
-LAYERS = ("h200_moe.jsonl", "h200_standard.jsonl", "h200_auto_sweep_peers.jsonl")
+LAYERS = (
+    *("h200_moe.jsonl", "h200_standard.jsonl"),
+    *("h200_auto_sweep_peers.jsonl", "h200_auto_sweep_between.jsonl"),
+)
 SWEEP = "h200_sm90_sweep.jsonl"
 MODELS = {
     "qwen3_30b": "Qwen3-30B-A3B",

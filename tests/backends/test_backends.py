@@ -57,7 +57,7 @@ def test_auto_prefers_cpu_to_reference() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "chosen"), [("fp8", "cuda_sm90"), ("fp8_block", "cuda_sm90"), ("mxfp8", "triton"), ("int8", "triton")]
+    ("scheme", "chosen"), [("fp8", "cuda_sm90"), ("fp8_block", "cuda_sm90"), ("mxfp8", "cuda_sm90"), ("int8", "triton")]
 )
 def test_hopper_kernels_of_bytes_are_taken_where_they_are_faster_at_every_number_of_tokens(
     scheme: str, chosen: str

@@ -89,14 +89,6 @@ def test_a_gpu_whose_kernels_are_not_installed(without_triton: None, monkeypatch
     assert "on cuda (8, 0) takes" in _said_on((8, 0)), "another device"
 
 
-def test_kernels_that_take_a_scheme_by_name_only_are_not_advised(
-    without_triton: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(extension, "cuda_extension_reason", lambda: "torch_moe_ops._C_cuda was not compiled (so)")
-    text = _said_on((9, 0), "mxfp8")
-    assert "triton: the triton package must be importable" in text and "cuda_sm90" not in text
-
-
 def test_a_gpu_that_no_kernel_fits() -> None:
     text = _said_on((7, 5))
     assert "no kernel runs it\nProblem(scheme='nvfp4'" in text

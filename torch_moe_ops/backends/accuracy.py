@@ -204,7 +204,7 @@ def preferred(problem: Problem, fitting: Iterable[str], first: str | None) -> tu
     means: dict[str, float] = {}
     why: dict[str, str] = {}
     for name in fitting:
-        if BACKENDS[name].needs_no_measurement or not BACKENDS[name].unasked(problem):
+        if BACKENDS[name].needs_no_measurement or not BACKENDS[name].auto:
             continue
         mean, reason = math.inf, too_far(name, problem)
         if reason is None and first is not None:

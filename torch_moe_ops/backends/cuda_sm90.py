@@ -276,7 +276,6 @@ def _register(name: str, schemes: dict[str, tuple[str, ...]], accuracy: str) -> 
             rows_by_slot=rows_by_slot,
             remote=RemoteExperts(_run_remote),
             accuracy=accuracy,
-            by_name_only=frozenset({"mxfp8"}),
         )
     )
 

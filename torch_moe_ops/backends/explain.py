@@ -64,7 +64,7 @@ def explain_problem(problem: Problem, requested: str = "auto") -> Explanation:
 def _first_choice(problem: Problem, fitting: Iterable[str]) -> str | None:
     """Of those that need no measurement the first one that may be taken unasked, else the first."""
     names = [name for name in fitting if BACKENDS[name].needs_no_measurement]
-    return next((name for name in names if BACKENDS[name].unasked(problem)), None) or next(iter(names), None)
+    return next((name for name in names if BACKENDS[name].auto), None) or next(iter(names), None)
 
 
 def default_on(problem: Problem) -> str | None:

@@ -71,7 +71,7 @@ class Backend:
     run_backward: (call, sizes, gradient of the output, which gradients are wanted) -> them, as gradients/experts.py has
         it; None where it does not run, or here: experts are decoded in chunks.
     one_input_scale: tokens are quantized once, so `prepare` takes the largest a13_input_scale for all experts.
-    auto: `prepare` may take it unasked, but for the schemes of `by_name_only`.
+    auto: `prepare` may take it unasked.
     accuracy: "strict" where results are within the bounds that docs/numerics.md has for strict backends, "standard"
         where they are farther away: `prepare` takes such a one by what was measured (accuracy.py), or as its own order
         says where the kernels are `of_the_field`, which is what others are compared with.
@@ -86,7 +86,6 @@ class Backend:
     hidden_dtypes: tuple[torch.dtype, ...] = FLOATS
     notes: Callable[[Problem], str] = lambda problem: ""
     auto: bool = True
-    by_name_only: frozenset[str] = frozenset()
     run_monolithic: Callable[[ExpertsCall, tuple[Any, ...], Tensor], bool] | None = None
     run_hidden: Callable[[ExpertsCall, Any, tuple[Any, ...], Tensor], tuple[Tensor, Tensor] | None] | None = None
     remote: RemoteExperts | None = None
@@ -100,10 +99,6 @@ class Backend:
     one_input_scale: bool = False
     accuracy: str = STRICT
     of_the_field: bool = False
-
-    def unasked(self, problem: Problem) -> bool:
-        """Whether `prepare` may take it for the problem without being asked."""
-        return self.auto and problem.scheme not in self.by_name_only
 
     @property
     def needs_no_measurement(self) -> bool:

@@ -28,7 +28,7 @@ def warn_of_reference(problem: Problem, stacklevel: int) -> None:
 def _missing(problem: Problem) -> tuple[str, ...]:
     """What to install, of every backend that lacks nothing else; of those taken unasked, where there are any."""
     able = [b for name, b in BACKENDS.items() if name != "reference" and b.fits_anywhere(problem)]
-    unasked = [b for b in able if b.unasked(problem) and b.needs_no_measurement]
+    unasked = [b for b in able if b.auto and b.needs_no_measurement]
     return tuple(_to_install(backend, problem) for backend in unasked or able)
 
 

@@ -15,7 +15,7 @@ from torch_moe_ops.tuning.tuned_kernels import key_of
 
 _WHILE = ", while its buffers fit an SM"
 _FEW = f"decode kernel up to {Sm90Few.MAX_TOKENS} tokens{_WHILE}, prefill kernels beyond"
-_OF_BYTES = {"fp8": _FEW, "fp8_block": _FEW, "mxfp8": f"by name only: {_FEW}"}
+_OF_BYTES = dict.fromkeys(byte_formats.SCHEMES, _FEW)
 
 
 def notes_of(problem: Problem) -> str:
