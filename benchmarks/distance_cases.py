@@ -56,6 +56,11 @@ PEERS = {
     "mxfp4": ("marlin", "humming"),
     "bf16": ("vllm_triton",),
     "nvfp4-a8": (),
+    "int4-a8": (),
+    "int4g32-a8": (),
+    "int4zp-a8": (),
+    "int4f16-a8": (),
+    "int4zpf16-a8": (),
     "fp8-a16": (),
     "fp8row-a16": (),
     "fp8half-a16": (),
@@ -76,6 +81,7 @@ FEW_LAYERS = {
     "int4zp": 3,
     "int4f16": 3,
     "int4zpf16": 3,
+    **dict.fromkeys(("int4-a8", "int4g32-a8", "int4zp-a8", "int4f16-a8", "int4zpf16-a8"), 3),
     **dict.fromkeys(("int4g32zp", "int4g32zpf16", "int4f32", "int4zpf32"), 3),
 }
 PEERS_RUN = "silu"  # the activation of the peers; beside others they are emulated

@@ -30,6 +30,7 @@ FORMATS = {
     "int4f32": ("int4", "none"),
     "int4zpf32": ("int4", "none"),
     "mxint4": ("mxint4", "none"),
+    **{f"{fmt}-a8": ("int4", "fp8") for fmt in ("int4", "int4g32", "int4zp", "int4f16", "int4zpf16")},
     "fp8": ("fp8_block", "fp8"),
     "fp8row": ("fp8", "fp8"),
     "fp8half": ("fp8", "fp8"),
@@ -44,7 +45,7 @@ ONLY = {
     "cuda_sm90_packed": ("nvfp4-a8",),
     "cuda_sm90_folded": ("nvfp4-a8",),
     "cuda_sm90_fp8": ("fp8", "fp8row", "fp8half"),
-    "cuda_sm90_int4": common.INT4,
+    "cuda_sm90_int4": (*common.INT4, *(f"{fmt}-a8" for fmt in common.INT4)),
     "cuda_sm90_bf16": ("bf16",),
     "triton_fp8": ("fp8", "fp8row", "fp8half"),
 }
@@ -70,7 +71,7 @@ def raw_weights(fmt: str, weights: common.Weights, activation: str, biases: tupl
         fields |= {"a13_input_scale": scale, "a2_input_scale": scale}
     if scheme in ("int4", "mxint4"):  # eight codes a word, the first in the lowest bits, as two a byte
         fields |= {name: fields[name].view(torch.int32) for name in ("w13", "w2")}
-    if fmt in common.ZERO_POINTS:
+    if fmt.split("-")[0] in common.ZERO_POINTS:
         fields |= {"w13_zero_point": weights.w13_global, "w2_zero_point": weights.w2_global}
     if biases is not None:
         fields |= {"w13_bias": biases[0], "w2_bias": biases[1]}

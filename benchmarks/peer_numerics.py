@@ -35,8 +35,11 @@ MARLIN = Numerics("marlin", round_weights=True)
 # The kernel that the block peer runs behind the activation quantizes from float32, which is closer than vLLM's own.
 BLOCKS = Numerics("vllm_triton", act="group", round_activation=False)
 TOKENS = Numerics("vllm_triton", act="token")
+# INT4 codes are e4m3 values and scales multiply sums: no weight is rounded.
+MARLIN_FP8 = Numerics("marlin", act="token")
 OF_FORMAT = {
     **dict.fromkeys(common.INT4, MARLIN),
+    **{f"{fmt}-a8": MARLIN_FP8 for fmt in common.INT4 if fmt != "mxint4"},
     "fp8": BLOCKS,
     "fp8row": TOKENS,
     "fp8half": TOKENS,

@@ -34,6 +34,10 @@ FORMATS = {
     "int4f32": "INT4 in groups of 128, float32 scales",
     "int4zpf32": "INT4 in groups of 128 with zero points, float32 scales",
     "nvfp4": "NVFP4", "mxfp4": "MXFP4", "bf16": "bfloat16", "nvfp4-a8": "NVFP4, fp8 activations",
+    "int4-a8": "INT4 in groups of 128, fp8 activations", "int4g32-a8": "INT4 in groups of 32, fp8 activations",
+    "int4zp-a8": "INT4 in groups of 128 with zero points, fp8 activations",
+    "int4f16-a8": "INT4 in groups of 128, float16 scales, fp8 activations",
+    "int4zpf16-a8": "INT4 in groups of 128 with zero points, float16 scales, fp8 activations",
     "fp8-a16": "FP8 in 128x128 blocks", "fp8row-a16": "FP8 with scales of rows",
     "fp8half-a16": "FP8 with scales of half matrices", "mxfp8-a16": "MXFP8",
 }  # fmt: skip
@@ -53,6 +57,11 @@ TIMED = {
     "int4f32": ("int4", "none", "float32 per 128"),
     "int4zpf32": ("int4", "none", "float32 per 128 with zero points"),
     "mxint4": ("mxint4", "none", None),
+    "int4-a8": ("int4", "fp8", "bfloat16 per 128"),
+    "int4g32-a8": ("int4", "fp8", "bfloat16 per 32"),
+    "int4zp-a8": ("int4", "fp8", "bfloat16 per 128 with zero points"),
+    "int4f16-a8": ("int4", "fp8", "float16 per 128"),
+    "int4zpf16-a8": ("int4", "fp8", "float16 per 128 with zero points"),
 }
 
 ACTIVATION = "silu"  # of lines that name none, and of the table's long part

@@ -54,7 +54,7 @@ FORMATS: dict[str, tuple[str, ...]] = {"nvfp4": ("nvfp4", "none", "fp8"), "mxfp4
     scheme: ("none",) for scheme in byte_formats.SCHEMES
 }
 # Their weights are rounded to bfloat16, which is more than docs/numerics.md allows a strict backend.
-ROUNDED_FORMATS: dict[str, tuple[str, ...]] = {"mxint4": ("none",), "int4": ("none",)}
+ROUNDED_FORMATS: dict[str, tuple[str, ...]] = {"mxint4": ("none",), "int4": ("none", "fp8")}
 
 
 def run(call: ExpertsCall, out: Tensor) -> None:

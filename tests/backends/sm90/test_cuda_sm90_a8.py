@@ -7,7 +7,17 @@ from typing import Any
 import green_contexts
 import pytest
 import torch
-from sm90_cases import ACTIVATIONS, KERNELS, SHAPES_OF_ALL, in_tiles, make_call, relative_error, run_on, why_not_here
+from sm90_cases import (
+    ACTIVATIONS,
+    KERNELS,
+    SHAPES_OF_ALL,
+    in_tiles,
+    make_call,
+    of_a_checkpoint,
+    relative_error,
+    run_on,
+    why_not_here,
+)
 from tolerances import layer_bound
 from torch.profiler import ProfilerActivity, profile
 from triton_cases import packed_input
@@ -27,6 +37,14 @@ FORMS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mxfp4_fp8_static_tokens": ("mxfp4", "fp8", {"a1": 90.0}),
     "mxfp4_fp8_expert_intermediate": ("mxfp4", "fp8", {"a2": "expert"}),
     "mxfp4_mxfp8": ("mxfp4", "mxfp8", {}),
+    "int4_g32": ("int4", "fp8", {"weights": {"group": 32}}),
+    "int4_g128": ("int4", "fp8", {"weights": {"group": 128}}),
+    "int4_zp_bf16": ("int4", "fp8", {"weights": {"group": 64, "zero": True}}),
+    "int4_zp_f16": ("int4", "fp8", {"weights": {"group": 64, "zero": True, "scale_dtype": torch.float16}}),
+    "int4_g32_zp": ("int4", "fp8", {"weights": {"group": 32, "zero": True}}),
+    "int4_zp_f32": ("int4", "fp8", {"weights": {"group": 64, "zero": True, "scale_dtype": torch.float32}}),
+    "int4_static": ("int4", "fp8", {"a1": 90.0, "a2": 30.0}),
+    "int4_expert": ("int4", "fp8", {"a1": "expert", "a2": "expert"}),
 }
 forms = pytest.mark.parametrize("form", FORMS)
 kernels = pytest.mark.parametrize("kernel", KERNELS)
@@ -54,7 +72,23 @@ def case(form: str, **fields: Any) -> ExpertsCall:
     fields = usual | scales | fields
     if scheme == "mxfp4":
         fields["inter"] = OF_MX.get(fields["inter"], fields["inter"])
-    return make_call(scheme, act_format, **fields)
+    if scheme != "int4":
+        return make_call(scheme, act_format, **fields)
+    options = {"group": 64} | fields.get("weights", {})
+    if fields["hidden"] % options["group"] or fields["inter"] % options["group"]:
+        options["group"] = -1
+    return with_short_scales(of_a_checkpoint(make_call(scheme, act_format, **fields | {"weights": options})))
+
+
+def with_short_scales(call: ExpertsCall) -> ExpertsCall:
+    """The same call with scales of three significant bits: int4 weights that are rounded to bfloat16 stay as they are."""
+
+    def short(scale: torch.Tensor | None) -> torch.Tensor:
+        assert scale is not None
+        mantissa, exponent = scale.float().frexp()
+        return torch.ldexp((mantissa * 8).round() / 8, exponent).to(scale.dtype)
+
+    return call._replace(w13_scale=short(call.w13_scale), w2_scale=short(call.w2_scale))
 
 
 def of_shape(form: str, shape: tuple[int, ...], **fields: Any) -> ExpertsCall:
@@ -182,7 +216,7 @@ def test_router_weight_on_input(form: str, kernel: str, tokens: int) -> None:
 
 
 @kernels
-@pytest.mark.parametrize("form", ("nvfp4_fp8", "mxfp4_fp8", "mxfp4_mxfp8"))
+@pytest.mark.parametrize("form", ("nvfp4_fp8", "mxfp4_fp8", "mxfp4_mxfp8", "int4_g128", "int4_zp_f16"))
 @pytest.mark.parametrize("tokens", (3, 50))
 def test_packed_hidden_states_give_the_same(form: str, kernel: str, tokens: int) -> None:
     call = case(form, tokens=tokens)
@@ -227,7 +261,7 @@ def test_rows_of_zeros_and_of_tiny_values(form: str, kernel: str) -> None:
 
 
 @kernels
-@pytest.mark.parametrize("form", ("nvfp4_fp8", "mxfp4_fp8", "mxfp4_mxfp8"))
+@pytest.mark.parametrize("form", ("nvfp4_fp8", "mxfp4_fp8", "mxfp4_mxfp8", "int4_g128", "int4_zp_f16"))
 @pytest.mark.parametrize("tokens", (1, 8, 60))
 def test_behind_a_gemm_in_a_graph(form: str, kernel: str, tokens: int) -> None:
     """Hidden states and weights that the kernel in front makes; replays follow new ones."""

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from sm90_cases import KERNELS, WEIGHTS, in_tiles, make_call, of_a_checkpoint, rounded, rounds, run_on, why_not_here
-from tolerances import ROUNDED_INT4, relative_l2
+from tolerances import ROUNDED_INT4, layer_bound, relative_l2
 from torch import Tensor
 
 import torch_moe_ops as moe
@@ -109,6 +109,16 @@ def test_each_shape_of_kernel(scheme: str, weights: dict[str, Any], tokens: int)
     """Every kernel at few tokens and many, those without grid barriers among them."""
     call = make(scheme, weights, (8, 2, 384, 256, tokens), out_dtype=torch.float32)
     check(call, LIMIT, (*SM90_KERNELS, "gathered"))
+
+
+@pytest.mark.parametrize("weights", [w for scheme, w in FORMATS if scheme == "int4"], ids=str)
+@pytest.mark.parametrize("tokens", (1, 3, 8, 33, 300))
+def test_int4_beside_fp8_activations(weights: dict[str, Any], tokens: int) -> None:
+    """A code of the intermediate that another order of sums moves comes on top."""
+    for sizes in ((8, 2, 384, 256), (16, 4, 2880, 704)):
+        call = make("int4", weights, (*sizes, tokens), out_dtype=torch.float32, act_format="fp8")
+        values = tokens * sizes[1] * sizes[3]
+        check(call, layer_bound("cuda_sm90", "fp8", torch.float32, values), SM90_KERNELS)
 
 
 @formats

@@ -130,8 +130,9 @@ cudaError_t run_gathered(Plan& plan);
 // kernels, so that memory is taken when the first of them is.
 cudaError_t find_gathered_exchange(Args& args);
 
-// Of INT4 weights, and of MXFP8 weights beside 16-bit activations.
+// Of INT4 weights, beside 16-bit activations and e4m3 ones, and of MXFP8 weights beside 16-bit activations.
 const void* int4_kernel_of(Format format, Kind kind);
+const void* int4_e4m3_kernel_of(Format format, Kind kind);
 cudaError_t run_mxfp8(Plan& plan);
 
 }  // namespace moeq::sm90::few

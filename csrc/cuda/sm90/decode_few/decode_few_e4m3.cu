@@ -7,8 +7,7 @@ namespace moeq::sm90::few {
 
 cudaError_t make_e4m3_plan(const RoundedProblem& p, Plan& plan, bool& fits) {
   // Tokens whose scale depends on the expert, or that are codes already, are for the prefill kernels.
-  fits = (p.format == Format::kNvfp4 || p.format == Format::kMxfp4) && p.a1 != ActScale::kNone &&
-         p.a1 != ActScale::kExpert && p.a2 != ActScale::kNone;
+  fits = !has_bytes(p.format) && p.a1 != ActScale::kNone && p.a1 != ActScale::kExpert && p.a2 != ActScale::kNone;
   if (!fits) {
     return cudaSuccess;
   }
@@ -19,12 +18,21 @@ cudaError_t make_e4m3_plan(const RoundedProblem& p, Plan& plan, bool& fits) {
   return make_plan(without_e4m3(p), codes, fp8, plan, fits);
 }
 
+static const void* e4m3_kernel_of(Format format, Kind kind) {
+  switch (format) {
+    case Format::kMxfp4:
+      return kernel_of<BesideE4m3<Mxfp4Format>>(kind);
+    case Format::kNvfp4:
+      return kernel_of<BesideE4m3<Nvfp4Format>>(kind);
+    default:
+      return int4_e4m3_kernel_of(format, kind);
+  }
+}
+
 cudaError_t run_e4m3(Plan& plan) {
   static KnownDevices known[kFormats][kKinds];
   const Format format = plan.args.p.format;
-  const void* kernel = format == Format::kMxfp4 ? kernel_of<BesideE4m3<Mxfp4Format>>(plan.kind)
-                                                : kernel_of<BesideE4m3<Nvfp4Format>>(plan.kind);
-  return launch(plan, kernel, known[static_cast<int>(format)][static_cast<int>(plan.kind)]);
+  return launch(plan, e4m3_kernel_of(format, plan.kind), known[static_cast<int>(format)][static_cast<int>(plan.kind)]);
 }
 
 }  // namespace moeq::sm90::few

@@ -20,7 +20,7 @@ constexpr Tiles tiles_of(Codes codes) {
 
 // Of a stage; of formats of layout.h, those of the scales count.
 constexpr int tile_bytes(Codes codes, Format format) {
-  return codes == Codes::kFourBits ? tile_bytes_of(tile_scale_bytes(format)) : tiles_of(codes).bytes;
+  return are_of_w4a8(codes) ? tiles_of(codes).bytes : tile_bytes_of(tile_scale_bytes(format));
 }
 
 // A stage of as many bytes as one of so many tiles of the narrower formats, at most: the kernel takes the same layers.
