@@ -5,7 +5,8 @@
     python benchmarks/bench_moe.py --fmts nvfp4,nvfp4-a4 --peers marlin,humming --shapes qwen3_30b --ms 1,64,4096 \
         --check --out results.jsonl
 
---fmts: nvfp4, mxfp4, int4, fp8 (128x128 blocks), bf16; `-a4`, `-a8`, `-a16` tell the bits of the activations.
+--fmts: nvfp4, mxfp4, int4, fp8 (128x128 blocks), bf16; `-a4`, `-a8`, `-a16` tell the bits of the activations; mxfp4-a8row
+has fp8 ones with a scale for each token, mxfp4-a8 mxfp8, which other libraries have not.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ FORMATS = {
     "nvfp4-a8": ("nvfp4", "fp8"),
     "mxfp4": ("mxfp4", "none"),
     "mxfp4-a8": ("mxfp4", "mxfp8"),
+    "mxfp4-a8row": ("mxfp4", "fp8"),
     "int4": ("int4", "none"),
     "int4g32": ("int4", "none"),
     "int4zp": ("int4", "none"),
@@ -42,8 +43,8 @@ FORMATS = {
 }
 # Backends that are for a few formats only, and the weight policy of those that have one of their own.
 ONLY = {
-    "cuda_sm90_packed": ("nvfp4-a8",),
-    "cuda_sm90_folded": ("nvfp4-a8",),
+    "cuda_sm90_packed": ("nvfp4-a8", "mxfp4-a8row"),
+    "cuda_sm90_folded": ("nvfp4-a8", "mxfp4-a8row"),
     "cuda_sm90_fp8": ("fp8", "fp8row", "fp8half"),
     "cuda_sm90_int4": (*common.INT4, *(f"{fmt}-a8" for fmt in common.INT4)),
     "cuda_sm90_bf16": ("bf16",),

@@ -113,6 +113,9 @@ UNQUANTIZED: tuple[Fields, ...] = (
 # Layers called from router logits: tokens, scheme, what `prepare` is told.
 LAYERS: dict[str, tuple[tuple[int, str, Fields], ...]] = {
     "packed": tuple((tokens, "nvfp4", {"act_format": "fp8", "weight_policy": "packed"}) for tokens in (70, 13, 1, 3)),
+    "packed-mxfp4": tuple(
+        (tokens, "mxfp4", {"act_format": "fp8", "weight_policy": "packed"}) for tokens in (70, 13, 1, 3)
+    ),
     "folded": ((70, "nvfp4", {"act_format": "fp8", "weight_policy": "folded"}),),
     "fp8": tuple((tokens, "fp8", {"act_format": "fp8", "backend": "cuda_sm90_fp8"}) for tokens in (40, 1, 3)),
     "fp8_block": tuple(

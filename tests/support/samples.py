@@ -309,6 +309,7 @@ def _grouped_linear(device: str) -> list[Sample]:
     for scheme, act, policy in (
         ("nvfp4", "none", "exact"),
         ("nvfp4", "fp8", "packed"),
+        ("mxfp4", "fp8", "packed"),
         ("none", "none", "exact"),
         ("fp8_block", "none", "exact"),
         ("int4", "none", "exact"),

@@ -24,6 +24,7 @@ LAYERS: tuple[tuple[str, dict[str, str], tuple[int, int, int, int], tuple[int, .
     ("nvfp4", {"act_format": "fp8", "weight_policy": "packed"}, (16, 2, 1024, 704), (70, 600)),
     ("nvfp4", {"act_format": "fp8", "weight_policy": "folded"}, (16, 2, 1024, 704), (9, 300)),
     ("none", {"act_format": "none"}, (16, 2, 1024, 704), (300, 900)),
+    ("mxfp4", {"act_format": "fp8", "weight_policy": "packed"}, (16, 2, 1024, 704), (5, 70)),
 )
 START = time.monotonic()
 WORKERS: list[Worker] = []  # all there are, for who reports what is not done

@@ -1,4 +1,4 @@
-"""The `cuda_sm90_packed` and `cuda_sm90_folded` backends: NVFP4 weights on fp8 activations, on Hopper's tensor cores.
+"""The `cuda_sm90_packed` and `cuda_sm90_folded` backends: NVFP4 and MXFP4 weights on fp8 activations, on Hopper.
 
 One backend a weight policy, as each has a layout of its own (csrc/cuda/sm90/layout/w4a8_layout.h); the kernels are
 the same: grouped GEMMs made for many tokens, and for very few the decode kernel. docs/numerics.md
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops.backends.registry import Backend, Requirement, formats, one_of, register
+from torch_moe_ops.backends.sm90 import packed_scales
 from torch_moe_ops.backends.sm90 import w4a8_layout as tiled
 from torch_moe_ops.backends.sm90.byte_formats import matrices, sizes_of
 from torch_moe_ops.backends.sm90.common import NEEDS, check_device
@@ -43,14 +44,14 @@ def specs(folded: bool, scheme: Scheme, sizes: Sizes) -> dict[str, Spec]:
             padded = rows if name == "w13" else sizes.hidden_size
             table[f"{name}_scale"] = (((experts, padded, 1),), (torch.float32,))
         else:
-            table[f"{name}_scale"] = ((tiled.strip_shape(experts, rows, k),), (torch.uint8,))
+            table[f"{name}_scale"] = ((tiled.strip_shape(experts, rows, k, packed_scales.BY_SCHEME[scheme.name]),), (torch.uint8,))
     return table
 
 
 def prepare(folded: bool, raw: RawWeights) -> dict[str, Tensor]:
     """Tiles in the order of the tensor cores' operands, expert by expert, on raw's device.
 
-    Raises ValueError for block scales that are negative or NaN.
+    Raises ValueError for block scales that are negative or NaN, or that no byte stands for (packed_scales.py).
     """
     lay = tiled.fold if folded else tiled.pack
     tensors = {}
@@ -69,7 +70,7 @@ def restore_packed(scheme: Scheme, tensors: Mapping[str, Tensor], sizes: Sizes) 
             continue
         rows = sizes.hidden_size if name == "w2" else (2 if gated else 1) * sizes.intermediate_size
         restored[name], restored[f"{name}_scale"] = tiled.unpack(
-            tensors[name], tensors[f"{name}_scale"], rows, k, gated
+            tensors[name], tensors[f"{name}_scale"], rows, k, gated, packed_scales.BY_SCHEME[scheme.name]
         )
     return restored
 
@@ -114,10 +115,14 @@ def sizes_reason(problem: Problem) -> str | None:
     return f"hidden_size and intermediate_size must be at most {MAX_SIZE}, got {largest}"
 
 
+def bits_of(folded: bool, scheme: str) -> str:
+    """Of a weight with its share of block scales."""
+    return "8" if folded else f"{4 + 8 / packed_scales.BY_SCHEME[scheme].block:g}"
+
+
 def _register(name: str, policy: str) -> Backend:
     folded = policy == "folded"
     layout = Layout(f"{name}_tiles_v1", partial(specs, folded), lambda scheme, w2_shape: w2_shape[2] * tiled.TILE_K)
-    bits = "8" if folded else "4.5"
     decode_tokens = DECODE_TOKENS if folded else Sm90Few.MAX_TOKENS_PACKED
     return register(
         Backend(
@@ -125,7 +130,7 @@ def _register(name: str, policy: str) -> Backend:
             layout=layout,
             requires=(
                 *NEEDS,
-                formats({"nvfp4": ("fp8",)}),
+                formats({"nvfp4": ("fp8",), "mxfp4": ("fp8",)}),
                 one_of("weight_policy", policy),
                 Requirement(sizes_reason),
             ),
@@ -134,7 +139,7 @@ def _register(name: str, policy: str) -> Backend:
             decode=decode_folded if folded else None,
             run=partial(run, "rows" if folded else "packed", decode_tokens=decode_tokens),
             hidden_dtypes=(torch.bfloat16,),
-            notes=lambda problem: f"{NOTES.format(decode_tokens)}, {bits} bits a weight",
+            notes=lambda problem: f"{NOTES.format(decode_tokens)}, {bits_of(folded, problem.scheme)} bits a weight",
         )
     )
 

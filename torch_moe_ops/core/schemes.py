@@ -156,6 +156,7 @@ SCHEMES: dict[str, Scheme] = {
             ("none", "mxfp8", "fp8", "mxfp4", "mxfp6_e3m2", "mxfp6_e2m3"),
             pack=2,
             static_acts=("fp8",),
+            policies=("exact", "packed", "folded"),
         ),
         _mx("mxfp8", "e4m3", torch.float8_e4m3fn, ("mxfp8", "none")),
         _mx("mxfp6_e3m2", "e3m2", torch.uint8, _MX_ACTS, op="mxfp6"),

@@ -40,6 +40,8 @@ class Kind(NamedTuple):
 KINDS = {
     "packed": Kind("nvfp4", "cuda_sm90_packed", "packed", lambda raw: cuda_sm90_w4a8.prepare(False, raw)),
     "folded": Kind("nvfp4", "cuda_sm90_folded", "folded"),
+    "packed-mxfp4": Kind("mxfp4", "cuda_sm90_packed", "packed", lambda raw: cuda_sm90_w4a8.prepare(False, raw)),
+    "folded-mxfp4": Kind("mxfp4", "cuda_sm90_folded", "folded"),
     "fp8": Kind("fp8", "cuda_sm90_fp8", tiles=cuda_sm90_fp8.prepare),
     "fp8_block": Kind("fp8_block", "cuda_sm90_fp8", tiles=cuda_sm90_fp8.prepare),
     **{

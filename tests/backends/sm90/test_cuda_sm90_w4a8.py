@@ -20,7 +20,9 @@ from torch_moe_ops.oracle.reference import experts_reference
 
 REASON = why_not_here()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(REASON), reason=REASON or "it is there")]
-policies = pytest.mark.parametrize("policy", ("packed", "folded"))
+# Of NVFP4 weights, and after the dash of others.
+POLICIES = ("packed", "folded", "packed-mxfp4", "folded-mxfp4")
+policies = pytest.mark.parametrize("policy", POLICIES)
 
 # Also tiles of up to 160 and of up to 256 tokens, and an intermediate that is too long for rings of its rows.
 SHAPES = (*SHAPES_OF_ALL, (4, 2, 4096, 1024, 300), (2, 1, 512, 256, 1100), (2, 1, 128, 17408, 20))
@@ -51,16 +53,25 @@ def run(tiled: ExpertsCall, decode_tokens: int = 0) -> Tensor:
 
 
 def case(policy: str, **fields: Any) -> ExpertsCall:
-    usual: dict[str, Any] = {"hidden": 128, "inter": 64, "weight_policy": policy}
-    return make_call("nvfp4", "fp8", **usual | fields)
+    """Of MXFP4 an intermediate size that is no multiple of 32 becomes the next smaller one."""
+    name, _, scheme = policy.partition("-")
+    usual: dict[str, Any] = {"hidden": 128, "inter": 64, "weight_policy": name} | fields
+    usual["inter"] -= usual["inter"] % (32 if scheme else 16)
+    return make_call(scheme or "nvfp4", "fp8", **usual)
 
 
-def with_scales_of_every_size(call: ExpertsCall) -> ExpertsCall:
+def with_scales(call: ExpertsCall, first: int, last: int) -> ExpertsCall:
+    """Scale bytes from `first` to `last`."""
     for scale in (call.w13_scale, call.w2_scale):
         assert scale is not None
         g = torch.Generator().manual_seed(3)
-        scale.view(torch.uint8).copy_(torch.randint(0, 127, scale.shape, generator=g, dtype=torch.uint8))
+        scale.view(torch.uint8).copy_(torch.randint(first, last + 1, scale.shape, generator=g, dtype=torch.uint8))
     return call
+
+
+def with_scales_of_every_size(call: ExpertsCall) -> ExpertsCall:
+    """Of MXFP4 over 30 binades, of which a row's largest is some 2^-7: products are subnormal in e4m3 or vanish."""
+    return with_scales(call, 90, 120) if call.scheme == "mxfp4" else with_scales(call, 0, 126)
 
 
 def error_of(policy: str, **fields: Any) -> float:
@@ -78,7 +89,9 @@ def test_shapes(policy: str, shape: tuple[int, ...], out_dtype: torch.dtype) -> 
 
 
 # The decode kernel's sums are exact but for float32: no farther from the oracle than the prefill kernels' of few bits.
-DECODES = {"packed": Sm90Few.MAX_TOKENS_PACKED, "folded": Sm90Few.MAX_TOKENS}
+DECODES = {
+    policy: Sm90Few.MAX_TOKENS_PACKED if policy.startswith("packed") else Sm90Few.MAX_TOKENS for policy in POLICIES
+}
 FEW_TOKENS = [
     (policy, tokens) for policy, most in DECODES.items() for tokens in (1, 2, 3, 5, 8, 9, 16) if tokens <= most
 ]
@@ -100,10 +113,16 @@ def test_very_few_tokens_on_the_decode_kernel(policy: str, shape: tuple[int, ...
 @pytest.mark.parametrize(
     "scales", ({}, {"a1": 90.0, "a2": 30.0}, {"a2": "expert"}), ids=("dynamic", "static", "expert")
 )
+@pytest.mark.parametrize("policy", ("packed", "packed-mxfp4"))
 @pytest.mark.parametrize("tokens", (1, 2, 8, 16))
-def test_few_tokens_meet_the_weights_of_packed(tokens: int, scales: dict[str, Any]) -> None:
+def test_few_tokens_meet_the_weights_of_packed(policy: str, tokens: int, scales: dict[str, Any]) -> None:
     """Exact products, sums in float32: as near as their order lets them. Weights as they are would be far."""
-    call = case("packed", hidden=512, inter=256, experts=8, tokens=tokens, out_dtype=torch.float32, **scales)
+    call = case(policy, hidden=512, inter=256, experts=8, tokens=tokens, out_dtype=torch.float32, **scales)
+    if call.scheme == "mxfp4":  # rows of small weights under one large: most are 2^-17 times it, and are rounded
+        with_scales(call, 107, 108)
+        for scale in (call.w13_scale, call.w2_scale):
+            assert scale is not None
+            scale[..., 0] = 121
     tiled = in_tiles(call)
     out = run(tiled, Sm90Few.MAX_TOKENS_PACKED)
     exact = experts_reference(call, dtype=torch.float64)
@@ -203,9 +222,31 @@ def test_runs_are_bitwise_equal(policy: str) -> None:
         assert torch.equal(run(tiled), first)
 
 
-def test_both_policies_give_the_same_bits() -> None:
+@pytest.mark.parametrize("scheme", ("", "-mxfp4"))
+@pytest.mark.parametrize("tokens", (7, 200))
+def test_both_policies_give_the_same_bits(scheme: str, tokens: int) -> None:
     """They are the same numbers in the same order of sums."""
-    assert torch.equal(*(run(in_tiles(case(p, hidden=512, inter=320, tokens=200))) for p in ("packed", "folded")))
+    both = (in_tiles(case(p + scheme, hidden=512, inter=320, tokens=tokens)) for p in ("packed", "folded"))
+    assert torch.equal(*(run(tiled) for tiled in both))
+
+
+@pytest.mark.parametrize("policy", ("packed-mxfp4", "folded-mxfp4"))
+@pytest.mark.parametrize("tokens", (3, 60))
+@pytest.mark.parametrize(("first", "exact"), ((107, True), (106, False)))
+def test_mxfp4_is_exact_as_far_as_e4m3_reaches(policy: str, tokens: int, first: int, exact: bool) -> None:
+    """Beside scales of 2^-6 and codes of 4 and 6, which leave x = -12, half of a scale of 2^-20 is the smallest subnormal
+    of e4m3, half of 2^-21 is not one."""
+    call = case(policy, hidden=512, inter=256, experts=8, tokens=tokens, out_dtype=torch.float32)
+    for weight, scale in ((call.w13, call.w13_scale), (call.w2, call.w2_scale)):
+        assert scale is not None
+        scale.fill_(first)
+        scale[..., 0], weight[..., 0] = 121, 0x67
+        weight[..., 16:] = 0x19  # codes 0.5 and -0.5
+    of_packed, of_exact = (
+        experts_reference(call._replace(weight_policy=name), dtype=torch.float64) for name in ("packed", "exact")
+    )
+    assert torch.equal(of_packed, of_exact) == exact
+    assert error_over_bound(run(in_tiles(call), 8), call) < 1
 
 
 @policies
@@ -229,6 +270,6 @@ def test_rows_of_zeros_and_of_tiny_values(policy: str) -> None:
 
 @policies
 def test_block_scales_of_every_size(policy: str) -> None:
-    """Rows whose blocks differ by up to 2^17, so that products are subnormal in e4m3 or vanish."""
+    """Rows whose blocks differ by up to 2^17 (MXFP4: 2^30), so that products are subnormal in e4m3 or vanish."""
     call = with_scales_of_every_size(case(policy, hidden=512, inter=256, tokens=60, out_dtype=torch.float32))
     assert error_over_bound(run(in_tiles(call)), call) < 1

@@ -1,6 +1,6 @@
-"""The layouts of weights for fp8 GEMMs: NVFP4 codes, e4m3 codes, and their exact inverses.
+"""The layouts of weights for fp8 GEMMs: NVFP4 and MXFP4 codes, e4m3 codes, and their exact inverses.
 
-csrc/cuda/sm90/layout/w4a8_layout.h says where bits lie; numerics/w4a8.py, how NVFP4 weights are rounded. A weight
+csrc/cuda/sm90/layout/w4a8_layout.h says where bits lie; numerics/w4a8.py, how 4-bit weights are rounded. A weight
 [E, N, K] is [E, row tiles, K tiles, bytes] in tiles of 64 rows x 128 values. Rows and K are padded with zeros; where
 gated, each half of w13 by itself, to multiples of 128, as it becomes K of the second GEMM.
 """
@@ -11,17 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torch_moe_ops.backends.sm90 import packed_scales
+from torch_moe_ops.backends.sm90.packed_scales import PackedScales
 from torch_moe_ops.backends.sm90.scales import LARGEST_EXPONENT
 from torch_moe_ops.core.kernel_facts import Sm90W4a8
-from torch_moe_ops.numerics import e4m3, nvfp4, w4a8
+from torch_moe_ops.numerics import w4a8
 
 ROWS, TILE_K = Sm90W4a8.TILE_ROWS, Sm90W4a8.TILE_K
 MX_BLOCK = 32
 MX_BYTES = ROWS * TILE_K // MX_BLOCK
-PACKED_BYTES, FP8_BYTES, SCALE_BYTES = Sm90W4a8.PACKED_BYTES, Sm90W4a8.FP8_BYTES, Sm90W4a8.SCALE_BYTES
-EXPONENT_BIAS, ZERO_SCALE = Sm90W4a8.EXPONENT_BIAS, Sm90W4a8.ZERO_SCALE
-BLOCK = 16
-LARGEST_SCALE = 126  # e4m3 code of 448
+PACKED_BYTES, FP8_BYTES = Sm90W4a8.PACKED_BYTES, Sm90W4a8.FP8_BYTES
 NO_SCALE = 40  # of padding: its table is not a slow one
 # Bit of a code's sign in a word: as the checkpoint has it, and as the kernel wants it.
 _SIGNS = tuple(zip(range(3, 32, 4), Sm90W4a8.SIGN_BITS, strict=True))
@@ -43,9 +42,9 @@ def codes_shape(experts: int, rows: int, k: int, tile_bytes: int) -> tuple[int, 
     return experts, rows // ROWS, tiles(k, TILE_K), tile_bytes
 
 
-def strip_shape(experts: int, rows: int, k: int) -> tuple[int, ...]:
+def strip_shape(experts: int, rows: int, k: int, kind: PackedScales) -> tuple[int, ...]:
     """Shape of block scales with exponents, policy `packed`; rows: padded."""
-    return experts, rows // ROWS, tiles(k, TILE_K) * SCALE_BYTES + ROWS
+    return experts, rows // ROWS, tiles(k, TILE_K) * kind.tile_bytes + ROWS
 
 
 def pack(codes: Tensor, scale: Tensor, rows: int, gated: bool, name: str) -> tuple[Tensor, Tensor]:
@@ -53,24 +52,24 @@ def pack(codes: Tensor, scale: Tensor, rows: int, gated: bool, name: str) -> tup
 
     Args:
         codes: uint8 [E, N, K / 2], low nibble = even element, rows [gate; up] where gated.
-        scale: float8_e4m3fn [E, N, K / 16]; rows: N padded.
-    Raises: ValueError in the name of the argument, where a scale is negative, NaN or cannot be kept (see _scale_bytes).
+        scale: NVFP4's, float8_e4m3fn [E, N, K / 16], or MXFP4's, uint8 [E, N, K / 32]; rows: N padded.
+    Raises: ValueError in the name of the argument, where a scale is negative, NaN or cannot be kept (packed_scales.py).
     """
     experts, _, columns = codes.shape
+    kind = packed_scales.kind_of(scale)
     shape = codes_shape(experts, rows, 2 * columns, PACKED_BYTES)
-    out, strip = codes.new_empty(shape), codes.new_empty(strip_shape(experts, rows, 2 * columns))
+    out, strip = codes.new_empty(shape), codes.new_empty(strip_shape(experts, rows, 2 * columns, kind))
     for e in range(experts):
-        exponent = w4a8.row_exponent(nvfp4.dequantize(codes[e], scale[e]))
+        kind.check(scale[e], name, e)
+        exponent = w4a8.row_exponent(w4a8.decode(codes[e], scale[e]))
+        scale_bytes = kind.to_bytes(scale[e], exponent[:, None], _has_codes(codes[e], kind), name, e)
         words = _to_tiles(_words(codes[e]), rows, gated, TILE_K // 8, 0)
         out[e].view(torch.int32).view(*shape[1:3], 2, 4, 8, 4, 2, 2).copy_(
             _to_kernel(words).unflatten(5, (2, 4, 2)).permute(0, 4, 5, 1, 3, 6, 7, 2)
         )
-        scales = _to_tiles(_scale_bytes(scale[e], exponent, name, e), rows, gated, TILE_K // BLOCK, NO_SCALE)
-        k_tiles = shape[2]
-        strip[e, :, :-ROWS].view(-1, k_tiles, 4, 8, 4, 2, 2).copy_(
-            scales.unflatten(5, (2, 4)).permute(0, 4, 1, 3, 6, 5, 2)
-        )
-        strip[e, :, -ROWS:] = _exponent_bytes(exponent, rows, gated)
+        scales = _to_tiles(scale_bytes, rows, gated, TILE_K // kind.block, NO_SCALE)
+        _tile_of_scales(strip[e], shape[2], kind).copy_(scales.unflatten(5, (2, -1)).permute(0, 4, 1, 3, 6, 5, 2))
+        strip[e, :, -ROWS:] = _exponent_bytes(exponent, rows, gated, kind)
     return out, strip
 
 
@@ -83,7 +82,7 @@ def fold(codes: Tensor, scale: Tensor, rows: int, gated: bool, name: str) -> tup
     out = codes.new_empty(codes_shape(experts, rows, 2 * columns, FP8_BYTES))
     scales = torch.empty((experts, rows, 1), dtype=torch.float32, device=codes.device)
     for e in range(experts):
-        _check_scales(scale[e], name, e)
+        packed_scales.kind_of(scale).check(scale[e], name, e)
         rounded, exponent = w4a8.round_weights(codes[e], scale[e])
         _tile_expert(rounded.view(torch.uint8), gated, out[e])
         power = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
@@ -166,18 +165,33 @@ def _swizzled(pieces: Tensor) -> Tensor:
     return pieces[:, :, :, :, eight[:, None], eight[:, None] ^ eight]
 
 
-def unpack(packed: Tensor, strip: Tensor, rows: int, k: int, gated: bool) -> tuple[Tensor, Tensor]:
+def unpack(
+    packed: Tensor, strip: Tensor, rows: int, k: int, gated: bool, kind: PackedScales
+) -> tuple[Tensor, Tensor]:
     """Inverse of `pack` for a weight of `rows` rows (not padded) and K = k: codes and scales."""
     codes = packed.new_empty((packed.shape[0], rows, k // 2))
-    scale = packed.new_empty((packed.shape[0], rows, k // BLOCK))
+    scale = packed.new_empty((packed.shape[0], rows, k // kind.block))
     k_tiles = packed.shape[2]
     for e in range(packed.shape[0]):
         words = packed[e].view(torch.int32).view(-1, k_tiles, 2, 4, 8, 4, 2, 2).permute(0, 3, 7, 4, 1, 2, 5, 6)
         _from_tiles(_from_kernel(words.flatten(5)), gated, codes[e].view(torch.int32))
-        tiled = strip[e, :, :-ROWS].view(-1, k_tiles, 4, 8, 4, 2, 2).permute(0, 2, 6, 3, 1, 5, 4).flatten(5)
-        exponents = strip[e, :, -ROWS:].view(-1, 4, 2, 8, 1, 1).int() - EXPONENT_BIAS
-        _from_tiles(_scales_of(tiled, exponents).view(torch.uint8), gated, scale[e])
-    return codes, scale.view(torch.float8_e4m3fn)
+        tiled = _tile_of_scales(strip[e], k_tiles, kind).permute(0, 2, 6, 3, 1, 5, 4).flatten(5)
+        _from_tiles(tiled, gated, scale[e])
+        exponents = strip.new_empty((rows, 1))
+        _from_tiles(strip[e, :, -ROWS:].view(-1, 4, 2, 8, 1, 1), gated, exponents)
+        values = kind.from_bytes(scale[e], exponents.int() - kind.exponent_bias, _has_codes(codes[e], kind))
+        scale[e] = values.view(torch.uint8)
+    return codes, scale.view(kind.dtype)
+
+
+def _has_codes(codes: Tensor, kind: PackedScales) -> Tensor:
+    """Of each block of codes [N, K / 2], whether one of them is neither 0 nor -0: bool [N, blocks]."""
+    return (codes & 0x77).unflatten(1, (-1, kind.block // 2)).amax(2) > 0
+
+
+def _tile_of_scales(strip: Tensor, k_tiles: int, kind: PackedScales) -> Tensor:
+    """Scale bytes of an expert: [row tile, K tile, warp, g, threads that have other blocks, half, h]."""
+    return strip[:, :-ROWS].view(-1, k_tiles, 4, 8, TILE_K // 2 // kind.block, 2, 2)
 
 
 def _sizes(out: Tensor) -> tuple[int, ...]:
@@ -234,48 +248,13 @@ def _moved(words: Tensor, source: int, target: int) -> Tensor:
     return shifted & (1 << target if target < 31 else -(1 << 31))
 
 
-def _check_scales(scale: Tensor, name: str, expert: int) -> None:
-    codes = scale.view(torch.uint8)
-    if int(codes.max()) > LARGEST_SCALE:
-        wrong = int(codes[codes > LARGEST_SCALE][0])
-        text = f"{name} must hold positive finite scales or zero (e4m3 codes up to {LARGEST_SCALE:#x})"
-        raise ValueError(f"fp8 layouts of backend 'cuda_sm90': {text}, got code {wrong:#x} in expert {expert}")
-
-
 def _check_codes(codes: Tensor, name: str, expert: int) -> None:
     if bool(((codes.view(torch.uint8) & 0x7F) == 0x7F).any()):
         text = f"{name} must hold no NaN (e4m3 codes 0x7f and 0xff), got one in expert {expert}"
         raise ValueError(f"fp8 layouts of backend 'cuda_sm90': {text}")
 
 
-def _scale_bytes(scale: Tensor, exponent: Tensor, name: str, expert: int) -> Tensor:
-    """float8_e4m3fn [N, blocks] and x int32 [N] -> uint8 [N, blocks], as the kernel wants them.
-
-    Raises ValueError where a scale is negative or NaN, or 2^19 times larger than its row's exponent: then all codes
-    of its block are zero, and no byte is left for it.
-    """
-    _check_scales(scale, name, expert)
-    mantissa, power = torch.frexp(e4m3.decode(scale))  # scale = mantissa * 2^power, mantissa in [0.5, 1)
-    relative = power - 1 - exponent[:, None]
-    low = (mantissa * 16).int() - 8
-    slow = torch.where(relative < 0, relative + 12, relative - 4)
-    byte = torch.where((relative >= -5) & (relative <= 10), (relative + 5) << 3, 128 + (slow << 3)) | low
-    zero = scale.view(torch.uint8) == 0
-    if bool(((relative > 18) & ~zero).any()):
-        text = f"{name} must not hold a scale 2^19 times its row's weights beside codes that are all zero"
-        raise ValueError(f"fp8 layouts of backend 'cuda_sm90': {text}, got one in expert {expert}")
-    return byte.masked_fill(zero, ZERO_SCALE).to(torch.uint8)
-
-
-def _scales_of(byte: Tensor, exponent: Tensor) -> Tensor:
-    """Inverse of _scale_bytes, for tiles and the exponents of their rows."""
-    field = byte.int() >> 3
-    relative = torch.where(field < 16, field - 5, torch.where(field - 16 < 7, field - 28, field - 12))
-    values = torch.ldexp(8.0 + (byte & 7).float(), relative + exponent - 3)
-    return values.masked_fill(byte == ZERO_SCALE, 0.0).clamp(max=e4m3.MAX).to(torch.float8_e4m3fn)
-
-
-def _exponent_bytes(exponent: Tensor, rows: int, gated: bool) -> Tensor:
+def _exponent_bytes(exponent: Tensor, rows: int, gated: bool, kind: PackedScales) -> Tensor:
     """x int32 [N] -> uint8 [row tile, 64]."""
-    biased = (exponent + EXPONENT_BIAS).to(torch.uint8)[:, None]
-    return _to_tiles(biased, rows, gated, 1, EXPONENT_BIAS).flatten(1)
+    biased = (exponent + kind.exponent_bias).to(torch.uint8)[:, None]
+    return _to_tiles(biased, rows, gated, 1, kind.exponent_bias).flatten(1)

@@ -21,10 +21,13 @@ cudaError_t make_fp8_plan(const W4a8Problem& p, Plan& plan, bool& fits) {
 }
 
 cudaError_t run_fp8(Plan& plan) {
-  static KnownDevices known[3][kKinds];
+  static KnownDevices known[4][kKinds];
   const Kind kind = plan.kind;
   if (plan.codes == Codes::kPacked) {
-    return launch(plan, kernel_of<PackedFormat>(kind), known[2][static_cast<int>(kind)]);
+    const bool mx = plan.args.p.format == Format::kMxfp4;
+    const void* kernel = mx ? kernel_of<PackedFormat<w4a8::PackedMxfp4>>(kind)
+                            : kernel_of<PackedFormat<w4a8::PackedNvfp4>>(kind);
+    return launch(plan, kernel, known[mx ? 3 : 2][static_cast<int>(kind)]);
   }
   const bool groups = plan.codes == Codes::kFp8Groups;
   const void* kernel = groups ? kernel_of<Fp8Format<true>>(kind) : kernel_of<Fp8Format<false>>(kind);

@@ -165,7 +165,7 @@ struct Multiplier<Mxfp8Format> {
   }
 };
 
-// Products of NVFP4 weights that are rounded to e4m3 as policy `packed` has it, in the layout of w4a8_layout.h, with
+// Products of 4-bit weights that are rounded to e4m3 as policy `packed` has it, in the layout of w4a8_layout.h, with
 // tokens that hold e4m3 values: exact in float16, which one instruction makes of two codes, and added in float32.
 __device__ __forceinline__ void multiply_add_half(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
@@ -174,28 +174,29 @@ __device__ __forceinline__ void multiply_add_half(float (&d)[4], const uint32_t 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-template <>
-struct Multiplier<PackedFormat> {
+template <class Codes>
+struct Multiplier<PackedFormat<Codes>> {
+  using Format = PackedFormat<Codes>;
   int at, scales_at;  // of this thread in a stage
   float weights[2][2];  // powers of two: of the two blocks of rows, and of their two rows
 
   __device__ __forceinline__ explicit Multiplier(const Args& args)
-      : at(threadIdx.x % 64 * 16), scales_at(args.stage_tiles * kTileCodeBytes + threadIdx.x % 64 * 4), weights{} {}
+      : at(threadIdx.x % 64 * 16), scales_at(args.stage_tiles * kTileCodeBytes + Codes::scales_of(threadIdx.x % 64)), weights{} {}
 
   template <Kind kKind>
   __device__ __forceinline__ void begin_unit(const Args& args, const Fixed& fixed, const Work& work, int gemm) {
     const uint8_t* strips = gemm == 0 ? args.p.w13_scale : args.p.w2_scale;
     const int row_tiles = gemm == 0 ? args.row_tiles[0] : args.row_tiles[1];
-    const int scale_bytes = (gemm == 0 ? args.k_tiles[0] : args.k_tiles[1]) * PackedFormat::kTileScaleBytes;
+    const int scale_bytes = (gemm == 0 ? args.k_tiles[0] : args.k_tiles[1]) * Format::kTileScaleBytes;
     const int64_t row = static_cast<int64_t>(fixed.entries[work.entry].expert) * row_tiles + work.row_tile;
     // clang-format off: it takes the closing parenthesis for a cast's
-    const uint8_t* exponents = strips + row * (scale_bytes + kBytesBehindRow<PackedFormat>) + scale_bytes +
+    const uint8_t* exponents = strips + row * (scale_bytes + kBytesBehindRow<Format>) + scale_bytes +
                                threadIdx.x / 32 % 2 * 16 + lane_of_warp() / 4;
     // clang-format on
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int biased = __ldg(exponents + i / 2 * 32 + i % 2 * 8);
-      weights[i / 2][i % 2] = __int_as_float((biased - w4a8::kExponentBias + 127) << 23);
+      weights[i / 2][i % 2] = Codes::row_power(biased);
     }
   }
   __device__ __forceinline__ void expect_tile(int) {}
@@ -211,13 +212,13 @@ struct Multiplier<PackedFormat> {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const uint4 codes = load_16(stage + at + tile * kTileCodeBytes + i * (kTileCodeBytes / 2));
-        const uint32_t both = load_scales<uint32_t>(stage + scales_at + tile / 2 * w4a8::kScaleBytes + i * 256);
+        const uint32_t both = load_scales<uint32_t>(stage + scales_at + tile / 2 * Codes::kScaleBytes + i * (Codes::kScaleBytes / 2));
         const uint32_t scales = tile % 2 == 0 ? both : both >> 16;
         w4a8::Table tables[4];  // of rows g and g + 8; the others are nobody's
-        w4a8::make_tables(scales, tables);
+        w4a8::make_tables<Codes>(scales, tables);
         if (scales & 0x8080u) {
-          tables[0] = w4a8::rounded_table(scales & 255);
-          tables[1] = w4a8::rounded_table(scales >> 8 & 255);
+          tables[0] = w4a8::rounded_table<Codes>(scales & 255);
+          tables[1] = w4a8::rounded_table<Codes>(scales >> 8 & 255);
         }
         uint32_t low[4], high[4];
         w4a8::decode8(codes.x, tables[0], low[0], low[1]);

@@ -15,10 +15,16 @@ struct Fp8Format {
   static constexpr bool kGroups = kGroups_;
 };
 
-// NVFP4 weights of policy `packed`.
+// Weights of policy `packed`, NVFP4 or MXFP4 (weights_packed.cuh).
+template <class Codes_>
 struct PackedFormat {
-  static constexpr int kTileScaleBytes = w4a8::kScaleBytes / 2;   // of 64 values of K
+  using Codes = Codes_;
+  static constexpr int kTileScaleBytes = Codes::kScaleBytes / 2;   // of 64 values of K
 };
+template <class Format>
+constexpr bool kIsPacked = false;
+template <class Codes>
+constexpr bool kIsPacked<PackedFormat<Codes>> = true;
 
 // MXFP8 weights, whose powers of two are in their operands.
 struct Mxfp8Format {
@@ -43,21 +49,21 @@ template <class Weights>
 constexpr bool kRoundsToE4m3<BesideE4m3<Weights>> = true;
 template <class Format>
 constexpr bool kRoundsGroups = false;
-template <>
-constexpr bool kRoundsToE4m3<PackedFormat> = true;
+template <class Codes>
+constexpr bool kRoundsToE4m3<PackedFormat<Codes>> = true;
 template <>
 constexpr bool kRoundsGroups<Fp8Format<true>> = true;
 
 // Whether values of e4m3 codes are float16, which one instruction makes of two codes, not bfloat16.
 template <class Format>
-constexpr bool kInHalf = std::is_same_v<Format, PackedFormat>;
+constexpr bool kInHalf = kIsPacked<Format>;
 
 // Whether weights lie as w4a8_layout.h says, and what lies behind a row tile's scales.
 template <class Format>
 constexpr bool kIsOfW4a8 =
-    kIsFp8<Format> || std::is_same_v<Format, PackedFormat> || std::is_same_v<Format, Mxfp8Format>;
+    kIsFp8<Format> || kIsPacked<Format> || std::is_same_v<Format, Mxfp8Format>;
 template <class Format>
-constexpr int kBytesBehindRow = std::is_same_v<Format, PackedFormat> ? kTileRows : 0;
+constexpr int kBytesBehindRow = kIsPacked<Format> ? kTileRows : 0;
 
 // Of 64 rows by 64 values of K: codes, and what a stage has for them.
 template <class Format>

@@ -1,5 +1,7 @@
-// Packed weights -> e4m3 fragments. A block of 16 codes shares a table of the eight magnitudes that they can have.
+// Packed weights -> e4m3 fragments. A block of 16 or 32 codes shares a table of the eight magnitudes that they can have.
 #pragma once
+#include <type_traits>
+
 #include "../w4a8/w4a8_shared.cuh"
 
 namespace moeq::sm90::w4a8 {
@@ -9,16 +11,49 @@ struct Table {
   uint32_t low, high;
 };
 
+// The formats of policy `packed`: bytes of a tile's scales, and which ones one thread of a warpgroup has.
+struct PackedNvfp4 {
+  static constexpr int kScaleBytes = w4a8::kScaleBytes;
+  static __device__ __forceinline__ int scales_of(int thread) { return thread * 4; }
+  static __device__ __forceinline__ float scale_value(uint32_t byte);
+  static __device__ __forceinline__ float row_power(uint32_t byte);
+};
+
+// Two neighbouring threads share blocks of 32.
+struct PackedMxfp4 {
+  static constexpr int kScaleBytes = kMxScaleBytes;
+  static __device__ __forceinline__ int scales_of(int thread) { return thread / 2 * 4; }
+  static __device__ __forceinline__ float scale_value(uint32_t byte);
+  static __device__ __forceinline__ float row_power(uint32_t byte);
+};
+
 // The value of a scale byte (w4a8_layout.h); scales that meet no code but zero come out as something finite.
-__device__ __forceinline__ float scale_value(uint32_t byte) {
+__device__ __forceinline__ float PackedNvfp4::scale_value(uint32_t byte) {
   if (byte >= kZeroScale) return 0.0f;
   const int exponent = byte < kSlowScale ? static_cast<int>(byte >> 3) - 5 : static_cast<int>(byte >> 3 & 15) - 12;
   return __uint_as_float(exponent + 127 << 23 | (byte & 7) << 20);
 }
 
+__device__ __forceinline__ float PackedMxfp4::scale_value(uint32_t byte) {
+  if (byte < kSlowScale) return __uint_as_float((byte >> 3) + 122 << 23);
+  return __uint_as_float(max(249 - static_cast<int>(byte), 0) << 23);
+}
+
+// 2^x of a row's exponent byte.
+__device__ __forceinline__ float PackedNvfp4::row_power(uint32_t byte) {
+  return __uint_as_float(byte - kExponentBias + 127 << 23);
+}
+
+// 2^-127 and less are subnormal.
+__device__ __forceinline__ float PackedMxfp4::row_power(uint32_t byte) {
+  constexpr uint32_t kSubnormal = kMxExponentBias - 127, kLowest = 149 - kMxExponentBias;
+  return __uint_as_float(byte > kSubnormal ? byte - kSubnormal << 23 : 1u << (byte + kLowest));
+}
+
 // Any scale: round the eight products.
+template <class Codes>
 __device__ __forceinline__ Table rounded_table(uint32_t byte) {
-  const float s = scale_value(byte);
+  const float s = Codes::scale_value(byte);
   Table table;
   asm("{ .reg .b16 a, b;\n"
       "cvt.rn.satfinite.e4m3x2.f32 a, %2, %1;\n"
@@ -37,8 +72,10 @@ __device__ __forceinline__ Table rounded_table(uint32_t byte) {
 
 // The tables of four scales none of which is slow. An e4m3 code is an exponent and a mantissa, so doubling adds 8, and
 // 1.5 * (1 + m / 8), rounded, is m + 4 codes further, for m from 1 to 5 one more.
+template <class Codes>
 __device__ __forceinline__ void make_tables(uint32_t scales, Table (&tables)[4]) {
-  const uint32_t more = (((scales >> 2 ^ scales >> 1) | (scales & ~(scales >> 2)))) & 0x01010101u;
+  constexpr bool powers = std::is_same_v<Codes, PackedMxfp4>;
+  const uint32_t more = powers ? 0 : (((scales >> 2 ^ scales >> 1) | (scales & ~(scales >> 2)))) & 0x01010101u;
   const uint32_t one = scales + 0x10101010u;               // the code of 1 times the scale, byte by byte
   const uint32_t one_and_half = one + more + 0x04040404u;
 #pragma unroll
@@ -64,17 +101,18 @@ __device__ __forceinline__ void decode8(uint32_t word, const Table& table, uint3
 }
 
 // The fragments of a tile's four K-steps: register 2 * u + h of step s.
+template <class Codes>
 __device__ __forceinline__ void decode_tile(const uint8_t* codes, const uint8_t* scales, int thread,
                                             uint32_t (&a)[4][4]) {
-  const uint32_t scale_word = *reinterpret_cast<const uint32_t*>(scales + thread * 4);
+  const uint32_t scale_word = *reinterpret_cast<const uint32_t*>(scales + Codes::scales_of(thread));
   uint4 words[2];
   words[0] = *reinterpret_cast<const uint4*>(codes + thread * 16);
   words[1] = *reinterpret_cast<const uint4*>(codes + kPackedBytes / 2 + thread * 16);
   Table tables[4];   // of half 0: rows g and g + 8, of half 1
-  make_tables(scale_word, tables);
+  make_tables<Codes>(scale_word, tables);
   if (scale_word & 0x80808080u) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) tables[i] = rounded_table(scale_word >> 8 * i & 255);
+    for (int i = 0; i < 4; i++) tables[i] = rounded_table<Codes>(scale_word >> 8 * i & 255);
   }
   __syncwarp();
 #pragma unroll

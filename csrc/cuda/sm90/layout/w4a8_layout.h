@@ -1,4 +1,4 @@
-// The prepared layouts of weights that are multiplied with fp8 activations, and how NVFP4 codes become e4m3 bytes.
+// The prepared layouts of weights that are multiplied with fp8 activations, and how 4-bit codes become e4m3 bytes.
 //
 // Tiles of 64 rows by 128 values of K. With g = lane / 4 of a warp, its rows g and g + 8 of 16 are rows 8 * q + g of
 // gate and of up where w13 is gated (q = 4 * tile + warp), else rows 2 * g and 2 * g + 1 of the 16. Rows and K are
@@ -18,6 +18,11 @@
 //
 // After a row tile's scales follow its 64 exponents x + kExponentBias, row 16 * warp + g + 8 * h at that place.
 //
+// MXFP4 codes (policy `packed`): the same, but that 32 values share a scale 2^r. Scales, 256 bytes a tile: byte
+// 4 * (thread / 2) + 2 * (s / 2) + h, which is (r - x + 5) << 3 where -5 <= r - x <= 10, and 128 + (-6 - (r - x)) where
+// -133 <= r - x <= -6: from r - x = -13 on all products round to zero. Of a block whose codes are all zero it is the
+// checkpoint's byte. Exponents: x + kMxExponentBias.
+//
 // e4m3 codes (policy `folded`, fp8, fp8_block, mxfp8). The bytes themselves, 8192 a tile: 128 of each row, the row's
 // 16-byte pieces exchanged as the 128-byte swizzle of wgmma has it. Scales are beside the tiles, in float32 and in the
 // order of the rows (tiled_problem.h); those of mxfp8 in tiles of 256 bytes: byte 128 * half + 2 * (2 * (t / 4) + c /
@@ -28,6 +33,9 @@
 #include "../../../generated/sm90.h"
 
 namespace moeq::sm90::w4a8 {
+
+constexpr int kMxScaleBytes = kTileRows * kTileK / 32;
+constexpr int kMxExponentBias = 136;   // of MXFP4's rows, whose weights may be as small as 2^-128
 
 constexpr int tiles(int size, int tile) { return (size + tile - 1) / tile; }
 

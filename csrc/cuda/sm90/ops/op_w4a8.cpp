@@ -1,4 +1,4 @@
-// moeq_C::experts_sm90_w4a8: one layer of NVFP4 or e4m3 weights on fp8 activations.
+// moeq_C::experts_sm90_w4a8: one layer of NVFP4, MXFP4 or e4m3 weights on fp8 activations.
 #include "op_layer.h"
 #include "../layout/w4a8_layout.h"
 #include "../problem/tiled_problem.h"
@@ -9,9 +9,18 @@ namespace {
 
 constexpr const char* kOp = "experts_sm90_w4a8";
 
-const uint8_t* strip_of(const char* name, const Tensor& tensor, int64_t row_tiles, int64_t k_tiles,
-                        const Tensor& beside) {
-  return tiles_of(kOp, name, tensor, row_tiles * (k_tiles * w4a8::kScaleBytes + w4a8::kTileRows), beside);
+int64_t strip_bytes(int64_t k_tiles, int scale_bytes) { return k_tiles * scale_bytes + w4a8::kTileRows; }
+
+// Of policy `packed`: the size of a row tile's scales tells the formats apart.
+Format packed_format(const Tensor& scale, int64_t k_tiles) {
+  const bool mx = scale.dim() == 3 && scale.size(2) == strip_bytes(k_tiles, w4a8::kMxScaleBytes);
+  return mx ? Format::kMxfp4 : Format::kNvfp4;
+}
+
+const uint8_t* strip_of(const W4a8Problem& p, const char* name, const Tensor& tensor, int64_t row_tiles,
+                        int64_t k_tiles, const Tensor& beside) {
+  const int scale_bytes = has_mx_scales(p) ? w4a8::kMxScaleBytes : w4a8::kScaleBytes;
+  return tiles_of(kOp, name, tensor, row_tiles * strip_bytes(k_tiles, scale_bytes), beside);
 }
 
 // Weights and what follows from their shapes; see w4a8_layout.h.
@@ -33,8 +42,9 @@ void bind_weights(W4a8Problem& p, const LayerCall& call) {
   p.w13 = tiles_of(kOp, "w13", call.w13, tiles13 * k13 * tile, call.out);
   p.w2 = tiles_of(kOp, "w2", call.w2, tiles2 * k2 * tile, call.out);
   if (packed) {
-    p.w13_scale = strip_of("w13_scale", *call.w13_scale, tiles13, k13, call.out);
-    p.w2_scale = strip_of("w2_scale", *call.w2_scale, tiles2, k2, call.out);
+    p.format = packed_format(*call.w13_scale, k13);
+    p.w13_scale = strip_of(p, "w13_scale", *call.w13_scale, tiles13, k13, call.out);
+    p.w2_scale = strip_of(p, "w2_scale", *call.w2_scale, tiles2, k2, call.out);
     return;
   }
   const bool blocks = p.weights == Weights::kBlocks;

@@ -145,10 +145,10 @@ Variant<GemmArgs> variant_of(Finish finish, bool wide) {
   return wide ? variant_of<Policy<kMaxWidth>>(finish) : variant_of<Policy<kMaxSingle>>(finish);
 }
 
-Variant<GemmArgs> variant_for(Weights weights, Finish finish, bool wide) {
+Variant<GemmArgs> variant_for(Weights weights, bool mx, Finish finish, bool wide) {
   switch (weights) {
     case Weights::kPacked:
-      return variant_of<Packed>(finish, wide);
+      return mx ? variant_of<PackedMx>(finish, wide) : variant_of<Packed>(finish, wide);
     case Weights::kRows:
       return variant_of<Rows>(finish, wide);
     default:
@@ -225,11 +225,11 @@ Plan make_prefill_plan(const W4a8Problem& p) {
 bool has_wide_tiles(const Problem& p) { return int64_t{p.tokens} * p.top_k > int64_t{kMaxSingle} * p.experts; }
 
 cudaError_t launch_gemm(const GemmArgs& args, Finish finish) {
-  static KnownDevices known[3][3][2];
+  static KnownDevices known[4][3][2];
   const W4a8Problem& p = args.problem;
-  const bool wide = has_wide_tiles(p);
-  return launch_variant(variant_for(p.weights, finish, wide), args, p,
-                        known[static_cast<int>(p.weights)][static_cast<int>(finish)][wide]);
+  const bool wide = has_wide_tiles(p), mx = has_mx_scales(p);
+  return launch_variant(variant_for(p.weights, mx, finish, wide), args, p,
+                        known[mx ? 3 : static_cast<int>(p.weights)][static_cast<int>(finish)][wide]);
 }
 
 cudaError_t run_piece(const W4a8Problem& p) {

@@ -19,7 +19,7 @@ __device__ __forceinline__ float scale_of_row(const GemmArgs& args, int expert, 
     const int64_t row_tile = int64_t{expert} * args.row_tiles + min(tile, args.row_tiles - 1);
     const int scales = args.k_tiles * Policy::kTileScales;
     const uint32_t exponent = args.scales[row_tile * (scales + kTileRows) + scales + in_tile];
-    return __uint_as_float(exponent - kExponentBias + 127 << 23);
+    return Policy::Codes::row_power(exponent);
   }
   const WeightScales& s = args.weight_scales;
   return s.data[expert * s.expert + half * s.half + min(row, s.rows - 1) * s.row];

@@ -229,8 +229,8 @@ __device__ __forceinline__ void multiply_decoded(Sums<parts>& sums, GemmShared<P
   for (int k = 0; k < steps.many; k++) {
     barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
     uint32_t a[4][4];
-    decode_tile(shared.weights[ring.slot] + warpgroup * kPackedBytes,
-                shared.scales[ring.slot] + warpgroup * kScaleBytes, steps.thread, a);
+    decode_tile<typename Policy::Codes>(shared.weights[ring.slot] + warpgroup * kPackedBytes,
+                                        shared.scales[ring.slot] + warpgroup * Policy::kTileScales, steps.thread, a);
     const uint64_t tokens = swizzled_operand(shared_address(shared.tokens[ring.slot]));
 #pragma unroll
     for (int i = 0; i < parts; i++) {

@@ -12,6 +12,9 @@
 
 namespace moeq::sm90::w4a8 {
 
+struct PackedNvfp4;
+struct PackedMxfp4;   // of weights_packed.cuh
+
 constexpr int kMaxWidth = 256;      // tokens of a tile
 constexpr int kMaxSingle = 160;     // up to here one instruction spans the tile
 
@@ -91,14 +94,20 @@ constexpr int kConsumerThreads = 128 * kBlockTiles;
 constexpr int kGemmThreads = kConsumerThreads + 128;
 
 // Tiles of at most `width` tokens: kMaxWidth, or kMaxSingle and a longer ring of stages.
-template <int width>
-struct Packed {
+template <int width, class Codes_>
+struct PackedCodes {
+  using Codes = Codes_;
   static constexpr int kWidth = width;
   static constexpr int kStages = width <= kMaxSingle ? 7 : 5;
   static constexpr int kTileBytes = kPackedBytes;
-  static constexpr int kTileScales = kScaleBytes;
+  static constexpr int kTileScales = Codes::kScaleBytes;
   static constexpr bool kGroups = false;                    // scales of tokens for each 128 of K
 };
+
+template <int width>
+using Packed = PackedCodes<width, PackedNvfp4>;
+template <int width>
+using PackedMx = PackedCodes<width, PackedMxfp4>;
 
 template <int width>
 struct Rows {
