@@ -83,17 +83,20 @@ struct GemmArgs {
   bool gated;                // gate and up rows alternate
   int* next_item;
   int k_tiles, row_tiles;
+  uint8_t* codes;            // TokensFirst, GEMM1: the operand of GEMM2, and
+  float* code_factor;        // its groups' scales
 };
 
-constexpr int kBlockTiles = 2;                              // row tiles of a block, one a warpgroup
 constexpr int kWorkSlots = 2;
-constexpr int kConsumerThreads = 128 * kBlockTiles;
+constexpr int kWarpgroups = 2;                              // that multiply
+constexpr int kConsumerThreads = 128 * kWarpgroups;
 constexpr int kGemmThreads = kConsumerThreads + 128;
 
 // Tiles of at most `width` tokens: kMaxWidth, or kMaxSingle and a longer ring of stages.
 template <int width>
 struct Packed {
   static constexpr int kWidth = width;
+  static constexpr int kBlockTiles = 2;                     // row tiles of a block, one a warpgroup
   static constexpr int kStages = width <= kMaxSingle ? 7 : 5;
   static constexpr int kTileBytes = kPackedBytes;
   static constexpr int kTileScales = kScaleBytes;
@@ -103,6 +106,7 @@ struct Packed {
 template <int width>
 struct Rows {
   static constexpr int kWidth = width;
+  static constexpr int kBlockTiles = 2;
   static constexpr int kStages = width <= kMaxSingle ? 6 : 4;
   static constexpr int kTileBytes = kFp8Bytes;
   static constexpr int kTileScales = 0;
@@ -113,6 +117,24 @@ template <int width>
 struct Blocks : Rows<width> {
   static constexpr bool kGroups = true;
 };
+
+// As Blocks, but tokens are the first factor, in tiles of 128 and what is left (w4a8_tokens_first.cuh).
+constexpr int kPartTokens = 64;   // of a warpgroup
+constexpr int kRestTokens = 16;
+struct TokensFirst : Blocks<2 * kPartTokens + kRestTokens> {
+  static constexpr int kBlockTiles = 4;
+  static constexpr int kStages = 4;
+};
+
+// Tiles of an expert for TokensFirst: of 128 tokens, or of 64 and what is left beyond a multiple of 64, if it is at most
+// 16; the one before the last has 64 where that makes it come out.
+__host__ __device__ inline bool has_rest(int count) {
+  return count > kPartTokens && count % kPartTokens > 0 && count % kPartTokens <= kRestTokens;
+}
+__host__ __device__ inline bool has_short_tile(int count) { return has_rest(count) && count / kPartTokens % 2 == 0; }
+__host__ __device__ inline int tiles_first(int count) {
+  return has_rest(count) ? count / kPartTokens / 2 + 1 : (count + 2 * kPartTokens - 1) / (2 * kPartTokens);
+}
 
 // A tile of tokens times a block of weight rows.
 struct Work {
@@ -126,21 +148,23 @@ struct Work {
 };
 
 // What the sums of a block's rows are multiplied by, and what is added.
+template <int tiles>
 struct RowFactors {
-  float scale[kBlockTiles * kTileRows];   // of the expert, times that of the row
-  float bias[kBlockTiles * kTileRows];
+  float scale[tiles * kTileRows];   // of the expert, times that of the row
+  float bias[tiles * kTileRows];
 };
 
 template <class Policy>
 struct __align__(1024) GemmShared {
   uint8_t tokens[Policy::kStages][Policy::kWidth * kTileK];
-  uint8_t weights[Policy::kStages][kBlockTiles * Policy::kTileBytes];
-  uint8_t scales[Policy::kStages][kBlockTiles * Policy::kTileScales + (Policy::kTileScales == 0 ? 16 : 0)];
+  uint8_t weights[Policy::kStages][Policy::kBlockTiles * Policy::kTileBytes];
+  uint8_t scales[Policy::kStages][Policy::kBlockTiles * Policy::kTileScales + (Policy::kTileScales == 0 ? 16 : 0)];
   alignas(16) float groups[Policy::kGroups ? Policy::kStages : 1][Policy::kGroups ? Policy::kWidth : 4];
   Work work[kWorkSlots];
-  alignas(16) float factor[kWorkSlots][Policy::kWidth];   // of the work's tokens
+  // Of the work's tokens; where groups have their own, maxima that warpgroups exchange.
+  alignas(16) float factor[kWorkSlots][Policy::kBlockTiles > 2 ? 256 : Policy::kWidth];
   alignas(16) int slots[kWorkSlots][Policy::kWidth];
-  RowFactors rows[kWorkSlots];
+  RowFactors<Policy::kBlockTiles> rows[kWorkSlots];
   uint64_t full[Policy::kStages], empty[Policy::kStages];
   uint64_t work_full[kWorkSlots], work_empty[kWorkSlots], rows_full[kWorkSlots];
 };
