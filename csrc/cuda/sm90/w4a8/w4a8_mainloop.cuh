@@ -33,18 +33,13 @@ __device__ __forceinline__ Work work_of(const Item& item, int blocks) {
   const TokenTile& tile = item.tile;
   if (tile.expert < 0) return work;
   const int within = item.index - tile.first * blocks;
-  int first_token = within % tile.tiles * tile.width;
+  const int first_token = within % tile.tiles * tile.width;
   work.expert = tile.expert;
   work.row_block = within / tile.tiles;
   work.width = tile.width;
   work.rows = min(tile.width, tile.count - first_token);
-  if constexpr (std::is_same_v<Policy, TokensFirst>) {
-    const int tiles_after = tile.tiles - 1 - within % tile.tiles;
-    if (has_short_tile(tile.count)) {
-      if (tiles_after == 1) work.rows = kPartTokens;
-      if (tiles_after == 0) first_token -= kPartTokens;
-    }
-    if (tiles_after == 0) work.rows = tile.count - first_token;
+  if constexpr (std::is_same_v<Policy, TokensFirst>) {   // the last tile has what is left
+    if (within % tile.tiles == tile.tiles - 1) work.rows = tile.count - first_token;
     work.width = round_up(work.rows, 8);
   }
   work.first_row = tile.start + first_token;

@@ -126,14 +126,10 @@ struct TokensFirst : Blocks<2 * kPartTokens + kRestTokens> {
   static constexpr int kStages = 4;
 };
 
-// Tiles of an expert for TokensFirst: of 128 tokens, or of 64 and what is left beyond a multiple of 64, if it is at most
-// 16; the one before the last has 64 where that makes it come out.
-__host__ __device__ inline bool has_rest(int count) {
-  return count > kPartTokens && count % kPartTokens > 0 && count % kPartTokens <= kRestTokens;
-}
-__host__ __device__ inline bool has_short_tile(int count) { return has_rest(count) && count / kPartTokens % 2 == 0; }
+// Tiles of an expert for TokensFirst: 128 tokens, the last one up to 144, or up to 80.
 __host__ __device__ inline int tiles_first(int count) {
-  return has_rest(count) ? count / kPartTokens / 2 + 1 : (count + 2 * kPartTokens - 1) / (2 * kPartTokens);
+  const int parts = count / kPartTokens, rest = count % kPartTokens;
+  return (parts + (rest > kRestTokens || (parts == 0 && rest > 0)) + 1) / 2;
 }
 
 // A tile of tokens times a block of weight rows.
@@ -165,6 +161,8 @@ struct __align__(1024) GemmShared {
   alignas(16) float factor[kWorkSlots][Policy::kBlockTiles > 2 ? 256 : Policy::kWidth];
   alignas(16) int slots[kWorkSlots][Policy::kWidth];
   RowFactors<Policy::kBlockTiles> rows[kWorkSlots];
+  // TokensFirst: a thread's sums of the rest, which has no registers left.
+  alignas(16) float4 rest[Policy::kBlockTiles > 2 ? kRestTokens / 4 : 0][Policy::kBlockTiles > 2 ? kConsumerThreads : 0];
   uint64_t full[Policy::kStages], empty[Policy::kStages];
   uint64_t work_full[kWorkSlots], work_empty[kWorkSlots], rows_full[kWorkSlots];
 };

@@ -24,6 +24,21 @@ struct RestSums {
   float v[2][kRestTokens / 2];
 };
 
+// Of a thread, after the last step.
+__device__ __forceinline__ RestSums rest_sums(const GemmShared<TokensFirst>& shared) {
+  RestSums sums;
+#pragma unroll
+  for (int i = 0; i < kRestTokens / 4; i++) {
+    const float4 four = shared.rest[i][threadIdx.x];
+    float* to = &sums.v[i / 2][4 * (i % 2)];
+    to[0] = four.x;
+    to[1] = four.y;
+    to[2] = four.z;
+    to[3] = four.w;
+  }
+  return sums;
+}
+
 template <int halves>
 struct TokenSums {
   float v[halves][kHalfRows / 2];   // [half][4 * j + 2 * h + b]: token 16 * warp + lane / 4 + 8 * h, row 8 * j + lane % 4 * 2 + b
@@ -78,10 +93,11 @@ __device__ __forceinline__ TwoScales scales_of(const GemmArgs& args, const Work&
 
 // The rest's step k. half: of the scales.
 template <bool gated, class Policy>
-__device__ __forceinline__ void multiply_rest(RestSums& sums, float (&part)[kRestTokens], GemmShared<Policy>& shared,
+__device__ __forceinline__ void multiply_rest(GemmShared<Policy>& shared,
                                               int slot, const Share& share, const TwoScales& scales, int half, int k) {
   const uint64_t tokens = swizzled_operand(shared_address(shared.tokens[slot]) + share.rest * kTileK);
   const uint64_t weights = swizzled_operand(shared_address(shared.weights[slot]) + share.warpgroup * 2 * kFp8Bytes);
+  float part[kRestTokens] = {};
   multiply_two_16(part, weights, weights + kFp8Bytes / 16, tokens, k);
   const float2 weight = gated ? scales.both(k) : scales.one(k, half);
   float scale[2][kRestTokens / 4];   // [row][token]
@@ -95,19 +111,23 @@ __device__ __forceinline__ void multiply_rest(RestSums& sums, float (&part)[kRes
   }
   wgmma_wait<0>();
 #pragma unroll
-  for (int i = 0; i < 2; i++) {
-#pragma unroll
-    for (int at = 0; at < kRestTokens / 2; at++) {
-      sums.v[i][at] = __fmaf_rn(part[8 * i + at], scale[at / 2 % 2][at / 4 * 2 + at % 2], sums.v[i][at]);
-    }
+  for (int i = 0; i < kRestTokens / 4; i++) {
+    float4& sums = shared.rest[i][threadIdx.x];
+    float4 sum = sums;
+    const int t = 2 * (i % 2);
+    sum.x = __fmaf_rn(part[4 * i], scale[0][t], sum.x);
+    sum.y = __fmaf_rn(part[4 * i + 1], scale[0][t + 1], sum.y);
+    sum.z = __fmaf_rn(part[4 * i + 2], scale[1][t], sum.z);
+    sum.w = __fmaf_rn(part[4 * i + 3], scale[1][t + 1], sum.w);
+    sums = sum;
   }
 }
 
 template <bool gated, bool rest, int halves, class Policy>
-__device__ __forceinline__ void multiply(TokenSums<halves>& sums, RestSums& rest_sums, GemmShared<Policy>& shared,
+__device__ __forceinline__ void multiply(TokenSums<halves>& sums, GemmShared<Policy>& shared,
                                          Ring<Policy::kStages>& ring, const Share& share, const Steps& steps,
                                          const GemmArgs& args, const Work& work) {
-  float part[kHalfRows / 2] = {}, rest_part[kRestTokens] = {};
+  float part[kHalfRows / 2] = {};
   TwoScales scales = scales_of<gated>(args, work, share);
   const int token = share.token + 16 * (steps.thread / 32) + steps.thread % 32 / 4;
   for (int k = 0; k < steps.many; k++) {
@@ -139,7 +159,7 @@ __device__ __forceinline__ void multiply(TokenSums<halves>& sums, RestSums& rest
       }
     }
     if constexpr (rest) {
-      multiply_rest<gated>(rest_sums, rest_part, shared, ring.slot, share, scales, halves == 1 ? 0 : share.warpgroup, k);
+      multiply_rest<gated>(shared, ring.slot, share, scales, halves == 1 ? 0 : share.warpgroup, k);
       release(shared, ring.slot, steps.thread);
     }
     ring.advance();
@@ -403,19 +423,18 @@ __device__ __forceinline__ void store_rest_output(const GemmArgs& args, const Ge
 
 template <Finish finish, bool plain, bool rest, int halves>
 __device__ __forceinline__ void finish_tile(const GemmArgs& args, GemmShared<TokensFirst>& shared, const Work& work,
-                                            const Share& share, TokenSums<halves>& sums, const RestSums& rest_sums,
-                                            int slot) {
+                                            const Share& share, TokenSums<halves>& sums, int slot) {
   const Finished<plain> finished{shared.rows[slot]};
   if constexpr (finish == Finish::kSwiglu) {
     activate_sums(sums, args.problem, finished, share.half, is_plain(args.problem));
     store_codes(args, work, share, sums, group_maxima(sums, shared.factor[slot], share.warpgroup));
     if constexpr (rest) {
-      const RestValues values = activate_rest(rest_sums, args.problem, finished, share.warpgroup);
+      const RestValues values = activate_rest(rest_sums(shared), args.problem, finished, share.warpgroup);
       store_rest_codes(args, work, share, values, rest_maxima(values, shared.factor[slot] + 2 * kPartTokens));
     }
   } else {
     store_output(args, shared, work, share, sums, finished, slot);
-    if constexpr (rest) store_rest_output(args, shared, work, share, rest_sums, finished, slot);
+    if constexpr (rest) store_rest_output(args, shared, work, share, rest_sums(shared), finished, slot);
   }
 }
 
@@ -424,18 +443,21 @@ __device__ __forceinline__ void make_tokens(const GemmArgs& args, GemmShared<Tok
                                             Ring<TokensFirst::kStages>& ring, const Work& work, const Share& share,
                                             const Ring<kWorkSlots>& works) {
   TokenSums<halves> sums = {};
-  RestSums rest_sums = {};
+  if constexpr (rest) {
+#pragma unroll
+    for (int i = 0; i < kRestTokens / 4; i++) shared.rest[i][threadIdx.x] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
   const Steps steps{kept(args.k_tiles), kept(threadIdx.x % 128)};
-  multiply<finish == Finish::kSwiglu, rest>(sums, rest_sums, shared, ring, share, steps, args, work);
+  multiply<finish == Finish::kSwiglu, rest>(sums, shared, ring, share, steps, args, work);
   barrier_wait(shared_address(&shared.rows_full[works.slot]), works.parity);
   const Work again = shared.work[works.slot];   // not in registers meanwhile
   const Problem& p = args.problem;
   constexpr bool first = finish == Finish::kSwiglu;
   const bool plain = (first ? p.g1_alphas : p.g2_alphas) == nullptr && (first ? p.w13_bias : p.w2_bias) == nullptr;
   if (plain) {
-    finish_tile<finish, true, rest>(args, shared, again, share, sums, rest_sums, works.slot);
+    finish_tile<finish, true, rest>(args, shared, again, share, sums, works.slot);
   } else {
-    finish_tile<finish, false, rest>(args, shared, again, share, sums, rest_sums, works.slot);
+    finish_tile<finish, false, rest>(args, shared, again, share, sums, works.slot);
   }
 }
 
@@ -444,7 +466,9 @@ __device__ __forceinline__ void make_tile(const GemmArgs& args, GemmShared<Token
                                           Ring<TokensFirst::kStages>& ring, const Work& work, int warpgroup,
                                           const Ring<kWorkSlots>& works) {
   constexpr int kTwo = 2 * kPartTokens;
-  if (work.rows > kPartTokens + kRestTokens) {
+  if (work.rows > kTwo) {
+    make_tokens<finish, true, 2>(args, shared, ring, work, {warpgroup * kPartTokens, 0, kTwo, warpgroup}, works);
+  } else if (work.rows > kPartTokens + kRestTokens) {
     make_tokens<finish, false, 2>(args, shared, ring, work, {warpgroup * kPartTokens, 0, kTwo, warpgroup}, works);
   } else if (work.rows > kPartTokens) {
     make_tokens<finish, true, 1>(args, shared, ring, work, {0, warpgroup, kPartTokens, warpgroup}, works);
