@@ -14,6 +14,8 @@ namespace moeq::sm90::w4a8 {
 // clang-format off
 #define MOEQ_STEP(width, a, b, add)                                                                       \
   "wgmma.mma_async.sync.aligned.m64n" #width "k32.f32.e4m3.e4m3 {" MOEQ_D##width "}, " a ", " b ", " add ", 1, 1; "
+#define MOEQ_STEP_OF_SECOND(a, b, add)                                                                    \
+  "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {%8, %9, %10, %11, %12, %13, %14, %15}, " a ", " b ", " add ", 1, 1; "
 #define MOEQ_COMMIT "wgmma.commit_group.sync.aligned; "
 #define MOEQ_TILE(width, a0, a1, a2, a3)                                                                  \
   "w" #width ": wgmma.fence.sync.aligned; "                                                               \
@@ -71,6 +73,32 @@ __device__ __forceinline__ void multiply_half(float (&d)[64], uint64_t a, uint64
     : MOEQ_OUT64(0) : "l"(a), "l"(b), "r"(index));
 }
 
+// 128 columns of `b`; both factors in shared memory. never: negative at no time, which the compiler must not know.
+__device__ __forceinline__ void multiply_128(float (&d)[64], uint64_t a, uint64_t b, int never) {
+  asm volatile(
+    "{ .reg .b64 a1, a2, a3, b1, b2, b3; .reg .pred add; setp.lt.s32 add, %66, 0; "
+    "add.s64 b1, %65, 2; add.s64 b2, %65, 4; add.s64 b3, %65, 6; "
+    MOEQ_SHARED("%64") "wgmma.fence.sync.aligned; "
+    MOEQ_STEP(128, "%64", "%65", "add") MOEQ_STEP(128, "a1", "b1", "1") MOEQ_STEP(128, "a2", "b2", "1")
+    MOEQ_STEP(128, "a3", "b3", "1") MOEQ_COMMIT "}"
+    : MOEQ_OUT64(0) : "l"(a), "l"(b), "r"(never));
+}
+
+// Two times 64 rows of `a`, `second` the next ones, by 16 columns: d[0] to d[7] and d[8] to d[15].
+__device__ __forceinline__ void multiply_two_16(float (&d)[16], uint64_t a, uint64_t second, uint64_t b, int never) {
+  asm volatile(
+    "{ .reg .b64 a1, a2, a3, c1, c2, c3, b1, b2, b3; .reg .pred add; setp.lt.s32 add, %19, 0; "
+    "add.s64 b1, %18, 2; add.s64 b2, %18, 4; add.s64 b3, %18, 6; "
+    "add.s64 c1, %17, 2; add.s64 c2, %17, 4; add.s64 c3, %17, 6; "
+    MOEQ_SHARED("%16") "wgmma.fence.sync.aligned; "
+    MOEQ_STEP(16, "%16", "%18", "add") MOEQ_STEP_OF_SECOND("%17", "%18", "add")
+    MOEQ_STEP(16, "a1", "b1", "1") MOEQ_STEP_OF_SECOND("c1", "b1", "1")
+    MOEQ_STEP(16, "a2", "b2", "1") MOEQ_STEP_OF_SECOND("c2", "b2", "1")
+    MOEQ_STEP(16, "a3", "b3", "1") MOEQ_STEP_OF_SECOND("c3", "b3", "1") MOEQ_COMMIT "}"
+    : MOEQ_OUT16(0) : "l"(a), "l"(second), "l"(b), "r"(never));
+}
+
+#undef MOEQ_STEP_OF_SECOND
 #undef MOEQ_SHARED
 #undef MOEQ_END
 #undef MOEQ_BRANCH

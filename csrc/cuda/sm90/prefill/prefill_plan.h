@@ -3,6 +3,7 @@
 #include <cuda_bf16.h>
 
 #include "schedule.cuh"
+#include "../device/async.cuh"
 #include "../gemm/gemm_args.cuh"
 #include "../launch/launches.h"
 #include "../problem/problem.h"
@@ -28,6 +29,108 @@ inline Schedule take_sorted_schedule(Arena& arena, int slots, int experts) {
 __device__ __forceinline__ int local_expert(const Problem& p, int64_t slot) {
   const uint32_t id = static_cast<uint32_t>(p.topk_ids[slot]) - static_cast<uint32_t>(p.expert_offset);
   return id < static_cast<uint32_t>(p.experts) ? static_cast<int>(id) : -1;
+}
+
+// Slots are sorted by expert: by one block, or, where they are many, by a cluster of blocks that count a part of them
+// each. Args: a problem, and a schedule that gets ranks; write(count): by one block, a thread an expert.
+constexpr int kSortThreads = kMaxExperts;   // one an expert
+constexpr int kSortBatch = 8;
+constexpr int kSortBlocks = kPortableCluster;
+constexpr int kSlotsOfOneBlock = 2 * kSortThreads * kSortBatch;   // more than that: a cluster
+
+// Slots first, first + kSortThreads, ...: all loads before what depends on them.
+template <class Args>
+__device__ void rank_slots(const Args& args, int* counts, int first, int slots) {
+  SlotRank ranks[kSortBatch];
+#pragma unroll
+  for (int i = 0; i < kSortBatch; i++) {
+    const int slot = first + i * kSortThreads;
+    ranks[i] = {slot < slots ? local_expert(args.problem, slot) : -1, 0};
+  }
+#pragma unroll
+  for (int i = 0; i < kSortBatch; i++) {
+    if (ranks[i].expert >= 0) ranks[i].rank = atomicAdd(&counts[ranks[i].expert], 1);
+  }
+#pragma unroll
+  for (int i = 0; i < kSortBatch; i++) {
+    const int slot = first + i * kSortThreads;
+    if (slot < slots) args.schedule.rank[slot] = ranks[i];
+  }
+}
+
+// What blocks before this one have counted comes before its own slots of an expert.
+template <class Args>
+__device__ void move_ranks(const Args& args, const int* before, int first, int slots) {
+  SlotRank ranks[kSortBatch];
+#pragma unroll
+  for (int i = 0; i < kSortBatch; i++) {
+    const int slot = first + i * kSortThreads;
+    ranks[i].expert = -1;
+    if (slot < slots) ranks[i] = args.schedule.rank[slot];
+  }
+#pragma unroll
+  for (int i = 0; i < kSortBatch; i++) {
+    if (ranks[i].expert >= 0) args.schedule.rank[first + i * kSortThreads].rank = ranks[i].rank + before[ranks[i].expert];
+  }
+}
+
+template <class Args, class Write>
+__device__ __forceinline__ void sort_by_block(const Args& args, Write write) {
+  wait_for_previous_kernel();
+  allow_next_kernel();
+  __shared__ int counts[kMaxExperts];
+  const int slots = args.problem.tokens * args.problem.top_k;
+  counts[threadIdx.x] = 0;
+  __syncthreads();
+  for (int first = threadIdx.x; first < slots; first += kSortThreads * kSortBatch) {
+    rank_slots(args, counts, first, slots);
+  }
+  __syncthreads();
+  write(counts[threadIdx.x]);
+}
+
+template <class Args, class Write>
+__device__ __forceinline__ void sort_by_cluster(const Args& args, Write write) {
+  wait_for_previous_kernel();
+  allow_next_kernel();
+  __shared__ int counts[kMaxExperts];
+  __shared__ int before[kMaxExperts];
+  const int slots = args.problem.tokens * args.problem.top_k;
+  const int rank = cluster_rank(), of_block = (slots + kSortBlocks - 1) / kSortBlocks;
+  const int begin = rank * of_block, end = min(begin + of_block, slots);
+  counts[threadIdx.x] = 0;
+  __syncthreads();
+  for (int first = begin + threadIdx.x; first < end; first += kSortThreads * kSortBatch) {
+    rank_slots(args, counts, first, end);
+  }
+  __syncwarp();  // the barrier is one of whole warps
+  cluster_arrive();
+  cluster_wait();
+  int all = 0;
+  for (int block = 0; block < kSortBlocks; block++) {
+    if (block == rank) before[threadIdx.x] = all;
+    all += load_in_cluster(address_in_block(shared_address(&counts[threadIdx.x]), block));
+  }
+  cluster_arrive();  // counts of this block are read until all have come here
+  __syncthreads();
+  if (rank > 0) {
+    for (int first = begin + threadIdx.x; first < end; first += kSortThreads * kSortBatch) {
+      move_ranks(args, before, first, end);
+    }
+  } else {
+    write(all);
+  }
+  __syncwarp();
+  cluster_wait();
+}
+
+template <class Args>
+cudaError_t launch_sort(void (*by_block)(Args), void (*by_cluster)(Args), const Args& args) {
+  const auto& p = args.problem;
+  if (p.tokens * p.top_k > kSlotsOfOneBlock && p.partition.whole_device) {
+    return launch_clusters_after(by_cluster, args, 1, kSortBlocks, kSortThreads, p.stream);
+  }
+  return launch_after(by_block, args, 1, kSortThreads, 0, p.stream);
 }
 
 // GEMM1's operand: x rounded, weighted and quantized as asked for, gathered by expert, K padded and in the order of the

@@ -1,8 +1,10 @@
 // A layer: sort, quantize the tokens, GEMM1, quantize the intermediate, GEMM2, combine.
+#include <cstdlib>
 #include "w4a8_epilogue.cuh"
 #include "w4a8_mainloop.cuh"
 #include "w4a8_quantize.cuh"
 #include "w4a8_shared.cuh"
+#include "w4a8_tokens_first.cuh"
 #include "../decode_few/decode_few.h"
 #include "../device/async.cuh"
 #include "../device/scans.cuh"
@@ -11,16 +13,16 @@
 namespace moeq::sm90::w4a8 {
 namespace {
 
-// The first launch: one block counts the slots of each expert, and lists tiles of tokens.
-constexpr int kThreads = 1024;
-
+// The first launch: slots of each expert are counted, and tiles of tokens listed.
 struct ScheduleArgs {
   W4a8Problem problem;
   Schedule schedule;
   int widest;    // tokens of a tile
+  bool first;    // tokens are the first factor
 };
 
-__device__ void list_expert(const Schedule& schedule, int expert, int start, int count, int first, int tiles) {
+__device__ void list_expert(const Schedule& schedule, int expert, int start, int count, int first, int tiles,
+                            int width) {
   schedule.start[expert] = start;
   schedule.count[expert] = count;
   for (int row = start + count; row < start + round_up(count, 8); row++) {
@@ -28,32 +30,22 @@ __device__ void list_expert(const Schedule& schedule, int expert, int start, int
     schedule.place_of_row[row].row = -1;
   }
   for (int i = 0; i < tiles; i++) {
-    schedule.tiles[first + i] = {expert, first, tiles, start, count, tile_width(count, tiles), {0, 0}};
+    schedule.tiles[first + i] = {expert, first, tiles, start, count, width, {0, 0}};
   }
 }
 
-__global__ void __launch_bounds__(kThreads, 1) schedule_kernel(const __grid_constant__ ScheduleArgs args) {
-  __shared__ int counts[kMaxExperts];
-  __shared__ int warp_sums[kThreads / 32];
-  wait_for_previous_kernel();
-  allow_next_kernel();
+__device__ void write_schedule(const ScheduleArgs& args, int count) {
+  __shared__ int warp_sums[kSortThreads / 32];
   const Problem& p = args.problem;
   const Schedule& schedule = args.schedule;
-  const int slots = p.tokens * p.top_k, expert = threadIdx.x;
-  counts[expert] = 0;
-  __syncthreads();
-#pragma unroll 8
-  for (int slot = threadIdx.x; slot < slots; slot += kThreads) {
-    const int64_t id = int64_t{p.topk_ids[slot]} - p.expert_offset;
-    const int expert = id >= 0 && id < p.experts ? static_cast<int>(id) : -1;
-    schedule.rank[slot] = {expert, expert >= 0 ? atomicAdd(&counts[expert], 1) : 0};
-  }
-  __syncthreads();
-  const int count = counts[expert], tiles = tiles_for(count, args.widest);
+  const int expert = threadIdx.x;
+  const int tiles = args.first ? tiles_first(count) : tiles_for(count, args.widest);
   int rows_total, tiles_total;
-  const int start = prefix_sum<kThreads>(round_up(count, 8), warp_sums, rows_total);
-  const int first = prefix_sum<kThreads>(tiles, warp_sums, tiles_total);
-  if (expert < p.experts) list_expert(schedule, expert, start, count, first, tiles);
+  const int start = prefix_sum<kSortThreads>(round_up(count, 8), warp_sums, rows_total);
+  const int first = prefix_sum<kSortThreads>(tiles, warp_sums, tiles_total);
+  if (expert < p.experts) {
+    list_expert(schedule, expert, start, count, first, tiles, args.first ? 2 * kPartTokens : tile_width(count, tiles));
+  }
   if (expert == 0) {
     *schedule.tiles_total = tiles_total;
     schedule.start[p.experts] = rows_total;
@@ -61,8 +53,16 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_kernel(const __grid_cons
   }
 }
 
-cudaError_t launch_schedule(const W4a8Problem& p, const Schedule& schedule, int widest) {
-  return launch_after(schedule_kernel, ScheduleArgs{p, schedule, widest}, 1, kThreads, 0, p.stream);
+__global__ void __launch_bounds__(kSortThreads, 1) schedule_kernel(const __grid_constant__ ScheduleArgs args) {
+  sort_by_block(args, [&](int count) { write_schedule(args, count); });
+}
+
+__global__ void __launch_bounds__(kSortThreads, 1) schedule_cluster_kernel(const __grid_constant__ ScheduleArgs args) {
+  sort_by_cluster(args, [&](int count) { write_schedule(args, count); });
+}
+
+cudaError_t launch_schedule(const W4a8Problem& p, const Schedule& schedule, int widest, bool first) {
+  return launch_sort(schedule_kernel, schedule_cluster_kernel, ScheduleArgs{p, schedule, widest, first});
 }
 
 }  // namespace
@@ -92,7 +92,9 @@ __device__ __forceinline__ void consume(const GemmArgs& args, GemmShared<Policy>
     barrier_wait(shared_address(&shared.work_full[work_ring.slot]), work_ring.parity);
     const Work work = shared.work[work_ring.slot];
     if (work.expert < 0) break;
-    if (Policy::kWidth <= kMaxSingle || work.width <= kMaxSingle) {
+    if constexpr (std::is_same_v<Policy, TokensFirst>) {
+      make_tile<finish>(args, shared, ring, work, warpgroup, work_ring);
+    } else if (Policy::kWidth <= kMaxSingle || work.width <= kMaxSingle) {
       make_tile<Policy, finish, 1>(args, shared, ring, work, warpgroup, work_ring);
     } else {
       make_tile<Policy, finish, 2>(args, shared, ring, work, warpgroup, work_ring);
@@ -125,7 +127,7 @@ __global__ void __launch_bounds__(kGemmThreads, 1) gemm_kernel(const __grid_cons
 
 template <class Policy, Finish finish>
 Variant<GemmArgs> variant_of() {
-  return {gemm_kernel<Policy, finish>, sizeof(GemmShared<Policy>) + 1024, kGemmThreads, 1, kBlockTiles, Policy::kWidth};
+  return {gemm_kernel<Policy, finish>, sizeof(GemmShared<Policy>) + 1024, kGemmThreads, 1, Policy::kBlockTiles, Policy::kWidth};
 }
 
 template <class Policy>
@@ -143,6 +145,10 @@ Variant<GemmArgs> variant_of(Finish finish) {
 template <template <int> class Policy>
 Variant<GemmArgs> variant_of(Finish finish, bool wide) {
   return wide ? variant_of<Policy<kMaxWidth>>(finish) : variant_of<Policy<kMaxSingle>>(finish);
+}
+
+Variant<GemmArgs> variant_first(Finish finish) {
+  return finish == Finish::kSwiglu ? variant_of<TokensFirst, Finish::kSwiglu>() : variant_of<TokensFirst, Finish::kOutput>();
 }
 
 Variant<GemmArgs> variant_for(Weights weights, bool mx, Finish finish, bool wide) {
@@ -163,6 +169,7 @@ struct Plan {
   GemmArgs first, second;
   CombineArgs combine;
   int rows;
+  bool first_factor;   // tokens are
   size_t bytes;
 };
 
@@ -186,6 +193,14 @@ bool is_in_place(const Problem& p) {
 // Of a token's slots in float32.
 int64_t h_columns(const Problem& p) { return int64_t{p.inter} * (p.gated && !is_in_place(p) ? 2 : 1); }
 
+// Whether tiles are wide: where experts have so many tokens that their weights are no matter. Any number is right.
+bool has_wide_tiles(const Problem& p) { return int64_t{p.tokens} * p.top_k > int64_t{kMaxSingle} * p.experts; }
+
+bool has_tokens_first(const W4a8Problem& p) {
+  static const int least = std::getenv("MOEQ_TF") ? std::atoi(std::getenv("MOEQ_TF")) : 160;
+  return p.weights == Weights::kBlocks && is_in_place(p) && int64_t{p.tokens} * p.top_k > int64_t{least} * p.experts;
+}
+
 Plan make_prefill_plan(const W4a8Problem& p) {
   Plan plan{};
   Arena arena(p.workspace);
@@ -197,7 +212,8 @@ Plan make_prefill_plan(const W4a8Problem& p) {
   uint8_t* operand2 = arena.take<uint8_t>(int64_t{rows} * k_tiles2 * kTileK);
   float* factor13 = arena.take<float>(int64_t{rows} * (groups ? k_tiles13 : 1));
   float* factor2 = arena.take<float>(int64_t{rows} * (groups ? k_tiles2 : 1));
-  float* h = arena.take<float>(rows * h_columns(p));
+  plan.first_factor = has_tokens_first(p);
+  float* h = plan.first_factor ? nullptr : arena.take<float>(rows * h_columns(p));
   void* y = arena.take<uint8_t>(int64_t{slots} * p.hidden * (wide ? 4 : 2));
   plan.tokens = {p, schedule, nullptr, false, operand13, factor13, k_tiles13};
   plan.intermediate = {p, schedule, h, is_in_place(p), operand2, factor2, k_tiles2};
@@ -215,18 +231,20 @@ Plan make_prefill_plan(const W4a8Problem& p) {
                  y,         wide,
                  false,     schedule.next_item + 1,
                  k_tiles2,  tiles(p.hidden, kTileRows)};
+  plan.first.codes = operand2;
+  plan.first.code_factor = factor2;
   plan.combine = {p, y, wide, nullptr};
   plan.rows = rows;
   plan.bytes = arena.used();
   return plan;
 }
 
-// Whether tiles are wide: where experts have so many tokens that their weights are no matter. Any number is right.
-bool has_wide_tiles(const Problem& p) { return int64_t{p.tokens} * p.top_k > int64_t{kMaxSingle} * p.experts; }
-
 cudaError_t launch_gemm(const GemmArgs& args, Finish finish) {
-  static KnownDevices known[4][3][2];
+  static KnownDevices known[4][3][2], known_first[3];
   const W4a8Problem& p = args.problem;
+  if (has_tokens_first(p)) {
+    return launch_variant(variant_first(finish), args, p, known_first[static_cast<int>(finish)]);
+  }
   const bool wide = has_wide_tiles(p), mx = has_mx_scales(p);
   return launch_variant(variant_for(p.weights, mx, finish, wide), args, p,
                         known[mx ? 3 : static_cast<int>(p.weights)][static_cast<int>(finish)][wide]);
@@ -234,17 +252,22 @@ cudaError_t launch_gemm(const GemmArgs& args, Finish finish) {
 
 cudaError_t run_piece(const W4a8Problem& p) {
   const Plan plan = make_prefill_plan(p);
-  cudaError_t error = launch_schedule(p, plan.tokens.schedule, has_wide_tiles(p) ? kMaxWidth : kMaxSingle);
+  const int widest = plan.first_factor ? TokensFirst::kWidth : has_wide_tiles(p) ? kMaxWidth : kMaxSingle;
+  cudaError_t error = launch_schedule(p, plan.tokens.schedule, widest, plan.first_factor);
   if (error == cudaSuccess) error = launch_quantize_tokens(plan.tokens);
   if (error == cudaSuccess) error = launch_gemm(plan.first, is_in_place(p) ? Finish::kSwiglu : Finish::kLinear);
-  if (error == cudaSuccess) error = launch_quantize_intermediate(plan.intermediate, plan.rows);
+  if (error == cudaSuccess && !plan.first_factor) error = launch_quantize_intermediate(plan.intermediate, plan.rows);
   if (error == cudaSuccess) error = launch_gemm(plan.second, Finish::kOutput);
   if (error == cudaSuccess) error = launch_combine(plan.combine);
   return error;
 }
 
-// The intermediate is the longest array.
-int tokens_of_piece(const Problem& p) { return tokens_at_once(p, h_columns(p) * 4 * p.top_k); }
+// The longest array decides: the intermediate in float32, or, where there is none, codes or results.
+int tokens_of_piece(const W4a8Problem& p) {
+  const int64_t y = int64_t{p.hidden} * (p.out_type == OutType::kFloat32 ? 4 : 2);
+  const int64_t longest = has_tokens_first(p) ? (y > p.inter ? y : p.inter) : h_columns(p) * 4;
+  return tokens_at_once(p, longest * p.top_k);
+}
 
 // Of tokens that are quantized already, codes have other sizes than piece_of knows.
 W4a8Problem with_codes(const W4a8Problem& whole, W4a8Problem piece) {
@@ -273,9 +296,12 @@ size_t w4a8_workspace(const W4a8Problem& p) {
     return p.partition.whole_device ? 0 : few::exchange_bytes(plan);
   }
   W4a8Problem piece = p;
-  piece.tokens = w4a8::tokens_of_piece(p);
   piece.workspace = nullptr;
-  return w4a8::make_prefill_plan(piece).bytes;
+  piece.tokens = w4a8::tokens_of_piece(p);
+  const size_t bytes = w4a8::make_prefill_plan(piece).bytes;
+  piece.tokens = p.tokens % piece.tokens;   // the last one may have other arrays
+  const size_t last = piece.tokens > 0 ? w4a8::make_prefill_plan(piece).bytes : 0;
+  return bytes > last ? bytes : last;
 }
 
 cudaError_t w4a8_run(const W4a8Problem& p) {

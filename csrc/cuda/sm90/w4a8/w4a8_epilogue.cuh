@@ -38,10 +38,10 @@ __device__ __forceinline__ void load_rows(const GemmArgs& args, GemmShared<Polic
     barrier_wait(shared_address(&shared.work_full[ring.slot]), ring.parity);
     const int expert = shared.work[ring.slot].expert, row_block = shared.work[ring.slot].row_block;
     if (expert < 0) break;
-    RowFactors& to = shared.rows[ring.slot];
+    RowFactors<Policy::kBlockTiles>& to = shared.rows[ring.slot];
 #pragma unroll
-    for (int at = threadIdx.x % 32; at < kBlockTiles * kTileRows; at += 32) {
-      const int in_tile = at % kTileRows, tile = row_block * kBlockTiles + at / kTileRows;
+    for (int at = threadIdx.x % 32; at < Policy::kBlockTiles * kTileRows; at += 32) {
+      const int in_tile = at % kTileRows, tile = row_block * Policy::kBlockTiles + at / kTileRows;
       const int warp = in_tile / 16, h = in_tile / 8 % 2, g = in_tile % 8, half = args.gated ? h : 0;
       const int row = args.gated ? tile * 32 + warp * 8 + g : tile * 64 + warp * 16 + 2 * g + h;
       const float alpha = alphas == nullptr ? 1.0f : alphas[expert * columns + half * (columns - 1)];
@@ -58,8 +58,8 @@ struct RowPair {
   int tile, warp, g;
   float scale[2], bias[2];
 
-  __device__ __forceinline__ RowPair(const RowFactors& rows, const Work& work, int warpgroup)
-      : tile(work.row_block * kBlockTiles + warpgroup), warp(threadIdx.x % 128 / 32), g(threadIdx.x % 32 / 4) {
+  __device__ __forceinline__ RowPair(const RowFactors<kWarpgroups>& rows, const Work& work, int warpgroup)
+      : tile(work.row_block * kWarpgroups + warpgroup), warp(threadIdx.x % 128 / 32), g(threadIdx.x % 32 / 4) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int at = warpgroup * kTileRows + 16 * warp + 8 * h + g;

@@ -4,6 +4,8 @@
 // The tensor cores keep about 13 bits of a running fp8 sum, so each step of 128 in K starts from zero and is added to
 // the sums in float32. A tile wider than one instruction is done in two halves that share the partial sums' registers.
 #pragma once
+#include <type_traits>
+
 #include "w4a8_shared.cuh"
 #include "../device/wgmma_e4m3.cuh"
 #include "../formats/weights_packed.cuh"
@@ -25,6 +27,7 @@ __device__ __forceinline__ Item load_item(const GemmArgs& args, int index, int b
   return item;
 }
 
+template <class Policy>
 __device__ __forceinline__ Work work_of(const Item& item, int blocks) {
   Work work{-1, 0, 0, 0, 0, 0, 0};
   const TokenTile& tile = item.tile;
@@ -35,6 +38,10 @@ __device__ __forceinline__ Work work_of(const Item& item, int blocks) {
   work.row_block = within / tile.tiles;
   work.width = tile.width;
   work.rows = min(tile.width, tile.count - first_token);
+  if constexpr (std::is_same_v<Policy, TokensFirst>) {   // the last tile has what is left
+    if (within % tile.tiles == tile.tiles - 1) work.rows = tile.count - first_token;
+    work.width = round_up(work.rows, 8);
+  }
   work.first_row = tile.start + first_token;
   work.start = tile.start;
   work.padded = round_up(tile.count, 8);
@@ -50,8 +57,8 @@ struct Stream {
 };
 
 template <class Policy>
-constexpr int kStreams = 1 + kBlockTiles +
-                         (Policy::kTileScales > 0 ? kBlockTiles
+constexpr int kStreams = 1 + Policy::kBlockTiles +
+                         (Policy::kTileScales > 0 ? Policy::kBlockTiles
                           : Policy::kGroups       ? 1
                                                   : 0);
 
@@ -70,17 +77,17 @@ __device__ __forceinline__ Stream stream_of_tokens(const GemmArgs& args, GemmSha
 template <class Policy>
 __device__ __forceinline__ Stream stream_of(const GemmArgs& args, GemmShared<Policy>& shared, const Work& work,
                                             int lane) {
-  if (lane == 0 || (Policy::kGroups && lane > kBlockTiles)) return stream_of_tokens(args, shared, work, lane > 0);
-  const int tile = (lane - 1) % kBlockTiles;
+  if (lane == 0 || (Policy::kGroups && lane > Policy::kBlockTiles)) return stream_of_tokens(args, shared, work, lane > 0);
+  const int tile = (lane - 1) % Policy::kBlockTiles;
   const int64_t row_tile =
-      int64_t{work.expert} * args.row_tiles + min(work.row_block * kBlockTiles + tile, args.row_tiles - 1);
-  if (lane <= kBlockTiles) {
+      int64_t{work.expert} * args.row_tiles + min(work.row_block * Policy::kBlockTiles + tile, args.row_tiles - 1);
+  if (lane <= Policy::kBlockTiles) {
     return {args.weights + row_tile * args.k_tiles * Policy::kTileBytes, Policy::kTileBytes, Policy::kTileBytes,
-            shared_address(shared.weights) + tile * Policy::kTileBytes, kBlockTiles * Policy::kTileBytes};
+            shared_address(shared.weights) + tile * Policy::kTileBytes, Policy::kBlockTiles * Policy::kTileBytes};
   }
   return {args.scales + row_tile * (args.k_tiles * Policy::kTileScales + kTileRows), Policy::kTileScales,
           Policy::kTileScales, shared_address(shared.scales) + tile * Policy::kTileScales,
-          kBlockTiles * Policy::kTileScales};
+          Policy::kBlockTiles * Policy::kTileScales};
 }
 
 // Also what its tokens' results are multiplied by, and where they go.
@@ -109,7 +116,7 @@ struct Copies {
       : lane(threadIdx.x % 32) {
     stream = stream_of(args, shared, work, lane < kStreams<Policy> ? lane : 0);
     const int token_bytes = __shfl_sync(0xffffffffu, stream.bytes, 0);
-    bytes = token_bytes + kBlockTiles * (Policy::kTileBytes + Policy::kTileScales) +
+    bytes = token_bytes + Policy::kBlockTiles * (Policy::kTileBytes + Policy::kTileScales) +
             (Policy::kGroups ? token_bytes / kTileK * 4 : 0);
   }
 
@@ -128,13 +135,13 @@ struct Copies {
 // One warp. The next item is asked for before a tile's first half is copied and looked up before its second half.
 template <class Policy>
 __device__ __forceinline__ void produce(const GemmArgs& args, GemmShared<Policy>& shared) {
-  const int blocks = (args.row_tiles + kBlockTiles - 1) / kBlockTiles, items = *args.schedule.tiles_total * blocks;
+  const int blocks = (args.row_tiles + Policy::kBlockTiles - 1) / Policy::kBlockTiles, items = *args.schedule.tiles_total * blocks;
   const int lane = threadIdx.x % 32;
   Ring<kWorkSlots> work_ring;
   Ring<Policy::kStages> ring;
   Item item = load_item(args, blockIdx.x, blocks, items);
   while (true) {
-    const Work work = work_of(item, blocks);
+    const Work work = work_of<Policy>(item, blocks);
     barrier_wait(shared_address(&shared.work_empty[work_ring.slot]), work_ring.parity ^ 1);
     if (lane == 0) publish(args, shared, work, work_ring.slot);
     work_ring.advance();
@@ -250,18 +257,14 @@ __device__ __forceinline__ void multiply_decoded(Sums<parts>& sums, GemmShared<P
 // 32 steps ahead: a load of what all lanes need would be waited for before the tensor cores start, at each step.
 class BlockScales {
  public:
-  __device__ __forceinline__ BlockScales(const GemmArgs& args, const Work& work, int warpgroup, int many)
-      : steps_(many) {
+  // tile: of rows.
+  __device__ __forceinline__ BlockScales(const GemmArgs& args, const Work& work, int tile, int many) : steps_(many) {
     const WeightScales& s = args.weight_scales;
-    const int tile = min(work.row_block * kBlockTiles + warpgroup, args.row_tiles - 1);
-    const int block = tile * (args.gated ? kTileRows / 2 : kTileRows) / 128;
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      at_[h] = s.data + work.expert * s.expert + (args.gated ? h * s.half : 0) + block * s.row;
-    }
+    const int block = min(tile, args.row_tiles - 1) * (args.gated ? kTileRows / 2 : kTileRows) / 128;
+    at_ = s.data + work.expert * s.expert + block * s.row;
+    apart_ = args.gated ? s.half : 0;
     next_ = loaded(0);
   }
-
   // Of all lanes together, one k after another. same: .x for both.
   template <bool same>
   __device__ __forceinline__ float2 of(int k) {
@@ -277,11 +280,11 @@ class BlockScales {
   // This lane's, of the 32 steps from `first` on.
   __device__ __forceinline__ float2 loaded(int first) const {
     const int k = first + threadIdx.x % 32;
-    return k < steps_ ? make_float2(__ldg(at_[0] + k), __ldg(at_[1] + k)) : make_float2(0.0f, 0.0f);
+    return k < steps_ ? make_float2(__ldg(at_ + k), __ldg(at_ + apart_ + k)) : make_float2(0.0f, 0.0f);
   }
 
-  const float* at_[2];
-  int steps_;
+  const float* at_;
+  int apart_, steps_;
   float2 mine_, next_;
 };
 
@@ -313,7 +316,7 @@ __device__ __forceinline__ void multiply_bytes(Sums<parts>& sums, GemmShared<Pol
                                                Ring<Policy::kStages>& ring, int warpgroup, const Span<parts>& span,
                                                const Steps& steps, const GemmArgs& args, const Work& work) {
   float part[Sums<parts>::kRegisters] = {};
-  BlockScales scales(args, work, warpgroup, Policy::kGroups ? steps.many : 0);
+  BlockScales scales(args, work, work.row_block * Policy::kBlockTiles + warpgroup, Policy::kGroups ? steps.many : 0);
   for (int k = 0; k < steps.many; k++) {
     barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
     const uint64_t tokens = swizzled_operand(shared_address(shared.tokens[ring.slot]));

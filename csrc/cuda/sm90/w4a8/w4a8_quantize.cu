@@ -20,14 +20,23 @@ __device__ Place place_of(const QuantizeArgs& args, int slot) {
   return place;
 }
 
-// By the whole block, for each row that the token has: write(place).
+__device__ __forceinline__ void find_places(const QuantizeArgs& args, Place (&places)[kPlaces], int first) {
+  const int top_k = args.problem.top_k;
+  if (threadIdx.x < min(kPlaces, top_k - first)) {
+    places[threadIdx.x] = place_of(args, blockIdx.x * top_k + first + threadIdx.x);
+  }
+}
+
+// By the whole block, for each row that the token has: write(place). The first places have been found.
 template <class Write>
 __device__ __forceinline__ void for_each_place(const QuantizeArgs& args, Place (&places)[kPlaces], Write write) {
   const int top_k = args.problem.top_k;
   for (int first = 0; first < top_k; first += kPlaces) {
     const int many = min(kPlaces, top_k - first);
-    __syncthreads();
-    if (threadIdx.x < many) places[threadIdx.x] = place_of(args, blockIdx.x * top_k + first + threadIdx.x);
+    if (first > 0) {
+      __syncthreads();
+      find_places(args, places, first);
+    }
     __syncthreads();
     for (int i = 0; i < many; i++) {
       const Place place = places[i];
@@ -36,14 +45,32 @@ __device__ __forceinline__ void for_each_place(const QuantizeArgs& args, Place (
   }
 }
 
+// As they lie in memory: loads that places are found beside.
 template <int pieces>
-__device__ __forceinline__ Row<pieces> load_token(const Problem& p, int token) {
-  const uint16_t* x = static_cast<const uint16_t*>(p.x) + int64_t{token} * p.hidden;
+struct Words {
+  uint2 at[pieces * 4];
+
+  __device__ __forceinline__ Words(const Problem& p, int token) {
+    const uint16_t* x = static_cast<const uint16_t*>(p.x) + int64_t{token} * p.hidden;
+#pragma unroll
+    for (int i = 0; i < pieces * 4; i++) {
+      const int k = first_k(threadIdx.x + i / 4 * blockDim.x, i % 4);
+      at[i] = k < p.hidden ? *reinterpret_cast<const uint2*>(x + k) : make_uint2(0, 0);
+    }
+  }
+  // Nothing before this waits for them.
+  __device__ __forceinline__ void arrive() {
+#pragma unroll
+    for (int i = 0; i < pieces * 4; i++) asm volatile("" : "+r"(at[i].x), "+r"(at[i].y));
+  }
+};
+
+template <int pieces>
+__device__ __forceinline__ Row<pieces> token_of(const Problem& p, const Words<pieces>& words, int token) {
   Row<pieces> row;
 #pragma unroll
   for (int i = 0; i < pieces * 4; i++) {
-    const int k = first_k(threadIdx.x + i / 4 * blockDim.x, i % 4);
-    const uint2 v = k < p.hidden ? *reinterpret_cast<const uint2*>(x + k) : make_uint2(0, 0);
+    const uint2 v = words.at[i];
     float (&values)[4] = row.piece[i / 4].values[i % 4];
     values[0] = __uint_as_float(v.x << 16);
     values[1] = __uint_as_float(v.x & 0xffff0000u);
@@ -72,7 +99,10 @@ __global__ void __launch_bounds__(kMostThreads<pieces>, pieces == 4 ? 1 : 2)
   allow_next_kernel();
   wait_for_previous_kernel();
   const Problem& p = args.problem;
-  const Row<pieces> row = load_token<pieces>(p, blockIdx.x);
+  Words<pieces> words(p, blockIdx.x);
+  find_places(args, places, 0);
+  words.arrive();
+  const Row<pieces> row = token_of(p, words, blockIdx.x);
   if constexpr (groups) {
     const Groups<pieces> quantized(row);
     for_each_place(args, places, [&](const Place& place) { quantized.write(args, place); });
@@ -101,6 +131,7 @@ __global__ void __launch_bounds__(512) place_codes_kernel(const __grid_constant_
   const uint8_t* x = static_cast<const uint8_t*>(p.x) + int64_t{blockIdx.x} * p.hidden;
   const bool groups = p.weights == Weights::kBlocks;
   const float* scales = p.x_scale + int64_t{blockIdx.x} * (groups ? args.k_tiles : 1);
+  find_places(args, places, 0);
   for_each_place(args, places, [&](const Place& place) {
     const OperandRow to(args.operand, place, args.k_tiles);
     for (int q = threadIdx.x; q < args.k_tiles * kPieces; q += blockDim.x) {

@@ -86,11 +86,13 @@ struct GemmArgs {
   bool gated;                // gate and up rows alternate
   int* next_item;
   int k_tiles, row_tiles;
+  uint8_t* codes;            // TokensFirst, GEMM1: the operand of GEMM2, and
+  float* code_factor;        // its groups' scales
 };
 
-constexpr int kBlockTiles = 2;                              // row tiles of a block, one a warpgroup
 constexpr int kWorkSlots = 2;
-constexpr int kConsumerThreads = 128 * kBlockTiles;
+constexpr int kWarpgroups = 2;                              // that multiply
+constexpr int kConsumerThreads = 128 * kWarpgroups;
 constexpr int kGemmThreads = kConsumerThreads + 128;
 
 // Tiles of at most `width` tokens: kMaxWidth, or kMaxSingle and a longer ring of stages.
@@ -98,6 +100,7 @@ template <int width, class Codes_>
 struct PackedCodes {
   using Codes = Codes_;
   static constexpr int kWidth = width;
+  static constexpr int kBlockTiles = 2;                     // row tiles of a block, one a warpgroup
   static constexpr int kStages = width <= kMaxSingle ? 7 : 5;
   static constexpr int kTileBytes = kPackedBytes;
   static constexpr int kTileScales = Codes::kScaleBytes;
@@ -112,6 +115,7 @@ using PackedMx = PackedCodes<width, PackedMxfp4>;
 template <int width>
 struct Rows {
   static constexpr int kWidth = width;
+  static constexpr int kBlockTiles = 2;
   static constexpr int kStages = width <= kMaxSingle ? 6 : 4;
   static constexpr int kTileBytes = kFp8Bytes;
   static constexpr int kTileScales = 0;
@@ -122,6 +126,20 @@ template <int width>
 struct Blocks : Rows<width> {
   static constexpr bool kGroups = true;
 };
+
+// As Blocks, but tokens are the first factor, in tiles of 128 and what is left (w4a8_tokens_first.cuh).
+constexpr int kPartTokens = 64;   // of a warpgroup
+constexpr int kRestTokens = 16;
+struct TokensFirst : Blocks<2 * kPartTokens + kRestTokens> {
+  static constexpr int kBlockTiles = 4;
+  static constexpr int kStages = 4;
+};
+
+// Tiles of an expert for TokensFirst: 128 tokens, the last one up to 144, or up to 80.
+__host__ __device__ inline int tiles_first(int count) {
+  const int parts = count / kPartTokens, rest = count % kPartTokens;
+  return (parts + (rest > kRestTokens || (parts == 0 && rest > 0)) + 1) / 2;
+}
 
 // A tile of tokens times a block of weight rows.
 struct Work {
@@ -135,21 +153,25 @@ struct Work {
 };
 
 // What the sums of a block's rows are multiplied by, and what is added.
+template <int tiles>
 struct RowFactors {
-  float scale[kBlockTiles * kTileRows];   // of the expert, times that of the row
-  float bias[kBlockTiles * kTileRows];
+  float scale[tiles * kTileRows];   // of the expert, times that of the row
+  float bias[tiles * kTileRows];
 };
 
 template <class Policy>
 struct __align__(1024) GemmShared {
   uint8_t tokens[Policy::kStages][Policy::kWidth * kTileK];
-  uint8_t weights[Policy::kStages][kBlockTiles * Policy::kTileBytes];
-  uint8_t scales[Policy::kStages][kBlockTiles * Policy::kTileScales + (Policy::kTileScales == 0 ? 16 : 0)];
+  uint8_t weights[Policy::kStages][Policy::kBlockTiles * Policy::kTileBytes];
+  uint8_t scales[Policy::kStages][Policy::kBlockTiles * Policy::kTileScales + (Policy::kTileScales == 0 ? 16 : 0)];
   alignas(16) float groups[Policy::kGroups ? Policy::kStages : 1][Policy::kGroups ? Policy::kWidth : 4];
   Work work[kWorkSlots];
-  alignas(16) float factor[kWorkSlots][Policy::kWidth];   // of the work's tokens
+  // Of the work's tokens; where groups have their own, maxima that warpgroups exchange.
+  alignas(16) float factor[kWorkSlots][Policy::kBlockTiles > 2 ? 256 : Policy::kWidth];
   alignas(16) int slots[kWorkSlots][Policy::kWidth];
-  RowFactors rows[kWorkSlots];
+  RowFactors<Policy::kBlockTiles> rows[kWorkSlots];
+  // TokensFirst: a thread's sums of the rest, which has no registers left.
+  alignas(16) float4 rest[Policy::kBlockTiles > 2 ? kRestTokens / 4 : 0][Policy::kBlockTiles > 2 ? kConsumerThreads : 0];
   uint64_t full[Policy::kStages], empty[Policy::kStages];
   uint64_t work_full[kWorkSlots], work_empty[kWorkSlots], rows_full[kWorkSlots];
 };
