@@ -91,14 +91,19 @@ __device__ __forceinline__ TwoScales scales_of(const GemmArgs& args, const Work&
   return TwoScales(expert + min(first, last) * s.row, first < last ? s.row : 0, args.k_tiles);
 }
 
-// The rest's step k. half: of the scales.
-template <bool gated, class Policy>
-__device__ __forceinline__ void multiply_rest(GemmShared<Policy>& shared,
-                                              int slot, const Share& share, const TwoScales& scales, int half, int k) {
+// The rest's products of a step. never: see multiply_128.
+template <class Policy>
+__device__ __forceinline__ void start_rest(float (&part)[kRestTokens], GemmShared<Policy>& shared, int slot,
+                                           const Share& share, int never) {
   const uint64_t tokens = swizzled_operand(shared_address(shared.tokens[slot]) + share.rest * kTileK);
   const uint64_t weights = swizzled_operand(shared_address(shared.weights[slot]) + share.warpgroup * 2 * kFp8Bytes);
-  float part[kRestTokens] = {};
-  multiply_two_16(part, weights, weights + kFp8Bytes / 16, tokens, k);
+  multiply_two_16(part, weights, weights + kFp8Bytes / 16, tokens, never);
+}
+
+// What they become, of step k. half: of the scales.
+template <bool gated, class Policy>
+__device__ __forceinline__ void add_rest(const float (&part)[kRestTokens], GemmShared<Policy>& shared, int slot,
+                                         const Share& share, const TwoScales& scales, int half, int k) {
   const float2 weight = gated ? scales.both(k) : scales.one(k, half);
   float scale[2][kRestTokens / 4];   // [row][token]
 #pragma unroll
@@ -135,6 +140,7 @@ __device__ __forceinline__ void multiply(TokenSums<halves>& sums, GemmShared<Pol
     const uint64_t tokens = swizzled_operand(shared_address(shared.tokens[ring.slot]) + share.token * kTileK);
     const uint64_t weights = swizzled_operand(shared_address(shared.weights[ring.slot]) + share.half * 2 * kFp8Bytes);
     float scale[2][2];   // [gate or up, or half][of the thread's tokens]
+    float rest_part[kRestTokens] = {};
 #pragma unroll
     for (int i = 0; i < halves; i++) {
       multiply_128(part, tokens, weights + i * (2 * kFp8Bytes / 16), steps.many);
@@ -150,6 +156,7 @@ __device__ __forceinline__ void multiply(TokenSums<halves>& sums, GemmShared<Pol
       }
       wgmma_wait<0>();
       if (!rest && i == halves - 1) release(shared, ring.slot, steps.thread);
+      if (rest && i == halves - 1) start_rest(rest_part, shared, ring.slot, share, steps.many);
 #pragma unroll
       for (int j = 0; j < kHalfRows / 8; j++) {
 #pragma unroll
@@ -159,7 +166,7 @@ __device__ __forceinline__ void multiply(TokenSums<halves>& sums, GemmShared<Pol
       }
     }
     if constexpr (rest) {
-      multiply_rest<gated>(shared, ring.slot, share, scales, halves == 1 ? 0 : share.warpgroup, k);
+      add_rest<gated>(rest_part, shared, ring.slot, share, scales, halves == 1 ? 0 : share.warpgroup, k);
       release(shared, ring.slot, steps.thread);
     }
     ring.advance();
