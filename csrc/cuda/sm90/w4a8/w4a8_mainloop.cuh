@@ -77,7 +77,8 @@ __device__ __forceinline__ Stream stream_of_tokens(const GemmArgs& args, GemmSha
 template <class Policy>
 __device__ __forceinline__ Stream stream_of(const GemmArgs& args, GemmShared<Policy>& shared, const Work& work,
                                             int lane) {
-  if (lane == 0 || (Policy::kGroups && lane > Policy::kBlockTiles)) return stream_of_tokens(args, shared, work, lane > 0);
+  if (lane == 0 || (Policy::kGroups && lane > Policy::kBlockTiles))
+    return stream_of_tokens(args, shared, work, lane > 0);
   const int tile = (lane - 1) % Policy::kBlockTiles;
   const int64_t row_tile =
       int64_t{work.expert} * args.row_tiles + min(work.row_block * Policy::kBlockTiles + tile, args.row_tiles - 1);
@@ -135,7 +136,8 @@ struct Copies {
 // One warp. The next item is asked for before a tile's first half is copied and looked up before its second half.
 template <class Policy>
 __device__ __forceinline__ void produce(const GemmArgs& args, GemmShared<Policy>& shared) {
-  const int blocks = (args.row_tiles + Policy::kBlockTiles - 1) / Policy::kBlockTiles, items = *args.schedule.tiles_total * blocks;
+  const int blocks = (args.row_tiles + Policy::kBlockTiles - 1) / Policy::kBlockTiles,
+            items = *args.schedule.tiles_total * blocks;
   const int lane = threadIdx.x % 32;
   Ring<kWorkSlots> work_ring;
   Ring<Policy::kStages> ring;
