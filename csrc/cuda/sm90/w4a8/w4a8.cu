@@ -1,4 +1,5 @@
-// A layer: sort, quantize the tokens, GEMM1, quantize the intermediate, GEMM2, combine.
+// A layer: sort, quantize the tokens, GEMM1, quantize the intermediate, GEMM2, combine. Where tokens are the first
+// factor, GEMM1 quantizes.
 #include "w4a8_epilogue.cuh"
 #include "w4a8_mainloop.cuh"
 #include "w4a8_quantize.cuh"

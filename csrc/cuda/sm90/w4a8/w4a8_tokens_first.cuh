@@ -39,10 +39,10 @@ __device__ __forceinline__ RestSums rest_sums(const GemmShared<TokensFirst>& sha
   return sums;
 }
 
+// [half][4 * j + 2 * h + b]: token 16 * warp + lane / 4 + 8 * h, row 8 * j + lane % 4 * 2 + b.
 template <int halves>
 struct TokenSums {
-  float v[halves][kHalfRows /
-                  2];  // [half][4 * j + 2 * h + b]: token 16 * warp + lane / 4 + 8 * h, row 8 * j + lane % 4 * 2 + b
+  float v[halves][kHalfRows / 2];
 };
 
 // As BlockScales, of two blocks `apart` from each other, in two registers less: the next 32 steps' are asked for in L1.
