@@ -48,6 +48,41 @@ def test_shapes(scheme: str, shape: tuple[int, ...], out_dtype: torch.dtype) -> 
     check(case(scheme, **fields, out_dtype=out_dtype))
 
 
+def uneven(count: int, tokens: int = 600, **fields: Any) -> ExpertsCall:
+    """So many tokens of one expert, none of the next one, the others of the last one."""
+    call = case("fp8_block", experts=3, top_k=1, tokens=tokens, **fields)
+    ids = torch.full_like(call.topk_ids, 2)
+    ids[torch.randperm(tokens, generator=torch.Generator().manual_seed(count))[:count]] = 0
+    return call._replace(topk_ids=ids)
+
+
+# What an expert has beyond a multiple of 64 tokens: nothing, up to 16, more, each in a tile of 64 and of 128.
+COUNTS = (1, 8, 64, 65, 80, 81, 128, 129, 136, 144, 145, 192, 200, 208, 209, 300)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_tiles_of_many_tokens(count: int) -> None:
+    """Sizes that fill neither blocks of 256 rows nor of 128, nor a step of 128 in K."""
+    check(uneven(count, hidden=328, inter=176))
+    check(uneven(count, hidden=704, inter=320, out_dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("activation", ("silu", "swigluoai"))
+@pytest.mark.parametrize("count", (72, 140, 190))
+def test_tiles_of_many_tokens_with_biases(count: int, activation: str) -> None:
+    check(uneven(count, hidden=392, inter=176, bias=True, activation=activation))
+
+
+@pytest.mark.parametrize("count", (72, 140, 190))
+def test_many_tokens_are_as_few_at_a_time(count: int) -> None:
+    """Other kernels multiply few tokens, in the same order along K."""
+    tiled = fp8_in_tiles(uneven(count, hidden=640, inter=384))
+    names = ("hidden_states", "topk_ids", "topk_weights")
+    pieces = (slice(at, at + 50) for at in range(0, 600, 50))
+    few = [run(tiled._replace(**{name: getattr(tiled, name)[piece] for name in names})) for piece in pieces]
+    assert torch.equal(run(tiled), torch.cat(few))
+
+
 @schemes
 @pytest.mark.parametrize("activation", ("silu", "gelu", "swigluoai", "situ", "relu2_no_mul", "silu_no_mul"))
 def test_activations(scheme: str, activation: str) -> None:
@@ -113,3 +148,17 @@ def test_a_nan_row_disturbs_no_other(scheme: str) -> None:
     clean = run(tiled)
     tiled.hidden_states[3] = float("nan")
     assert torch.equal(run(tiled)[[0, 1, 2, 4, 5]], clean[[0, 1, 2, 4, 5]])
+
+
+@pytest.mark.parametrize("bad", (float("nan"), float("inf")))
+def test_a_nan_row_among_many_disturbs_no_other(bad: float) -> None:
+    """Of a tile's tokens one in each kind of place, and of what is left beyond 128."""
+    tiled = fp8_in_tiles(uneven(140))
+    clean = run(tiled)
+    rows = (tiled.topk_ids[:, 0] == 0).nonzero()[:, 0][[0, 70, 130]]
+    tiled.hidden_states[rows] = bad
+    others = torch.ones(600, dtype=torch.bool, device=rows.device)
+    others[rows] = False
+    out = run(tiled)
+    assert torch.equal(out[others], clean[others])
+    assert out[rows].isnan().any(1).all()

@@ -70,7 +70,8 @@ __device__ void move_ranks(const Args& args, const int* before, int first, int s
   }
 #pragma unroll
   for (int i = 0; i < kSortBatch; i++) {
-    if (ranks[i].expert >= 0) args.schedule.rank[first + i * kSortThreads].rank = ranks[i].rank + before[ranks[i].expert];
+    if (ranks[i].expert >= 0)
+      args.schedule.rank[first + i * kSortThreads].rank = ranks[i].rank + before[ranks[i].expert];
   }
 }
 

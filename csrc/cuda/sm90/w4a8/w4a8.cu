@@ -1,5 +1,5 @@
-// A layer: sort, quantize the tokens, GEMM1, quantize the intermediate, GEMM2, combine.
-#include <cstdlib>
+// A layer: sort, quantize the tokens, GEMM1, quantize the intermediate, GEMM2, combine. Where tokens are the first
+// factor, GEMM1 quantizes.
 #include "w4a8_epilogue.cuh"
 #include "w4a8_mainloop.cuh"
 #include "w4a8_quantize.cuh"
@@ -18,7 +18,7 @@ struct ScheduleArgs {
   W4a8Problem problem;
   Schedule schedule;
   int widest;    // tokens of a tile
-  bool first;    // tokens are the first factor
+  bool tokens_first;   // see has_tokens_first
 };
 
 __device__ void list_expert(const Schedule& schedule, int expert, int start, int count, int first, int tiles,
@@ -39,12 +39,13 @@ __device__ void write_schedule(const ScheduleArgs& args, int count) {
   const Problem& p = args.problem;
   const Schedule& schedule = args.schedule;
   const int expert = threadIdx.x;
-  const int tiles = args.first ? tiles_first(count) : tiles_for(count, args.widest);
+  const int tiles = args.tokens_first ? tiles_of_tokens_first(count) : tiles_for(count, args.widest);
   int rows_total, tiles_total;
   const int start = prefix_sum<kSortThreads>(round_up(count, 8), warp_sums, rows_total);
   const int first = prefix_sum<kSortThreads>(tiles, warp_sums, tiles_total);
   if (expert < p.experts) {
-    list_expert(schedule, expert, start, count, first, tiles, args.first ? 2 * kPartTokens : tile_width(count, tiles));
+    list_expert(schedule, expert, start, count, first, tiles,
+                args.tokens_first ? 2 * kPartTokens : tile_width(count, tiles));
   }
   if (expert == 0) {
     *schedule.tiles_total = tiles_total;
@@ -61,8 +62,8 @@ __global__ void __launch_bounds__(kSortThreads, 1) schedule_cluster_kernel(const
   sort_by_cluster(args, [&](int count) { write_schedule(args, count); });
 }
 
-cudaError_t launch_schedule(const W4a8Problem& p, const Schedule& schedule, int widest, bool first) {
-  return launch_sort(schedule_kernel, schedule_cluster_kernel, ScheduleArgs{p, schedule, widest, first});
+cudaError_t launch_schedule(const W4a8Problem& p, const Schedule& schedule, int widest, bool tokens_first) {
+  return launch_sort(schedule_kernel, schedule_cluster_kernel, ScheduleArgs{p, schedule, widest, tokens_first});
 }
 
 }  // namespace
@@ -127,14 +128,20 @@ __global__ void __launch_bounds__(kGemmThreads, 1) gemm_kernel(const __grid_cons
 
 template <class Policy, Finish finish>
 Variant<GemmArgs> variant_of() {
-  return {gemm_kernel<Policy, finish>, sizeof(GemmShared<Policy>) + 1024, kGemmThreads, 1, Policy::kBlockTiles, Policy::kWidth};
+  return {gemm_kernel<Policy, finish>,
+          sizeof(GemmShared<Policy>) + 1024,
+          kGemmThreads,
+          1,
+          Policy::kBlockTiles,
+          Policy::kWidth};
 }
 
 template <class Policy>
 Variant<GemmArgs> variant_of(Finish finish) {
   switch (finish) {
     case Finish::kSwiglu:
-      return variant_of<Policy, Finish::kSwiglu>();
+      if constexpr (!std::is_same_v<Policy, Blocks<kMaxWidth>>) return variant_of<Policy, Finish::kSwiglu>();
+      return {};   // tokens are the first factor there
     case Finish::kLinear:
       return variant_of<Policy, Finish::kLinear>();
     default:
@@ -147,8 +154,9 @@ Variant<GemmArgs> variant_of(Finish finish, bool wide) {
   return wide ? variant_of<Policy<kMaxWidth>>(finish) : variant_of<Policy<kMaxSingle>>(finish);
 }
 
-Variant<GemmArgs> variant_first(Finish finish) {
-  return finish == Finish::kSwiglu ? variant_of<TokensFirst, Finish::kSwiglu>() : variant_of<TokensFirst, Finish::kOutput>();
+Variant<GemmArgs> variant_of_tokens_first(Finish finish) {
+  return finish == Finish::kSwiglu ? variant_of<TokensFirst, Finish::kSwiglu>()
+                                   : variant_of<TokensFirst, Finish::kOutput>();
 }
 
 Variant<GemmArgs> variant_for(Weights weights, bool mx, Finish finish, bool wide) {
@@ -169,7 +177,7 @@ struct Plan {
   GemmArgs first, second;
   CombineArgs combine;
   int rows;
-  bool first_factor;   // tokens are
+  bool tokens_first;
   size_t bytes;
 };
 
@@ -196,8 +204,12 @@ int64_t h_columns(const Problem& p) { return int64_t{p.inter} * (p.gated && !is_
 // Whether tiles are wide: where experts have so many tokens that their weights are no matter. Any number is right.
 bool has_wide_tiles(const Problem& p) { return int64_t{p.tokens} * p.top_k > int64_t{kMaxSingle} * p.experts; }
 
+// Whether tokens are the first factor (w4a8_tokens_first.cuh). Experts have so many in the mean that tiles of 64 lose
+// less than the float32 intermediate and its launch cost; where experts are large, weights take that long anyway.
 bool has_tokens_first(const W4a8Problem& p) {
-  static const int least = std::getenv("MOEQ_TF") ? std::atoi(std::getenv("MOEQ_TF")) : 160;
+  constexpr int kTokens = 112, kTokensOfLarge = 16, kLarge = 1 << 22;   // values of w2
+  static_assert(kTokens <= kMaxSingle, "wide tiles have no kernel with silu otherwise");
+  const int least = int64_t{p.hidden} * p.inter >= kLarge ? kTokensOfLarge : kTokens;
   return p.weights == Weights::kBlocks && is_in_place(p) && int64_t{p.tokens} * p.top_k > int64_t{least} * p.experts;
 }
 
@@ -212,8 +224,8 @@ Plan make_prefill_plan(const W4a8Problem& p) {
   uint8_t* operand2 = arena.take<uint8_t>(int64_t{rows} * k_tiles2 * kTileK);
   float* factor13 = arena.take<float>(int64_t{rows} * (groups ? k_tiles13 : 1));
   float* factor2 = arena.take<float>(int64_t{rows} * (groups ? k_tiles2 : 1));
-  plan.first_factor = has_tokens_first(p);
-  float* h = plan.first_factor ? nullptr : arena.take<float>(rows * h_columns(p));
+  plan.tokens_first = has_tokens_first(p);
+  float* h = plan.tokens_first ? nullptr : arena.take<float>(rows * h_columns(p));
   void* y = arena.take<uint8_t>(int64_t{slots} * p.hidden * (wide ? 4 : 2));
   plan.tokens = {p, schedule, nullptr, false, operand13, factor13, k_tiles13};
   plan.intermediate = {p, schedule, h, is_in_place(p), operand2, factor2, k_tiles2};
@@ -240,10 +252,10 @@ Plan make_prefill_plan(const W4a8Problem& p) {
 }
 
 cudaError_t launch_gemm(const GemmArgs& args, Finish finish) {
-  static KnownDevices known[4][3][2], known_first[3];
+  static KnownDevices known[4][3][2], known_tokens_first[3];
   const W4a8Problem& p = args.problem;
   if (has_tokens_first(p)) {
-    return launch_variant(variant_first(finish), args, p, known_first[static_cast<int>(finish)]);
+    return launch_variant(variant_of_tokens_first(finish), args, p, known_tokens_first[static_cast<int>(finish)]);
   }
   const bool wide = has_wide_tiles(p), mx = has_mx_scales(p);
   return launch_variant(variant_for(p.weights, mx, finish, wide), args, p,
@@ -252,11 +264,11 @@ cudaError_t launch_gemm(const GemmArgs& args, Finish finish) {
 
 cudaError_t run_piece(const W4a8Problem& p) {
   const Plan plan = make_prefill_plan(p);
-  const int widest = plan.first_factor ? TokensFirst::kWidth : has_wide_tiles(p) ? kMaxWidth : kMaxSingle;
-  cudaError_t error = launch_schedule(p, plan.tokens.schedule, widest, plan.first_factor);
+  const int widest = plan.tokens_first ? TokensFirst::kWidth : has_wide_tiles(p) ? kMaxWidth : kMaxSingle;
+  cudaError_t error = launch_schedule(p, plan.tokens.schedule, widest, plan.tokens_first);
   if (error == cudaSuccess) error = launch_quantize_tokens(plan.tokens);
   if (error == cudaSuccess) error = launch_gemm(plan.first, is_in_place(p) ? Finish::kSwiglu : Finish::kLinear);
-  if (error == cudaSuccess && !plan.first_factor) error = launch_quantize_intermediate(plan.intermediate, plan.rows);
+  if (error == cudaSuccess && !plan.tokens_first) error = launch_quantize_intermediate(plan.intermediate, plan.rows);
   if (error == cudaSuccess) error = launch_gemm(plan.second, Finish::kOutput);
   if (error == cudaSuccess) error = launch_combine(plan.combine);
   return error;
@@ -299,7 +311,7 @@ size_t w4a8_workspace(const W4a8Problem& p) {
   piece.workspace = nullptr;
   piece.tokens = w4a8::tokens_of_piece(p);
   const size_t bytes = w4a8::make_prefill_plan(piece).bytes;
-  piece.tokens = p.tokens % piece.tokens;   // the last one may have other arrays
+  piece.tokens = piece.tokens > 0 ? p.tokens % piece.tokens : 0;   // the last one may have other arrays
   const size_t last = piece.tokens > 0 ? w4a8::make_prefill_plan(piece).bytes : 0;
   return bytes > last ? bytes : last;
 }

@@ -77,7 +77,8 @@ __device__ __forceinline__ Stream stream_of_tokens(const GemmArgs& args, GemmSha
 template <class Policy>
 __device__ __forceinline__ Stream stream_of(const GemmArgs& args, GemmShared<Policy>& shared, const Work& work,
                                             int lane) {
-  if (lane == 0 || (Policy::kGroups && lane > Policy::kBlockTiles)) return stream_of_tokens(args, shared, work, lane > 0);
+  if (lane == 0 || (Policy::kGroups && lane > Policy::kBlockTiles))
+    return stream_of_tokens(args, shared, work, lane > 0);
   const int tile = (lane - 1) % Policy::kBlockTiles;
   const int64_t row_tile =
       int64_t{work.expert} * args.row_tiles + min(work.row_block * Policy::kBlockTiles + tile, args.row_tiles - 1);
@@ -135,7 +136,8 @@ struct Copies {
 // One warp. The next item is asked for before a tile's first half is copied and looked up before its second half.
 template <class Policy>
 __device__ __forceinline__ void produce(const GemmArgs& args, GemmShared<Policy>& shared) {
-  const int blocks = (args.row_tiles + Policy::kBlockTiles - 1) / Policy::kBlockTiles, items = *args.schedule.tiles_total * blocks;
+  const int blocks = (args.row_tiles + Policy::kBlockTiles - 1) / Policy::kBlockTiles,
+            items = *args.schedule.tiles_total * blocks;
   const int lane = threadIdx.x % 32;
   Ring<kWorkSlots> work_ring;
   Ring<Policy::kStages> ring;
@@ -257,14 +259,18 @@ __device__ __forceinline__ void multiply_decoded(Sums<parts>& sums, GemmShared<P
 // 32 steps ahead: a load of what all lanes need would be waited for before the tensor cores start, at each step.
 class BlockScales {
  public:
-  // tile: of rows.
-  __device__ __forceinline__ BlockScales(const GemmArgs& args, const Work& work, int tile, int many) : steps_(many) {
+  __device__ __forceinline__ BlockScales(const GemmArgs& args, const Work& work, int warpgroup, int many)
+      : steps_(many) {
     const WeightScales& s = args.weight_scales;
-    const int block = min(tile, args.row_tiles - 1) * (args.gated ? kTileRows / 2 : kTileRows) / 128;
-    at_ = s.data + work.expert * s.expert + block * s.row;
-    apart_ = args.gated ? s.half : 0;
+    const int tile = min(work.row_block * kWarpgroups + warpgroup, args.row_tiles - 1);
+    const int block = tile * (args.gated ? kTileRows / 2 : kTileRows) / 128;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      at_[h] = s.data + work.expert * s.expert + (args.gated ? h * s.half : 0) + block * s.row;
+    }
     next_ = loaded(0);
   }
+
   // Of all lanes together, one k after another. same: .x for both.
   template <bool same>
   __device__ __forceinline__ float2 of(int k) {
@@ -280,11 +286,11 @@ class BlockScales {
   // This lane's, of the 32 steps from `first` on.
   __device__ __forceinline__ float2 loaded(int first) const {
     const int k = first + threadIdx.x % 32;
-    return k < steps_ ? make_float2(__ldg(at_ + k), __ldg(at_ + apart_ + k)) : make_float2(0.0f, 0.0f);
+    return k < steps_ ? make_float2(__ldg(at_[0] + k), __ldg(at_[1] + k)) : make_float2(0.0f, 0.0f);
   }
 
-  const float* at_;
-  int apart_, steps_;
+  const float* at_[2];
+  int steps_;
   float2 mine_, next_;
 };
 
@@ -316,7 +322,7 @@ __device__ __forceinline__ void multiply_bytes(Sums<parts>& sums, GemmShared<Pol
                                                Ring<Policy::kStages>& ring, int warpgroup, const Span<parts>& span,
                                                const Steps& steps, const GemmArgs& args, const Work& work) {
   float part[Sums<parts>::kRegisters] = {};
-  BlockScales scales(args, work, work.row_block * Policy::kBlockTiles + warpgroup, Policy::kGroups ? steps.many : 0);
+  BlockScales scales(args, work, warpgroup, Policy::kGroups ? steps.many : 0);
   for (int k = 0; k < steps.many; k++) {
     barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
     const uint64_t tokens = swizzled_operand(shared_address(shared.tokens[ring.slot]));

@@ -136,7 +136,7 @@ struct TokensFirst : Blocks<2 * kPartTokens + kRestTokens> {
 };
 
 // Tiles of an expert for TokensFirst: 128 tokens, the last one up to 144, or up to 80.
-__host__ __device__ inline int tiles_first(int count) {
+__host__ __device__ inline int tiles_of_tokens_first(int count) {
   const int parts = count / kPartTokens, rest = count % kPartTokens;
   return (parts + (rest > kRestTokens || (parts == 0 && rest > 0)) + 1) / 2;
 }
@@ -171,7 +171,8 @@ struct __align__(1024) GemmShared {
   alignas(16) int slots[kWorkSlots][Policy::kWidth];
   RowFactors<Policy::kBlockTiles> rows[kWorkSlots];
   // TokensFirst: a thread's sums of the rest, which has no registers left.
-  alignas(16) float4 rest[Policy::kBlockTiles > 2 ? kRestTokens / 4 : 0][Policy::kBlockTiles > 2 ? kConsumerThreads : 0];
+  alignas(
+      16) float4 rest[Policy::kBlockTiles > 2 ? kRestTokens / 4 : 0][Policy::kBlockTiles > 2 ? kConsumerThreads : 0];
   uint64_t full[Policy::kStages], empty[Policy::kStages];
   uint64_t work_full[kWorkSlots], work_empty[kWorkSlots], rows_full[kWorkSlots];
 };

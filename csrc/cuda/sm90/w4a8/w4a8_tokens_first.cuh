@@ -11,10 +11,10 @@
 
 namespace moeq::sm90::w4a8 {
 
-constexpr int kHalfRows = 128;     // of one instruction
+constexpr int kHalfRows = 128;  // of one instruction
 
-// What a warpgroup multiplies: 64 tokens from `token` on, by one or both halves of the rows, from `half` on; and the rest,
-// from `rest` on, by half `warpgroup`.
+// What a warpgroup multiplies: 64 tokens from `token` on, by one or both halves of the rows, from `half` on; and the
+// rest, from `rest` on, by half `warpgroup`.
 struct Share {
   int token, half, rest, warpgroup;
 };
@@ -39,9 +39,10 @@ __device__ __forceinline__ RestSums rest_sums(const GemmShared<TokensFirst>& sha
   return sums;
 }
 
+// [half][4 * j + 2 * h + b]: token 16 * warp + lane / 4 + 8 * h, row 8 * j + lane % 4 * 2 + b.
 template <int halves>
 struct TokenSums {
-  float v[halves][kHalfRows / 2];   // [half][4 * j + 2 * h + b]: token 16 * warp + lane / 4 + 8 * h, row 8 * j + lane % 4 * 2 + b
+  float v[halves][kHalfRows / 2];
 };
 
 // As BlockScales, of two blocks `apart` from each other, in two registers less: the next 32 steps' are asked for in L1.
@@ -91,19 +92,25 @@ __device__ __forceinline__ TwoScales scales_of(const GemmArgs& args, const Work&
   return TwoScales(expert + min(first, last) * s.row, first < last ? s.row : 0, args.k_tiles);
 }
 
-// The rest's step k. half: of the scales.
-template <bool gated, class Policy>
-__device__ __forceinline__ void multiply_rest(GemmShared<Policy>& shared,
-                                              int slot, const Share& share, const TwoScales& scales, int half, int k) {
+// The rest's products of a step. never: see multiply_128.
+template <class Policy>
+__device__ __forceinline__ void start_rest(float (&part)[kRestTokens], GemmShared<Policy>& shared, int slot,
+                                           const Share& share, int never) {
   const uint64_t tokens = swizzled_operand(shared_address(shared.tokens[slot]) + share.rest * kTileK);
   const uint64_t weights = swizzled_operand(shared_address(shared.weights[slot]) + share.warpgroup * 2 * kFp8Bytes);
-  float part[kRestTokens] = {};
-  multiply_two_16(part, weights, weights + kFp8Bytes / 16, tokens, k);
+  multiply_two_16(part, weights, weights + kFp8Bytes / 16, tokens, never);
+}
+
+// What they become, of step k. half: of the scales.
+template <bool gated, class Policy>
+__device__ __forceinline__ void add_rest(const float (&part)[kRestTokens], GemmShared<Policy>& shared, int slot,
+                                         const Share& share, const TwoScales& scales, int half, int k) {
   const float2 weight = gated ? scales.both(k) : scales.one(k, half);
-  float scale[2][kRestTokens / 4];   // [row][token]
+  float scale[2][kRestTokens / 4];  // [row][token]
 #pragma unroll
   for (int j = 0; j < kRestTokens / 8; j++) {
-    const float2 group = *reinterpret_cast<const float2*>(&shared.groups[slot][share.rest + 8 * j + threadIdx.x % 4 * 2]);
+    const float2 group =
+        *reinterpret_cast<const float2*>(&shared.groups[slot][share.rest + 8 * j + threadIdx.x % 4 * 2]);
     scale[0][2 * j] = __fmul_rn(weight.x, group.x);
     scale[0][2 * j + 1] = __fmul_rn(weight.x, group.y);
     scale[1][2 * j] = gated ? __fmul_rn(weight.y, group.x) : scale[0][2 * j];
@@ -134,7 +141,8 @@ __device__ __forceinline__ void multiply(TokenSums<halves>& sums, GemmShared<Pol
     barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
     const uint64_t tokens = swizzled_operand(shared_address(shared.tokens[ring.slot]) + share.token * kTileK);
     const uint64_t weights = swizzled_operand(shared_address(shared.weights[ring.slot]) + share.half * 2 * kFp8Bytes);
-    float scale[2][2];   // [gate or up, or half][of the thread's tokens]
+    float scale[2][2];  // [gate or up, or half][of the thread's tokens]
+    float rest_part[kRestTokens] = {};
 #pragma unroll
     for (int i = 0; i < halves; i++) {
       multiply_128(part, tokens, weights + i * (2 * kFp8Bytes / 16), steps.many);
@@ -150,6 +158,7 @@ __device__ __forceinline__ void multiply(TokenSums<halves>& sums, GemmShared<Pol
       }
       wgmma_wait<0>();
       if (!rest && i == halves - 1) release(shared, ring.slot, steps.thread);
+      if (rest && i == halves - 1) start_rest(rest_part, shared, ring.slot, share, steps.many);
 #pragma unroll
       for (int j = 0; j < kHalfRows / 8; j++) {
 #pragma unroll
@@ -159,7 +168,7 @@ __device__ __forceinline__ void multiply(TokenSums<halves>& sums, GemmShared<Pol
       }
     }
     if constexpr (rest) {
-      multiply_rest<gated>(shared, ring.slot, share, scales, halves == 1 ? 0 : share.warpgroup, k);
+      add_rest<gated>(rest_part, shared, ring.slot, share, scales, halves == 1 ? 0 : share.warpgroup, k);
       release(shared, ring.slot, steps.thread);
     }
     ring.advance();
@@ -177,8 +186,8 @@ struct Finished {
 
 // The activated values of a thread's tokens: of eight rows of gate and of up, two: v[i][8 * q + 2 * h + b].
 template <bool plain, int halves>
-__device__ __forceinline__ void activate_sums(TokenSums<halves>& sums, const Problem& p, const Finished<plain>& finished,
-                                         int half, bool silu_alone) {
+__device__ __forceinline__ void activate_sums(TokenSums<halves>& sums, const Problem& p,
+                                              const Finished<plain>& finished, int half, bool silu_alone) {
 #pragma unroll
   for (int i = 0; i < halves; i++) {
 #pragma unroll
@@ -240,7 +249,8 @@ __device__ __forceinline__ HalfCodes encode_half(const float (&v)[kHalfRows / 2]
   return codes;
 }
 
-// A lane has two of each four bytes of a piece, its neighbour the others: one gets the pieces of even q, one the others.
+// A lane has two of each four bytes of a piece, its neighbour the others: one gets the pieces of even q, one the
+// others.
 __device__ __forceinline__ uint4 whole_piece(const HalfCodes& codes) {
   const bool odd = threadIdx.x % 2;
   uint32_t words[4];
@@ -386,7 +396,7 @@ __device__ __forceinline__ void store_rest_codes(const GemmArgs& args, const Wor
         by, true, [&](auto scaled) { return encode4(scaled(values.v[0][t]), scaled(values.v[1][t]), 0.0f, 0.0f); });
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const int k = threadIdx.x % 128 / 32 * 8 + threadIdx.x % 32 / 4 + 32 * i;   // of the half's 64
+      const int k = threadIdx.x % 128 / 32 * 8 + threadIdx.x % 32 / 4 + 32 * i;  // of the half's 64
       const int piece = 4 * share.warpgroup + k % 16 / 4;
       args.codes[row * kTileK + (piece ^ local % 8) * 16 + k / 16 * 4 + k % 4] = codes >> 8 * i;
     }
@@ -450,7 +460,7 @@ __device__ __forceinline__ void make_tokens(const GemmArgs& args, GemmShared<Tok
   const Steps steps{kept(args.k_tiles), kept(threadIdx.x % 128)};
   multiply<finish == Finish::kSwiglu, rest>(sums, shared, ring, share, steps, args, work);
   barrier_wait(shared_address(&shared.rows_full[works.slot]), works.parity);
-  const Work again = shared.work[works.slot];   // not in registers meanwhile
+  const Work again = shared.work[works.slot];  // not in registers meanwhile
   const Problem& p = args.problem;
   constexpr bool first = finish == Finish::kSwiglu;
   const bool plain = (first ? p.g1_alphas : p.g2_alphas) == nullptr && (first ? p.w13_bias : p.w2_bias) == nullptr;
