@@ -12,7 +12,8 @@ from moe_peers import common
 MODELS = ("qwen3_30b", "dsv3", "gptoss120b", "mixtral", "kimi_k2", "glm46")
 FORMATS = (
     *("fp8", "int4g32", "nvfp4", "mxfp4", "int4", "mxint4", "fp8row", "nvfp4-a8", "mxfp4-a8", "bf16", "int4zp"),
-    *("fp8-a16", "int4f16", "int4zpf16", "fp8half", "nvfp4-a4", "fp8row-a16", "mxfp8-a16", "int4-a8", "int4g32-a8"),
+    *("fp8-a16", "int4f16", "int4zpf16", "fp8half", "nvfp4-a4", "fp8row-a16", "mxfp8-a16"),
+    *("int4-a8", "int4g32-a8", "int4zp-a8", "int4f16-a8", "int4zpf16-a8"),
 )
 WANTED_MODELS, WANTED_FORMATS = MODELS[:3], FORMATS[:5]
 TOKENS = tuple(2**n for n in range(15))
@@ -21,7 +22,7 @@ FEW_TOKENS = tuple(m for m in TOKENS if m.bit_length() % 3 == 1)  # powers of 8
 PEERS = {
     **dict.fromkeys(("nvfp4", "int4", "int4g32", "mxint4"), ("humming", "marlin")),
     "mxfp4": ("humming", "marlin", "triton_kernels"),
-    "mxfp4-a8": ("humming",),
+    **dict.fromkeys(("mxfp4-a8", "int4-a8", "int4g32-a8"), ("humming",)),
     "fp8": ("vllm_triton", "deepgemm"),
     "fp8row": ("vllm_triton",),
     "fp8half": ("vllm_triton",),

@@ -3,9 +3,9 @@
     python scripts/distance_table.py [--write]
 
 Reads benchmarks/results/h200_distances*.jsonl (`benchmarks/distances.py`), and the times of h200_moe.jsonl,
-h200_standard.jsonl (`benchmarks/run_h200.sh fp8`, `standard`) and h200_auto_sweep_own.jsonl (`bench_sweep.py --peers
-""`). A file that is not there counts for nothing. Writes the tables and torch_moe_ops/backends/distances.json, or
-without --write fails where they are not what the results say.
+h200_standard.jsonl (`benchmarks/run_h200.sh fp8`, `standard`), h200_auto_sweep_own.jsonl and h200_int4_a8.jsonl
+(`bench_sweep.py`). A file that is not there counts for nothing. Writes the tables and
+torch_moe_ops/backends/distances.json, or without --write fails where they are not what the results say.
 """
 
 from __future__ import annotations
@@ -20,8 +20,13 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE, DATA = ROOT / "docs" / "numerics.md", ROOT / "torch_moe_ops" / "backends" / "distances.json"
-DISTANCES = ("h200_distances.jsonl", "h200_distances_int4.jsonl", "h200_distances_activations.jsonl")
-TIMES = ("h200_moe.jsonl", "h200_standard.jsonl", "h200_auto_sweep_own.jsonl")
+DISTANCES = (
+    "h200_distances.jsonl",
+    "h200_distances_int4.jsonl",
+    "h200_distances_int4_a8.jsonl",
+    "h200_distances_activations.jsonl",
+)
+TIMES = ("h200_moe.jsonl", "h200_standard.jsonl", "h200_auto_sweep_own.jsonl", "h200_int4_a8.jsonl")
 BEGIN, END = "<!-- distances: begin (scripts/distance_table.py --write) -->", "<!-- distances: end -->"
 FORMATS = {
     "fp8": "FP8 in 128x128 blocks, fp8 activations", "fp8row": "FP8 with scales of rows, fp8 activations",

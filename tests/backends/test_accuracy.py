@@ -388,6 +388,14 @@ def test_int4_on_hopper_by_what_the_library_came_with(dtype: str, groups: str, p
     assert moe.explain(dataclasses.replace(posed, accuracy="strict")).chosen == "triton"
 
 
+@pytest.mark.parametrize("kind", ("bfloat16 per 128", "bfloat16 per 32", "bfloat16 per 128 with zero points"))
+def test_int4_with_fp8_activations_on_hopper_by_what_the_library_came_with(kind: str) -> None:
+    posed = dataclasses.replace(INT4, act_format="fp8", weight_scales=kind)
+    assert moe.explain(posed).chosen == "cuda_sm90_int4"
+    assert moe.explain(dataclasses.replace(posed, accuracy="strict")).chosen == "triton"
+    assert moe.explain(dataclasses.replace(posed, weight_scales="float32 per 32")).chosen == "triton"
+
+
 def test_plug_ins_take_the_checkpoints_fp8_activations_where_a_backend_is_near_and_fast(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -29,6 +29,7 @@ import torch
 from gpu_layers import Format, Sizes, as_reference, formats_of, make_raw
 from tolerances import layer_bound
 from torch import Tensor
+from triton_weights import of_three_bits
 
 import torch_moe_ops as moe
 from torch_moe_ops.backends import BACKENDS
@@ -93,6 +94,8 @@ def solve(backend: str, device: Device, seed: int, index: int, group: int, speci
     layer = Layer.drawn(random.Random(f"{seed}-{backend}-{index // group}"), backend, device)
     g = random.Random(f"{seed}-{backend}-{index}-batch")
     raw = make_raw(layer.fmt, layer.sizes, device)
+    if backend == ROUNDS_WEIGHTS and layer.fmt.act_format != "none":
+        raw = replace(raw, w13_scale=of_three_bits(raw.w13_scale), w2_scale=of_three_bits(raw.w2_scale))
     offset = g.choice((0, 0, 0, 1, 5))
     total = offset + layer.sizes.experts + g.choice((0, 0, 0, 3))
     parallel: dict[str, Any] = {"num_experts": total, "local_expert_offset": offset} | layer.constants
@@ -123,9 +126,10 @@ def solve(backend: str, device: Device, seed: int, index: int, group: int, speci
 
 
 def _oracle(raw: moe.RawWeights, fmt: Format, device: Device, parallel: dict[str, Any]) -> moe.PreparedWeights:
-    """The reference; of ROUNDS_WEIGHTS with weights that were rounded to bfloat16 beforehand. How far those are from the
-    exact ones is a matter of the layer: behind clamps and sigmoids of large arguments as far as one likes."""
-    if fmt.backend != ROUNDS_WEIGHTS:
+    """The reference; of ROUNDS_WEIGHTS with weights that were rounded to bfloat16 beforehand, or beside rounded
+    activations, which no reference of bfloat16 weights has, with those that rounding leaves as they are. How far rounded
+    ones are from the exact ones is a matter of the layer: behind clamps and sigmoids of large arguments as far as one likes."""
+    if fmt.backend != ROUNDS_WEIGHTS or fmt.act_format != "none":
         return as_reference(raw, fmt, device, **parallel)
     w13, w2 = (w.to(torch.bfloat16) for w in moe.dequantize_experts(raw))
     kept = {name: getattr(raw, name) for name in ("w13_bias", "w2_bias", "activation")}

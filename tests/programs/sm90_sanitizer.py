@@ -15,7 +15,7 @@ from lora_cases import factors_of
 from problems import Case, make_batch, make_raw
 from routing_oracle import WITH_BIAS, draw, draw_bias, groups_of
 from sm90_cases import in_tiles, make_call, of_a_checkpoint, relative_error, run_on
-from tolerances import BF16, ROUNDED_INT4, layer_bound
+from tolerances import BF16, layer_bound, rounded_int4
 
 import torch_moe_ops as moe
 from torch_moe_ops.backends import cuda_sm90, cuda_sm90_bf16
@@ -67,6 +67,16 @@ FORMATS: dict[str, tuple[Fields, ...]] = {
         {"weights": {"group": -1, "zero": True}, "activation": "relu2_no_mul"},
         {"weights": {"group": 64, "scale_dtype": torch.float16}},
         {"weights": {"group": -1, "scale_dtype": torch.float16, "zero": True}, "activation": "swigluoai"},
+    ),
+    "int4-a8": (
+        {"act_format": "fp8", "weights": {"group": 32}},
+        {"act_format": "fp8", "weights": {"group": 64}, "a1": "expert", "bias": True},
+        {"act_format": "fp8", "weights": {"group": 64, "scale_dtype": torch.float16}, "activation": "relu2_no_mul"},
+    ),
+    "int4-sums-a8": (
+        {"act_format": "fp8", "weights": {"group": 32, "zero": True}},
+        {"act_format": "fp8", "weights": {"group": 64, "zero": True}, "a2": 30.0},
+        {"act_format": "fp8", "weights": {"group": 64, "scale_dtype": torch.float32, "zero": True}},
     ),
     "fp8": ({"weights": {"scales": "channel"}}, {"weights": {"scales": "half"}, "activation": "relu2_no_mul"}),
     "fp8_block": ({"bias": True, "activation": "swigluoai"}, {"hidden": 320, "foreign": True, "experts": 9}),
@@ -150,7 +160,7 @@ def run_call(kernel: str, scheme: str, fields: Fields) -> str | None:
     if fields.get("foreign"):
         return None if not out[-1].any() else "experts of another rank contribute"
     error = relative_error(out, call)
-    return None if error < (ROUNDED_INT4 if scheme == "int4" else BF16) else f"{error:.1e}"
+    return None if error < (rounded_int4(call.act_format) if scheme == "int4" else BF16) else f"{error:.1e}"
 
 
 def run_bf16(fields: Fields) -> str | None:

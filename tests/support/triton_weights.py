@@ -98,3 +98,9 @@ def make_weight(
         options = mx if scheme == "mxint4" else {"group": group, "zero": zero, "scale_dtype": scale_dtype}
         return _integers(scheme, experts, n, k, g, **options)
     return (torch.randn((experts, n, k), generator=g) * k**-0.5).to(dtype), None, None
+
+
+def of_three_bits(scale: Tensor) -> Tensor:
+    """Scales of three significant bits: int4 weights, rounded to bfloat16, stay as they are."""
+    mantissa, exponent = scale.float().frexp()
+    return torch.ldexp((mantissa * 8).round() / 8, exponent).to(scale.dtype)

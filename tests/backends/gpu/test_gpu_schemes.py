@@ -21,7 +21,8 @@ from gpu_layers import (
 )
 from problems import Case
 from samples import quantize
-from tolerances import BF16, FP8_SUM_BACKENDS, ROUNDED_INT4, layer_bound, relative_l2
+from tolerances import BF16, FP8_SUM_BACKENDS, layer_bound, relative_l2, rounded_int4
+from triton_weights import of_three_bits
 
 import torch_moe_ops as moe
 from torch_moe_ops.backends import BACKENDS
@@ -33,6 +34,7 @@ EMULATED = 2e-3
 PLAIN = Sizes(experts=60, top_k=4, hidden=2688, inter=1856, activation="relu2_no_mul", bias=True)
 MANY = Sizes(experts=512, top_k=22, hidden=1408, inter=176, activation="gelu_tanh", bias=True, dtype=torch.float16)
 
+ROUNDS_WEIGHTS = "cuda_sm90_int4"
 # Up to so many tokens hidden states that the kernels round themselves go to kernels that take no codes.
 OTHER_FEW_TOKENS = {"cuda_sm90_packed": 16}
 
@@ -43,8 +45,8 @@ PACKED = [f for f in FORMATS if f.act_format != "none" and f.input_scale == ("te
 def compare(fmt: Format, sizes: Sizes, cases: list[tuple[int, str]], bound: float, dtype: torch.dtype) -> None:
     if sizes.dtype not in BACKENDS[fmt.backend].hidden_dtypes:
         sizes = dataclasses.replace(sizes, dtype=torch.bfloat16)
-    if fmt.backend == "cuda_sm90_int4":
-        bound = max(bound, ROUNDED_INT4)
+    if fmt.backend == ROUNDS_WEIGHTS:
+        bound = max(bound, rounded_int4(fmt.act_format))
     raw = make_raw(fmt, sizes)
     w = prepare(raw, fmt)
     batches = [make_batch(sizes, w.hidden_size, *case, seed) for seed, case in enumerate(cases)]
@@ -58,7 +60,7 @@ def compare(fmt: Format, sizes: Sizes, cases: list[tuple[int, str]], bound: floa
         assert out.shape == (tokens, w.hidden_size) and out.dtype == dtype
         assert torch.isfinite(out).all(), (tokens, routing)
         error, allowed = relative_l2(out, want), bound
-        if fmt.backend in FP8_SUM_BACKENDS:
+        if fmt.backend in FP8_SUM_BACKENDS or (fmt.backend == ROUNDS_WEIGHTS and fmt.act_format != "none"):
             values = tokens * sizes.top_k * raw.intermediate_size
             allowed = layer_bound(fmt.backend, fmt.act_format, dtype, values)
         assert error < allowed, f"{tokens} tokens, {routing}: {error:.2e}"
@@ -99,6 +101,8 @@ def test_codes_of_activations_are_exact(fmt: Format) -> None:
         scale = scale[0] if fmt.input_scale == "tensor" else scale
         fields = {"a13_input_scale": scale, "a2_input_scale": scale * 0.9}
     raw = moe.quantize_experts(eye, eye.clone(), fmt.scheme, activation="identity_no_mul", **fields)
+    if fmt.backend == ROUNDS_WEIGHTS:
+        raw = dataclasses.replace(raw, w13_scale=of_three_bits(raw.w13_scale), w2_scale=of_three_bits(raw.w2_scale))
     w, reference = prepare(raw, fmt), as_reference(raw, fmt)
     x = torch.randn(500, size, device="cuda")
     x *= torch.logspace(-6, 4, 500, device="cuda")[:, None]  # subnormal scales, saturation

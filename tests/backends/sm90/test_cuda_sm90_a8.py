@@ -21,6 +21,7 @@ from sm90_cases import (
 from tolerances import layer_bound
 from torch.profiler import ProfilerActivity, profile
 from triton_cases import packed_input
+from triton_weights import of_three_bits
 
 from torch_moe_ops.core.call import ExpertsCall
 from torch_moe_ops.core.schemes import SCHEMES
@@ -81,14 +82,9 @@ def case(form: str, **fields: Any) -> ExpertsCall:
 
 
 def with_short_scales(call: ExpertsCall) -> ExpertsCall:
-    """The same call with scales of three significant bits: int4 weights that are rounded to bfloat16 stay as they are."""
-
-    def short(scale: torch.Tensor | None) -> torch.Tensor:
-        assert scale is not None
-        mantissa, exponent = scale.float().frexp()
-        return torch.ldexp((mantissa * 8).round() / 8, exponent).to(scale.dtype)
-
-    return call._replace(w13_scale=short(call.w13_scale), w2_scale=short(call.w2_scale))
+    """The same call with int4 weights that all kernels multiply exactly."""
+    assert call.w13_scale is not None and call.w2_scale is not None
+    return call._replace(w13_scale=of_three_bits(call.w13_scale), w2_scale=of_three_bits(call.w2_scale))
 
 
 def of_shape(form: str, shape: tuple[int, ...], **fields: Any) -> ExpertsCall:
