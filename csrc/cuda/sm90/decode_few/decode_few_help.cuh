@@ -28,9 +28,9 @@ struct FourColumns {
 
 // Whether a row's scale is that of its largest magnitude and K is cut, so that who rounds a part does not see the row:
 // GEMM1's blocks send the largest magnitudes that they have then.
-template <bool kGroups>
+template <class Format>
 __device__ __forceinline__ bool exchanges_maxima(const Args& args, const Work& work) {
-  return !kGroups && !args.mx && args.fp8.rounding[1] == ActScale::kToken && work.part_bits > 0;
+  return kCutsRows<Format> && !args.mx && args.fp8.rounding[1] == ActScale::kToken && work.part_bits > 0;
 }
 
 // Those of a slot's row, of each row tile of GEMM1, behind all else in the exchange.
@@ -164,13 +164,14 @@ __device__ __forceinline__ void await_maxima(const Args& args, const Fixed& fixe
 // The rows of one entry and part of K, the `run`-th operand. All helpers. A scale of a row needs all of it before it
 // can be rounded: values stay where they are meanwhile, if they are few. Maxima have three places, so that those of the
 // next operand are cleared when nobody reads or writes them.
-template <bool kGroups, bool kHalf, Kind kKind>
+template <class Format, Kind kKind>
 __device__ __forceinline__ void make_rounded_rows(const Args& args, Fixed& fixed, const Work& work, int run,
                                                   uint8_t* h) {
+  constexpr bool kGroups = kRoundsGroups<Format>, kHalf = kInHalf<Format>;
   const Entry entry = fixed.entries[work.entry];
   const HiddenRows rows = hidden_rows(args, work, entry);
   const HowToRound how = how_to_round<kGroups>(args, 1, entry.expert);
-  const bool apart = exchanges_maxima<kGroups>(args, work);
+  const bool apart = exchanges_maxima<Format>(args, work);
   const bool finds = !kGroups && how.dynamic && !how.mx && !apart, few = rows.all <= kGroupsAtOnce * kHelpers;
   const int helper = threadIdx.x / 32 - kFirstHelper;
   uint32_t* maxima = fixed.h_amax[run % kMaxima];
@@ -240,8 +241,8 @@ __device__ __forceinline__ void send_hidden(const Args& args, const Fixed& fixed
       send_rounded(args, line + pair, h.a, h.b, fixed.epoch);
     }
   }
-  if constexpr (kRoundsToE4m3<Format>) {
-    if (exchanges_maxima<kRoundsGroups<Format>>(args, fixed.work[1])) {
+  if constexpr (kCutsRows<Format>) {
+    if (exchanges_maxima<Format>(args, fixed.work[1])) {
       const float largest = inside && !is_up ? max_magnitude(h.a, h.b) : 0.0f;
       const uint32_t amax = __reduce_max_sync(0xffffffffu, __float_as_uint(largest));
       if (lane == 0) {
@@ -344,7 +345,7 @@ __device__ __forceinline__ void help(const Args& args, Fixed& fixed, uint8_t* ba
       const int buffer = run & last;
       uint8_t* h = base + args.h_offset + buffer * args.columns * args.h_stride;
       if constexpr (kRoundsToE4m3<Format>) {
-        make_rounded_rows<kRoundsGroups<Format>, kInHalf<Format>, kKind>(args, fixed, making, run, h);
+        make_rounded_rows<Format, kKind>(args, fixed, making, run, h);
       } else {
         make_rows<kKind>(args, fixed, making, buffer, h);
       }
