@@ -7,7 +7,8 @@ A cell is SHAPE/RANKS:TOKENS, TOKENS those of all ranks together; of RANKS equal
 first). Ids are drawn over all experts. In one graph, calls take turns at routings and at copies of the weights, so that
 none finds its own in the L2; kernels take turns, too. Medians of replays, microseconds a call.
 
-Lines: shape, ranks, tokens, pairs and experts (means of what is this share's), us and least: {kernel: median or least}.
+Lines: shape, ranks, tokens, pairs and experts (means of what is this share's), us and least: {kernel: median or least};
+with --acts, of several activation formats of the same weights, {activations/kernel: ...}.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -44,6 +46,7 @@ SHAPES = {
     "kimi_linear": Shape(256, 8, 2304, 1024),
     "deepseek_v3": Shape(256, 8, 7168, 2048),
     "mixtral_8x7b": Shape(8, 2, 4096, 14336),
+    "gptoss_120b": Shape(128, 4, 2880, 2880),
     "tiny": Shape(8, 2, 256, 128),
 }
 AT_ONCE = 1 << 28  # values that are quantized together
@@ -62,8 +65,10 @@ class Cell(NamedTuple):
         return cls(shape, int(ranks), int(tokens))
 
 
-def share_of(shape: Shape, ranks: int, scheme: str, seed: int) -> moe.PreparedWeights:
-    """Random experts of one rank, prepared as one of several."""
+def share_of(
+    shape: Shape, ranks: int, scheme: str, seed: int, acts: Sequence[str] = ("none",)
+) -> dict[str, moe.PreparedWeights]:
+    """Random experts of one rank, prepared as one of several, for each activation format."""
     g = torch.Generator("cuda").manual_seed(seed)
     local = shape.experts // ranks
 
@@ -80,7 +85,8 @@ def share_of(shape: Shape, ranks: int, scheme: str, seed: int) -> moe.PreparedWe
     raw = moe.RawWeights(scheme, activation="silu", **joined)
     first = 0 if ranks == 1 else local
     backend = "cuda_sm90_int4" if scheme in ("int4", "mxint4") else "cuda_sm90"
-    return moe.prepare(raw, backend=backend, act_format="none", num_experts=shape.experts, local_expert_offset=first)
+    share: dict[str, Any] = {"backend": backend, "num_experts": shape.experts, "local_expert_offset": first}
+    return {act: moe.prepare(raw, act_format=act, **share) for act in acts}
 
 
 class Routings:
@@ -126,12 +132,16 @@ def captured(routings: Routings, weights: list[moe.PreparedWeights], kernel: str
 
 
 def time_cell(
-    cell: Cell, weights: list[moe.PreparedWeights], kernels: list[str], replays: int, calls: int
+    cell: Cell, weights: dict[str, list[moe.PreparedWeights]], kernels: list[str], replays: int, calls: int
 ) -> dict[str, Any]:
     shape = SHAPES[cell.shape]
     routings = Routings(shape, cell.ranks, cell.tokens, calls)
-    graphs = {kernel: captured(routings, weights, kernel) for kernel in kernels}
-    times: dict[str, list[float]] = {kernel: [] for kernel in kernels}
+    graphs = {
+        kernel if len(weights) == 1 else f"{act}/{kernel}": captured(routings, of_act, kernel)
+        for act, of_act in weights.items()
+        for kernel in kernels
+    }
+    times: dict[str, list[float]] = {kernel: [] for kernel in graphs}
     work = []
     for turn in range(replays):
         routings.draw(turn)
@@ -159,6 +169,7 @@ def main() -> int:
     parser.add_argument("--cells", default="qwen3_30b/4:4,qwen3_30b/4:32", help="comma list of SHAPE/RANKS:TOKENS")
     parser.add_argument("--kernels", default="auto", help="comma list of auto, " + ", ".join(NUMBERS))
     parser.add_argument("--scheme", default="nvfp4", help="nvfp4, mxfp4, int4 or mxint4")
+    parser.add_argument("--acts", default="none", help="comma list of activation formats: none, fp8, mxfp8, nvfp4")
     parser.add_argument("--replays", type=int, default=15, help="each with new routings for all of its calls")
     parser.add_argument("--calls", type=int, default=12, help="of a graph")
     parser.add_argument("--name", default="", help="said in each line")
@@ -172,12 +183,14 @@ def main() -> int:
             shape = SHAPES[head[0]]
             of_share = shape.experts // head[1] * 3 * shape.hidden * shape.inter * 9 // 16
             copies = max(1, -(-ENOUGH // of_share))
-            weights = [share_of(shape, head[1], args.scheme, seed) for seed in range(copies)]
+            acts = args.acts.split(",")
+            shares = [share_of(shape, head[1], args.scheme, seed, acts) for seed in range(copies)]
+            weights = {act: [share[act] for share in shares] for act in acts}
             for cell in cells:
                 if (cell.shape, cell.ranks) == head:
                     line = time_cell(cell, weights, args.kernels.split(","), args.replays, args.calls)
                     result_lines.write([{**name, "scheme": args.scheme, **line}], args.out)
-            del weights
+            del weights, shares
     return 0
 
 

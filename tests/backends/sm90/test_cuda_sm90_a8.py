@@ -62,6 +62,8 @@ SHAPES = (
     (2, 1, 128, 17408, 20),
     (4, 2, 7168, 2048, 300),
     (32, 8, 7168, 2048, 14),
+    (8, 2, 256, 8192, 3),  # rows in parts, of more row tiles than lanes
+    (8, 8, 2048, 768, 8),  # all experts have all tokens, in two entries each
 )
 # `in_tiles` of MXFP4 needs sizes that are multiples of 32.
 OF_MX = {176: 192}
@@ -106,6 +108,19 @@ def test_shapes(form: str, kernel: str, shape: tuple[int, ...]) -> None:
     out = run_on(kernel, in_tiles(call))
     print(f"{form} {kernel} {shape} {relative_error(out, call):.2e} of bound {error(out, call):.2f}")
     assert error(out, call) < 1
+
+
+@forms
+@pytest.mark.parametrize("shape", ((16, 4, 2048, 768, 8), (128, 4, 2880, 2880, 3)), ids=("rows", "parts of rows"))
+def test_a_token_that_is_not_finite_is_alone(form: str, shape: tuple[int, ...]) -> None:
+    call = of_shape(form, shape)
+    tiled = in_tiles(call)
+    want = run_on("decode", tiled)
+    call.hidden_states[1, 7] = float("nan")
+    out = run_on("decode", tiled)
+    assert out[1].isnan().all()
+    others = [token for token in range(shape[-1]) if token != 1]
+    assert torch.equal(out[others], want[others])
 
 
 @forms

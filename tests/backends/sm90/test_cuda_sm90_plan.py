@@ -126,11 +126,11 @@ def test_as_many_tokens_with_weights_of_8_bits(
 
 @pytest.mark.parametrize(
     ("layer", "most"),
-    [(QWEN3, 16), (GPT_OSS, 4), (DEEPSEEK, 3), (MIXTRAL, 1)],
+    [(QWEN3, 16), (GPT_OSS, 4), (DEEPSEEK, 3), (MIXTRAL, 4)],
     ids=["qwen3", "gpt-oss", "dsv3", "mixtral"],
 )
 def test_as_many_tokens_beside_fp8_activations(library: Path, layer: tuple[int, int, int, int], most: int) -> None:
-    """A row's scale takes no room; only what is rounded by whole rows of a long intermediate, Mixtral's, has less."""
+    """A row's scale takes no room, and a long intermediate, Mixtral's, is cut as beside 16-bit activations."""
     found = [parts(library, layer, tokens, True, BESIDE_FP8) > 0 for tokens in range(1, 19)]
     assert found == [tokens <= most for tokens in range(1, 19)]
 

@@ -69,6 +69,18 @@ __device__ __forceinline__ void send_rounded(const Args& args, int64_t at, float
   asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(to), "l"(item) : "memory");
 }
 
+// One word by itself.
+__device__ __forceinline__ void send_word(uint64_t* to, uint32_t word, uint32_t epoch) {
+  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(to), "l"(static_cast<uint64_t>(epoch) << 32 | word)
+               : "memory");
+}
+
+__device__ __forceinline__ uint64_t look_at_word(const uint64_t* at) {
+  uint64_t item;
+  asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(item) : "l"(at) : "memory");
+  return item;
+}
+
 struct Pair {
   uint64_t first, second;
 

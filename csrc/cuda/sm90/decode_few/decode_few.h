@@ -104,6 +104,23 @@ struct Plan {
   int shared_bytes;
 };
 
+// Where launches that take the whole device exchange: variables of a source of kernels, found once on each device.
+struct KnownExchange {
+  KnownAddresses pairs, epochs;
+};
+
+template <class Pairs, class Epochs>
+cudaError_t find_exchange(Pairs& pairs, Epochs& epochs, KnownExchange& known, Args& args) {
+  void *exchange = nullptr, *counts = nullptr;
+  cudaError_t error = find_variable(pairs, known.pairs, exchange);
+  if (error == cudaSuccess) {
+    error = find_variable(epochs, known.epochs, counts);
+  }
+  args.exchange = static_cast<uint4*>(exchange);
+  args.epochs = static_cast<uint32_t*>(counts);
+  return error;
+}
+
 // What a launch that does not take the whole device needs of the workspace.
 inline size_t exchange_bytes(const Plan& plan) { return plan.exchange_pairs * sizeof(uint4); }
 

@@ -13,15 +13,8 @@ __device__ uint32_t whole_device_epochs[kMaxBlocks];
 }  // namespace
 
 cudaError_t find_gathered_exchange(Args& args) {
-  static KnownAddresses known_exchange, known_epochs;
-  void *exchange = nullptr, *epochs = nullptr;
-  cudaError_t error = find_variable(whole_device_exchange, known_exchange, exchange);
-  if (error == cudaSuccess) {
-    error = find_variable(whole_device_epochs, known_epochs, epochs);
-  }
-  args.exchange = static_cast<uint4*>(exchange);
-  args.epochs = static_cast<uint32_t*>(epochs);
-  return error;
+  static KnownExchange known;
+  return find_exchange(whole_device_exchange, whole_device_epochs, known, args);
 }
 
 cudaError_t run_gathered(Plan& plan) {

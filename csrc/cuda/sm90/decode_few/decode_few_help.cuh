@@ -26,6 +26,38 @@ struct FourColumns {
   __device__ __forceinline__ float4 values() const { return make_float4(first.a(), first.b(), second.a(), second.b()); }
 };
 
+// Whether a row's scale is that of its largest magnitude and K is cut, so that who rounds a part does not see the row:
+// GEMM1's blocks send the largest magnitudes that they have then.
+template <class Format>
+__device__ __forceinline__ bool exchanges_maxima(const Args& args, const Work& work) {
+  return kCutsRows<Format> && !args.mx && args.fp8.rounding[1] == ActScale::kToken && work.part_bits > 0;
+}
+
+// Those of a slot's row, of each row tile of GEMM1, behind all else in the exchange.
+template <Kind kKind>
+__device__ __forceinline__ uint64_t* maxima_of(const Args& args, uint32_t epoch, int slot) {
+  const int first = args.partials + (Case<kKind>::kShared ? static_cast<int>(gridDim.x) * (kTileRows / 2) : 0);
+  return reinterpret_cast<uint64_t*>(half_of(args, epoch) + first) + slot * args.row_tiles[0];
+}
+
+// The largest one, as soon as all are there. All lanes.
+template <Kind kKind>
+__device__ __forceinline__ uint32_t await_maximum(const Args& args, uint32_t epoch, int slot) {
+  const uint64_t* from = maxima_of<kKind>(args, epoch, slot);
+  uint32_t amax = 0;
+#pragma unroll 1
+  for (int tile = lane_of_warp(); tile < args.row_tiles[0]; tile += 32) {
+    BoundedWait wait;
+    uint64_t found = look_at_word(from + tile);
+    while (static_cast<uint32_t>(found >> 32) != epoch) {
+      found = look_at_word(from + tile);
+      check_wait(wait);
+    }
+    amax = max(amax, static_cast<uint32_t>(found));
+  }
+  return __reduce_max_sync(0xffffffffu, amax);
+}
+
 // The rows of one entry and part of K.
 struct HiddenRows {
   Groups groups;
@@ -116,20 +148,39 @@ __device__ __forceinline__ void round_groups(const Args& args, const HiddenRows&
   }
 }
 
+// The largest magnitudes of rows of which the block has a part, to where those of whole rows are. All helpers.
+template <Kind kKind>
+__device__ __forceinline__ void await_maxima(const Args& args, const Fixed& fixed, const Entry& entry,
+                                             uint32_t* maxima) {
+#pragma unroll 1
+  for (int row = threadIdx.x / 32 - kFirstHelper; row < entry.count; row += kHelpers) {
+    const uint32_t amax = await_maximum<kKind>(args, fixed.epoch, fixed.slots[entry.first + row]);
+    if (lane_of_warp() == 0) {
+      maxima[row] = amax;
+    }
+  }
+}
+
 // The rows of one entry and part of K, the `run`-th operand. All helpers. A scale of a row needs all of it before it
 // can be rounded: values stay where they are meanwhile, if they are few. Maxima have three places, so that those of the
 // next operand are cleared when nobody reads or writes them.
-template <bool kGroups, bool kHalf>
+template <class Format, Kind kKind>
 __device__ __forceinline__ void make_rounded_rows(const Args& args, Fixed& fixed, const Work& work, int run,
                                                   uint8_t* h) {
+  constexpr bool kGroups = kRoundsGroups<Format>, kHalf = kInHalf<Format>;
   const Entry entry = fixed.entries[work.entry];
   const HiddenRows rows = hidden_rows(args, work, entry);
   const HowToRound how = how_to_round<kGroups>(args, 1, entry.expert);
-  const bool finds = !kGroups && how.dynamic && !how.mx, few = rows.all <= kGroupsAtOnce * kHelpers;
+  const bool apart = exchanges_maxima<Format>(args, work);
+  const bool finds = !kGroups && how.dynamic && !how.mx && !apart, few = rows.all <= kGroupsAtOnce * kHelpers;
   const int helper = threadIdx.x / 32 - kFirstHelper;
   uint32_t* maxima = fixed.h_amax[run % kMaxima];
   if (finds && threadIdx.x % kHelperThreads < kColumns) {
     fixed.h_amax[(run + 1) % kMaxima][threadIdx.x % kHelperThreads] = 0;
+  }
+  if (apart) {
+    await_maxima<kKind>(args, fixed, entry, maxima);
+    sync_helpers();
   }
   float4 v[kGroupsAtOnce];
 #pragma unroll 1
@@ -188,6 +239,15 @@ __device__ __forceinline__ void send_hidden(const Args& args, const Fixed& fixed
       send_pair(args, line / 2 + pair, h.a, h.b, fixed.epoch);
     } else {
       send_rounded(args, line + pair, h.a, h.b, fixed.epoch);
+    }
+  }
+  if constexpr (kCutsRows<Format>) {
+    if (exchanges_maxima<Format>(args, fixed.work[1])) {
+      const float largest = inside && !is_up ? max_magnitude(h.a, h.b) : 0.0f;
+      const uint32_t amax = __reduce_max_sync(0xffffffffu, __float_as_uint(largest));
+      if (lane == 0) {
+        send_word(maxima_of<kKind>(args, fixed.epoch, slot) + row_tile, amax, fixed.epoch);
+      }
     }
   }
 }
@@ -285,7 +345,7 @@ __device__ __forceinline__ void help(const Args& args, Fixed& fixed, uint8_t* ba
       const int buffer = run & last;
       uint8_t* h = base + args.h_offset + buffer * args.columns * args.h_stride;
       if constexpr (kRoundsToE4m3<Format>) {
-        make_rounded_rows<kRoundsGroups<Format>, kInHalf<Format>>(args, fixed, making, run, h);
+        make_rounded_rows<Format, kKind>(args, fixed, making, run, h);
       } else {
         make_rows<kKind>(args, fixed, making, buffer, h);
       }

@@ -195,13 +195,16 @@ void deal_units(Codes codes, Args& args, int grid, bool shares) {
 // units that blocks share are cut: whole sums can be activated and rounded where they are.
 bool choose_parts(Plan& plan) {
   Args& args = plan.args;
-  const bool scales_of_rows =
-      plan.codes == Codes::kBesideFp8 || plan.codes == Codes::kFp8Rows || plan.codes == Codes::kPacked;
-  const bool whole_rows = args.p.a2 == ActScale::kToken || (scales_of_rows && args.fp8.rounding[1] == ActScale::kToken);
+  const bool of_rows = args.fp8.rounding[1] == ActScale::kToken;
+  const bool sees_rows = of_rows && (plan.codes == Codes::kFp8Rows || plan.codes == Codes::kPacked);
+  const bool whole_rows = args.p.a2 == ActScale::kToken || sees_rows;
+  // Largest magnitudes of rows of which blocks see a part, two in the place of a pair.
+  const bool sends_maxima = of_rows && plan.codes == Codes::kBesideFp8;
+  const int64_t maxima = sends_maxima ? ceil_div(args.slots * args.row_tiles[0], 2) : 0;
   const int grid = plan.grid;
   const bool gathers = plan.kind == Kind::kGathered;
-  const int64_t exchange_pairs = pairs_for(plan.kind);
-  args.half_pairs = static_cast<int>(exchange_pairs);
+  const int64_t exchange_pairs = pairs_for(plan.kind) - maxima;
+  args.half_pairs = static_cast<int>(pairs_for(plan.kind));
   const int64_t hidden_pairs = int64_t{args.slots} * args.row_tiles[0] * hidden_pairs_of_tile(plan.kind);
   const int64_t output_pairs = int64_t{args.slots} * args.row_tiles[1] * (kTileRows / 2);
   args.outputs = static_cast<int>(hidden_pairs);
@@ -218,7 +221,7 @@ bool choose_parts(Plan& plan) {
   args.partials = static_cast<int>(used);
   deal_units(plan.codes, args, grid, plan.kind != Kind::kGeneral && !gathers && used + partials <= exchange_pairs);
   plan.kind = args.whole[0].shared_bits > 0 ? with_shared_units(plan.kind) : plan.kind;
-  plan.exchange_pairs = used + (shares_units(plan.kind) ? partials : 0);
+  plan.exchange_pairs = used + (shares_units(plan.kind) ? partials : 0) + maxima;
   return used <= exchange_pairs;
 }
 
@@ -273,6 +276,26 @@ bool place_in_shared(Codes codes, Kind kind, Args& args, int grid, int shared) {
   }
 }
 
+// With entries of so many slots at most; false if there is no room.
+bool place_columns(Plan& plan, int columns, int shared) {
+  Args& args = plan.args;
+  for (args.columns = 1; args.columns < args.p.tokens && args.columns < columns; args.columns *= 2) {
+  }
+  return choose_parts(plan) && place_in_shared(plan.codes, plan.kind, args, plan.grid, shared) &&
+         experts_fit(args, plan.kind);
+}
+
+// Layers that have room for entries of eight slots take shorter ones beside e4m3 activations: what sums and rows of the
+// intermediate leave is the ring's, which is what GEMM2 begins with while the intermediate is exchanged.
+bool place_units(Plan& plan, bool gathers, int shared) {
+  const bool shortens = plan.codes == Codes::kBesideFp8 || plan.codes == Codes::kBesideMxfp8;
+  if (!place_columns(plan, gathers ? kGatheredColumns : kColumns, shared)) {
+    return false;
+  }
+  return !shortens || plan.args.columns <= kGatheredColumns || place_columns(plan, kGatheredColumns, shared) ||
+         place_columns(plan, kColumns, shared);
+}
+
 }  // namespace
 
 // `fits` is false if the kernel does not take the problem: where rows are gathered, or where they are not.
@@ -299,16 +322,12 @@ static cudaError_t make_plan_of(const Problem& p, Codes codes, const Fp8& fp8, b
   args.epochs = nullptr;
   args.slots = p.tokens * p.top_k;
   plan.kind = gathers ? Kind::kGathered : kind_of(p);
-  const int columns = gathers ? kGatheredColumns : kColumns;
-  for (args.columns = 1; args.columns < p.tokens && args.columns < columns; args.columns *= 2) {
-  }
   args.scale = accumulator_scale(codes, p.format);
   args.row_tiles[0] = row_tiles13(p.inter, p.gated);
   args.k_tiles[0] = part_of(codes, k_tiles(p.hidden), 0);
   args.row_tiles[1] = ceil_div(p.hidden, kTileRows);
   args.k_tiles[1] = part_of(codes, k_tiles(p.inter), 0);
-  fits =
-      choose_parts(plan) && place_in_shared(codes, plan.kind, args, plan.grid, shared) && experts_fit(args, plan.kind);
+  fits = place_units(plan, gathers, shared);
   if (fits) {
     set_divisors(codes, args, plan.grid);
     plan.shared_bytes = shared;

@@ -54,6 +54,12 @@ constexpr bool kRoundsToE4m3<PackedFormat<Codes>> = true;
 template <>
 constexpr bool kRoundsGroups<Fp8Format<true>> = true;
 
+// Whether K of a row that has a scale of its own may be cut.
+template <class Format>
+constexpr bool kCutsRows = false;
+template <class Weights>
+constexpr bool kCutsRows<BesideE4m3<Weights>> = true;
+
 // Whether values of e4m3 codes are float16, which one instruction makes of two codes, not bfloat16.
 template <class Format>
 constexpr bool kInHalf = kIsPacked<Format>;
