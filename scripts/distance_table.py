@@ -34,6 +34,7 @@ FORMATS = {
     "int4f32": "INT4 in groups of 128, float32 scales",
     "int4zpf32": "INT4 in groups of 128 with zero points, float32 scales",
     "nvfp4": "NVFP4", "mxfp4": "MXFP4", "bf16": "bfloat16", "nvfp4-a8": "NVFP4, fp8 activations",
+    "mxfp4-a8row": "MXFP4, fp8 activations",
     "fp8-a16": "FP8 in 128x128 blocks", "fp8row-a16": "FP8 with scales of rows",
     "fp8half-a16": "FP8 with scales of half matrices", "mxfp8-a16": "MXFP8",
 }  # fmt: skip

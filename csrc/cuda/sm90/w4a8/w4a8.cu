@@ -1,4 +1,6 @@
 // A layer: sort, quantize the tokens, GEMM1, quantize the intermediate, GEMM2, combine.
+#include <type_traits>
+
 #include "w4a8_epilogue.cuh"
 #include "w4a8_mainloop.cuh"
 #include "w4a8_quantize.cuh"
@@ -20,7 +22,8 @@ struct ScheduleArgs {
   int widest;    // tokens of a tile
 };
 
-__device__ void list_expert(const Schedule& schedule, int expert, int start, int count, int first, int tiles) {
+__device__ void list_expert(const Schedule& schedule, int expert, int start, int count, int first, int tiles,
+                            int widest) {
   schedule.start[expert] = start;
   schedule.count[expert] = count;
   for (int row = start + count; row < start + round_up(count, 8); row++) {
@@ -28,7 +31,7 @@ __device__ void list_expert(const Schedule& schedule, int expert, int start, int
     schedule.place_of_row[row].row = -1;
   }
   for (int i = 0; i < tiles; i++) {
-    schedule.tiles[first + i] = {expert, first, tiles, start, count, tile_width(count, tiles), {0, 0}};
+    schedule.tiles[first + i] = {expert, first, tiles, start, count, tile_width(count, tiles, widest), {0, 0}};
   }
 }
 
@@ -53,7 +56,7 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_kernel(const __grid_cons
   int rows_total, tiles_total;
   const int start = prefix_sum<kThreads>(round_up(count, 8), warp_sums, rows_total);
   const int first = prefix_sum<kThreads>(tiles, warp_sums, tiles_total);
-  if (expert < p.experts) list_expert(schedule, expert, start, count, first, tiles);
+  if (expert < p.experts) list_expert(schedule, expert, start, count, first, tiles, args.widest);
   if (expert == 0) {
     *schedule.tiles_total = tiles_total;
     schedule.start[p.experts] = rows_total;
@@ -68,18 +71,18 @@ cudaError_t launch_schedule(const W4a8Problem& p, const Schedule& schedule, int 
 }  // namespace
 
 // The persistent kernel of one GEMM. Two warpgroups multiply, a warp of a third one loads.
-template <class Policy, Finish finish, int parts>
+template <class Policy, Finish finish, class P>
 __device__ __forceinline__ void make_tile(const GemmArgs& args, GemmShared<Policy>& shared, Ring<Policy::kStages>& ring,
                                           const Work& work, int warpgroup, const Ring<kWorkSlots>& works) {
-  const Span<parts> span(work.width);
-  Sums<parts> sums = {};
+  const Span<P> span(work.width);
+  Sums<P> sums = {};
   const Steps steps{kept(args.k_tiles), kept(threadIdx.x % 128)};
   if constexpr (Policy::kTileScales > 0) {
     multiply_decoded(sums, shared, ring, warpgroup, span, steps);
   } else {
     multiply_bytes<finish == Finish::kOutput>(sums, shared, ring, warpgroup, span, steps, args, work);
   }
-  store<Policy, finish, parts>(args, shared, work, sums, span.tokens, warpgroup, works.slot, works.parity);
+  store<Policy, finish, P>(args, shared, work, sums, span.tokens, warpgroup, works.slot, works.parity);
 }
 
 template <class Policy, Finish finish>
@@ -92,10 +95,11 @@ __device__ __forceinline__ void consume(const GemmArgs& args, GemmShared<Policy>
     barrier_wait(shared_address(&shared.work_full[work_ring.slot]), work_ring.parity);
     const Work work = shared.work[work_ring.slot];
     if (work.expert < 0) break;
+    using Narrowest = std::conditional_t<Policy::kWidth == kMaxNarrow, Short, Whole>;
     if (Policy::kWidth <= kMaxSingle || work.width <= kMaxSingle) {
-      make_tile<Policy, finish, 1>(args, shared, ring, work, warpgroup, work_ring);
+      make_tile<Policy, finish, Narrowest>(args, shared, ring, work, warpgroup, work_ring);
     } else {
-      make_tile<Policy, finish, 2>(args, shared, ring, work, warpgroup, work_ring);
+      make_tile<Policy, finish, Halves>(args, shared, ring, work, warpgroup, work_ring);
     }
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&shared.work_empty[work_ring.slot]));
@@ -104,7 +108,7 @@ __device__ __forceinline__ void consume(const GemmArgs& args, GemmShared<Policy>
 }
 
 template <class Policy, Finish finish>
-__global__ void __launch_bounds__(kGemmThreads, 1) gemm_kernel(const __grid_constant__ GemmArgs args) {
+__global__ void __launch_bounds__(kGemmThreads<Policy>, 1) gemm_kernel(const __grid_constant__ GemmArgs args) {
   extern __shared__ uint8_t dynamic_shared[];
   GemmShared<Policy>& shared =
       *reinterpret_cast<GemmShared<Policy>*>(dynamic_shared + (1024 - shared_address(dynamic_shared) % 1024) % 1024);
@@ -112,20 +116,23 @@ __global__ void __launch_bounds__(kGemmThreads, 1) gemm_kernel(const __grid_cons
   __syncthreads();
   allow_next_kernel();
   wait_for_previous_kernel();
-  if (threadIdx.x >= kConsumerThreads) {
-    registers_shrink<40>();
-    const int warp = (threadIdx.x - kConsumerThreads) / 32;
+  constexpr bool three = Policy::kBlockTiles == 3;
+  if (threadIdx.x >= kConsumerThreads<Policy>) {
+    registers_shrink<three ? 56 : 40>();
+    const int warp = (threadIdx.x - kConsumerThreads<Policy>) / 32;
     if (warp == 0) produce(args, shared);
     if (warp == 1) load_rows<Policy, finish>(args, shared);
   } else {
-    registers_grow<232>();
+    registers_grow<three ? 152 : 232>();
     consume<Policy, finish>(args, shared);
   }
 }
 
 template <class Policy, Finish finish>
 Variant<GemmArgs> variant_of() {
-  return {gemm_kernel<Policy, finish>, sizeof(GemmShared<Policy>) + 1024, kGemmThreads, 1, kBlockTiles, Policy::kWidth};
+  return {gemm_kernel<Policy, finish>, sizeof(GemmShared<Policy>) + 1024,
+          kGemmThreads<Policy>,        1,
+          Policy::kBlockTiles,         Policy::kWidth};
 }
 
 template <class Policy>
@@ -145,9 +152,11 @@ Variant<GemmArgs> variant_of(Finish finish, bool wide) {
   return wide ? variant_of<Policy<kMaxWidth>>(finish) : variant_of<Policy<kMaxSingle>>(finish);
 }
 
-Variant<GemmArgs> variant_for(Weights weights, bool mx, Finish finish, bool wide) {
+Variant<GemmArgs> variant_for(Weights weights, bool mx, Finish finish, int widest) {
+  const bool wide = widest == kMaxWidth;
   switch (weights) {
     case Weights::kPacked:
+      if (mx && widest == kMaxNarrow) return variant_of<PackedMxNarrow>(finish);
       return mx ? variant_of<PackedMx>(finish, wide) : variant_of<Packed>(finish, wide);
     case Weights::kRows:
       return variant_of<Rows>(finish, wide);
@@ -224,17 +233,29 @@ Plan make_prefill_plan(const W4a8Problem& p) {
 // Whether tiles are wide: where experts have so many tokens that their weights are no matter. Any number is right.
 bool has_wide_tiles(const Problem& p) { return int64_t{p.tokens} * p.top_k > int64_t{kMaxSingle} * p.experts; }
 
+// Tokens of a tile at most: few where experts have few, which leaves more shared memory to weights under way. Timed
+// with MXFP4 alone.
+int widest_of(const W4a8Problem& p) {
+  if (has_wide_tiles(p)) return kMaxWidth;
+  return has_mx_scales(p) && int64_t{p.tokens} * p.top_k <= int64_t{kNarrowTokens} * p.experts ? kMaxNarrow
+                                                                                               : kMaxSingle;
+}
+
 cudaError_t launch_gemm(const GemmArgs& args, Finish finish) {
-  static KnownDevices known[4][3][2];
+  static KnownDevices known[4][3][3];
   const W4a8Problem& p = args.problem;
-  const bool wide = has_wide_tiles(p), mx = has_mx_scales(p);
-  return launch_variant(variant_for(p.weights, mx, finish, wide), args, p,
-                        known[mx ? 3 : static_cast<int>(p.weights)][static_cast<int>(finish)][wide]);
+  const bool mx = has_mx_scales(p);
+  const int widest = widest_of(p);
+  return launch_variant(
+      variant_for(p.weights, mx, finish, widest), args, p,
+      known[mx ? 3 : static_cast<int>(p.weights)][static_cast<int>(finish)][widest == kMaxWidth    ? 2
+                                                                            : widest == kMaxNarrow ? 1
+                                                                                                   : 0]);
 }
 
 cudaError_t run_piece(const W4a8Problem& p) {
   const Plan plan = make_prefill_plan(p);
-  cudaError_t error = launch_schedule(p, plan.tokens.schedule, has_wide_tiles(p) ? kMaxWidth : kMaxSingle);
+  cudaError_t error = launch_schedule(p, plan.tokens.schedule, widest_of(p));
   if (error == cudaSuccess) error = launch_quantize_tokens(plan.tokens);
   if (error == cudaSuccess) error = launch_gemm(plan.first, is_in_place(p) ? Finish::kSwiglu : Finish::kLinear);
   if (error == cudaSuccess) error = launch_quantize_intermediate(plan.intermediate, plan.rows);
