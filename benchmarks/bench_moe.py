@@ -5,8 +5,9 @@
     python benchmarks/bench_moe.py --fmts nvfp4,nvfp4-a4 --peers marlin,humming --shapes qwen3_30b --ms 1,64,4096 \
         --check --out results.jsonl
 
---fmts: nvfp4, mxfp4, int4, fp8 (128x128 blocks), bf16; `-a4`, `-a8`, `-a16` tell the bits of the activations; mxfp4-a8row
-has fp8 ones with a scale for each token, mxfp4-a8 mxfp8, which other libraries have not.
+--fmts: nvfp4, mxfp4, int4, fp8 (128x128 blocks), bf16; `-a4`, `-a8`, `-a16` tell the bits of the activations. Ours
+beside mxfp4-a8 are mxfp8, beside mxfp4-a8row fp8 with a scale for each token, which is what other libraries run as
+mxfp4-a8.
 """
 
 from __future__ import annotations

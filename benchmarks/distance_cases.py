@@ -61,6 +61,7 @@ PEERS = {
     "int4zp-a8": (),
     "int4f16-a8": (),
     "int4zpf16-a8": (),
+    "mxfp4-a8row": (),
     "fp8-a16": (),
     "fp8row-a16": (),
     "fp8half-a16": (),
@@ -75,6 +76,7 @@ FEW_LAYERS = {
     "mxfp4": 2,
     "bf16": 2,
     "nvfp4-a8": 2,
+    "mxfp4-a8row": 2,
     **dict.fromkeys(("fp8-a16", "fp8row-a16", "fp8half-a16", "mxfp8-a16"), 2),
     "fp8half": 3,
     "int4g32": 3,
@@ -157,7 +159,7 @@ def without_folders(text: str) -> str:
 
 
 def _policies(fmt: str) -> tuple[str, ...]:
-    return ("packed", "folded") if fmt == "nvfp4-a8" else ("exact",)
+    return ("packed", "folded") if fmt in ("nvfp4-a8", "mxfp4-a8row") else ("exact",)
 
 
 def _oracle(

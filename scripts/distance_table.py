@@ -43,6 +43,7 @@ FORMATS = {
     "int4zp-a8": "INT4 in groups of 128 with zero points, fp8 activations",
     "int4f16-a8": "INT4 in groups of 128, float16 scales, fp8 activations",
     "int4zpf16-a8": "INT4 in groups of 128 with zero points, float16 scales, fp8 activations",
+    "mxfp4-a8row": "MXFP4, fp8 activations",
     "fp8-a16": "FP8 in 128x128 blocks", "fp8row-a16": "FP8 with scales of rows",
     "fp8half-a16": "FP8 with scales of half matrices", "mxfp8-a16": "MXFP8",
 }  # fmt: skip

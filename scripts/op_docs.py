@@ -144,7 +144,7 @@ ARGUMENTS = {
     "local_expert_offset": "Global id of the first local expert.",
     "element": "Which element the weights hold.",
     "router_weight_on_input": "top_k 1 only: the weight multiplies the token, before quantization, and not the output.",
-    "weight_policy": '"exact"; for nvfp4 weights with fp8 activations also "packed" and "folded".',
+    "weight_policy": '"exact"; for nvfp4 and mxfp4 weights with fp8 activations also "packed" and "folded".',
     "out_dtype": "None: the dtype of unquantized hidden states, bfloat16 for packed ones.",
     "routing_method": "A name of [this table](#routing-methods).",
     "top_k": "Experts a token, 1 to 32.",

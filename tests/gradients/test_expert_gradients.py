@@ -73,9 +73,11 @@ def test_calibrated_activations(scheme: str, act: str, scale: str) -> None:
         _check(replace(case, per_half=scheme == "nvfp4"), backend)
 
 
+@pytest.mark.parametrize("scheme", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize("policy", ["packed", "folded"])
-def test_weight_policies(policy: str) -> None:
-    _check(replace(LARGE, act_format="fp8", weight_policy=policy, dtype=torch.float32), "reference")
+def test_weight_policies(policy: str, scheme: str) -> None:
+    case = replace(LARGE, scheme=scheme, act_format="fp8", weight_policy=policy, dtype=torch.float32)
+    _check(replace(case, per_half=scheme == "nvfp4" and case.per_half), "reference")
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])

@@ -63,11 +63,12 @@ def test_gradgradcheck_by_adjoint() -> None:
     torch.testing.assert_close(second, moe.grouped_linear(v, w, offsets))
 
 
+@pytest.mark.parametrize("scheme", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize("policy", ["packed", "folded"])
-def test_policies(policy: str) -> None:
+def test_policies(policy: str, scheme: str) -> None:
     from straight_through import weights_of
 
-    case = replace(CASE, act_format="fp8", weight_policy=policy)
+    case = replace(CASE, scheme=scheme, act_format="fp8", weight_policy=policy)
     w = _prepared(case, "reference")
     x = torch.randn(19, CASE.hidden)
     expected = _expected(x, weights_of(make_raw(case), policy)[0])

@@ -12,7 +12,9 @@ from torch import Tensor
 import torch_moe_ops as moe
 from torch_moe_ops.numerics import e4m3, mx, w4a8
 
-E4M3 = sorted({Fraction(float(v)) for v in e4m3.decode(torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn))})
+E4M3 = sorted(
+    {Fraction(float(v)) for v in e4m3.decode(torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn))}
+)
 
 
 def random_codes(rows: int, k: int, seed: int = 0) -> Tensor:
@@ -49,7 +51,9 @@ def test_mxfp4_by_the_definition(first: int, last: int) -> None:
     values = [[Fraction(float(v)) for v in row] for row in mx.dequantize_mx(codes, scale, "e2m1", torch.float64)]
     rounded, exponent = w4a8.round_weights(codes, scale)
     dequantized = w4a8.dequantize(codes, scale, torch.float64)
-    for row, found, x, back in zip(values, rounded.float().tolist(), exponent.tolist(), dequantized.tolist(), strict=True):
+    for row, found, x, back in zip(
+        values, rounded.float().tolist(), exponent.tolist(), dequantized.tolist(), strict=True
+    ):
         expected_x, expected = by_the_definition(row)
         assert x == expected_x
         assert [Fraction(v) for v in found] == expected
@@ -88,6 +92,8 @@ def test_nvfp4_by_the_definition() -> None:
     g = torch.Generator().manual_seed(1)
     scale = torch.randint(0, 127, (4, 4), generator=g, dtype=torch.uint8).view(torch.float8_e4m3fn)
     rounded, exponent = w4a8.round_weights(codes, scale)
-    for row, found, x in zip(w4a8.decode(codes, scale).tolist(), rounded.float().tolist(), exponent.tolist(), strict=True):
+    for row, found, x in zip(
+        w4a8.decode(codes, scale).tolist(), rounded.float().tolist(), exponent.tolist(), strict=True
+    ):
         expected_x, expected = by_the_definition([Fraction(v) for v in row])
         assert x == expected_x and [Fraction(v) for v in found] == expected

@@ -32,10 +32,12 @@ class Leaves:
 
 
 def weights_of(raw: moe.RawWeights, policy: str) -> tuple[Tensor, Tensor]:
-    """What the layer multiplies by, float32: a policy rounds NVFP4 weights once more."""
+    """What the layer multiplies by, float32: a policy rounds NVFP4 and MXFP4 weights once more."""
     if policy == "exact":
         return moe.dequantize_experts(raw)
     w13, w2 = (w4a8.dequantize(codes, s) for codes, s in ((raw.w13, raw.w13_scale), (raw.w2, raw.w2_scale)))
+    if raw.w13_scale_2 is None:
+        return w13, w2
     of_rows = raw.w13_scale_2.repeat_interleave(w13.shape[1] // raw.w13_scale_2.shape[1], 1)
     return w13 * of_rows[:, :, None], w2 * raw.w2_scale_2[:, None, None]
 

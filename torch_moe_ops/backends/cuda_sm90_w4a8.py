@@ -44,7 +44,10 @@ def specs(folded: bool, scheme: Scheme, sizes: Sizes) -> dict[str, Spec]:
             padded = rows if name == "w13" else sizes.hidden_size
             table[f"{name}_scale"] = (((experts, padded, 1),), (torch.float32,))
         else:
-            table[f"{name}_scale"] = ((tiled.strip_shape(experts, rows, k, packed_scales.BY_SCHEME[scheme.name]),), (torch.uint8,))
+            table[f"{name}_scale"] = (
+                (tiled.strip_shape(experts, rows, k, packed_scales.BY_SCHEME[scheme.name]),),
+                (torch.uint8,),
+            )
     return table
 
 
@@ -116,8 +119,9 @@ def sizes_reason(problem: Problem) -> str | None:
 
 
 def bits_of(folded: bool, scheme: str) -> str:
-    """Of a weight with its share of block scales."""
-    return "8" if folded else f"{4 + 8 / packed_scales.BY_SCHEME[scheme].block:g}"
+    """Of a weight with its share of block scales; explained problems may have any scheme."""
+    kind = packed_scales.BY_SCHEME.get(scheme, packed_scales.NVFP4)
+    return "8" if folded else f"{4 + 8 / kind.block:g}"
 
 
 def _register(name: str, policy: str) -> Backend:

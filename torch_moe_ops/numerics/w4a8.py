@@ -5,9 +5,9 @@ For row n of a matrix [N, K], with w = e2m1(code) * block scale, exact in float3
     w8 = e4m3(w / 2^x_n), to nearest, ties to even, subnormals kept;     value = w8 * 2^x_n
 The division is exact, so there is one rounding. 2^x_n multiplies the accumulator of row n.
 
-NVFP4's block scales have mantissas, so that most products are rounded. MXFP4's are powers of two: 0.5 to 6 times one has
-two bits, and what is rounded is only what falls below e4m3's smallest numbers: w8 is w / 2^x_n as long as that is a
-multiple of 2^-9, as it is in blocks whose scale is at least 2^(x_n - 8).
+NVFP4's block scales have mantissas, so that most products are rounded. MXFP4's are powers of two: 0.5 to 6 times one
+has two bits, and what is rounded is only what falls below e4m3's smallest numbers: w8 is w / 2^x_n as long as that is
+a multiple of 2^-9, as it is in blocks whose scale is at least 2^(x_n - 8).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def decode(codes: Tensor, scale: Tensor) -> Tensor:
     """The weights before they are rounded, float32 [..., N, K]; the dtype of the scales tells the formats apart.
 
     Args:
-        codes: uint8 [..., N, K / 2]; scale: as NVFP4 stores them, float8_e4m3fn [..., N, K / 16], or as MXFP4 does, uint8
-            [..., N, K / 32].
+        codes: uint8 [..., N, K / 2].
+        scale: as NVFP4 stores them, float8_e4m3fn [..., N, K / 16], or as MXFP4 does, uint8 [..., N, K / 32].
     """
     if scale.dtype == torch.uint8:
         return mx.dequantize_mx(codes, scale, "e2m1")

@@ -50,7 +50,7 @@ def prepare(
         swiglu_alpha, swiglu_beta, swiglu_limit: None: what the checkpoint says, else the activation's own.
         router_weight_on_input: top-1 models whose routing weight multiplies the token (routed op only;
             the monolithic op does it for routing method "llama4").
-        weight_policy: "exact"; "packed" or "folded" for nvfp4 weights with act_format "fp8": each
+        weight_policy: "exact"; "packed" or "folded" for nvfp4 and mxfp4 weights with act_format "fp8": each
             weight is rounded once to e4m3 under a power of two per row (docs/numerics.md).
         accuracy: what "auto" may choose. "strict": backends within the bounds of docs/numerics.md alone. "standard":
             also those whose measured distance from the oracle is at most 1.1 times that of the kernels that the field

@@ -118,11 +118,10 @@ def test_very_few_tokens_on_the_decode_kernel(policy: str, shape: tuple[int, ...
 def test_few_tokens_meet_the_weights_of_packed(policy: str, tokens: int, scales: dict[str, Any]) -> None:
     """Exact products, sums in float32: as near as their order lets them. Weights as they are would be far."""
     call = case(policy, hidden=512, inter=256, experts=8, tokens=tokens, out_dtype=torch.float32, **scales)
-    if call.scheme == "mxfp4":  # rows of small weights under one large: most are 2^-17 times it, and are rounded
-        with_scales(call, 107, 108)
-        for scale in (call.w13_scale, call.w2_scale):
-            assert scale is not None
-            scale[..., 0] = 121
+    if call.scheme == "mxfp4":  # weights of GEMM1 that are rounded beside large ones, which meet zeros
+        with_scales(call, 119, 120)
+        assert call.w13_scale is not None
+        call.w13_scale[..., 0], call.w13[..., 0], call.hidden_states[:, :32] = 135, 0x77, 0
     tiled = in_tiles(call)
     out = run(tiled, Sm90Few.MAX_TOKENS_PACKED)
     exact = experts_reference(call, dtype=torch.float64)

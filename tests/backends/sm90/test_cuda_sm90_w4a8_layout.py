@@ -192,7 +192,9 @@ def test_a_scale_out_of_reach_of_its_row_is_refused() -> None:
     packed = layout.pack(codes, scale, 64, False, "w2_scale")
     assert torch.equal(layout.unpack(*packed, 64, 128, False, packed_scales.MXFP4)[1], scale)
     scale[0, 5, 1:] = 6
-    with pytest.raises(ValueError, match=r"w2_scale must not hold a scale below 2\^-133 times 2\^x of its row .*expert 0"):
+    with pytest.raises(
+        ValueError, match=r"w2_scale must not hold a scale below 2\^-133 times 2\^x of its row .*expert 0"
+    ):
         layout.pack(codes, scale, 64, False, "w2_scale")
 
 

@@ -1,7 +1,7 @@
 """Scale bytes of policy `packed`: what is stored of a block scale beside the exponent x of its row, and the inverse.
 
-csrc/cuda/sm90/layout/w4a8_layout.h says what a byte means. Where all codes of a block are zero, any byte will do for the
-kernels: that of MXFP4 is then the checkpoint's own, so that all scales come back.
+csrc/cuda/sm90/layout/w4a8_layout.h says what a byte means. Where all codes of a block are zero, any byte will do for
+the kernels: that of MXFP4 is then the checkpoint's own, so that all scales come back.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _check_e4m3(scale: Tensor, name: str, expert: int) -> None:
 
 
 def _bytes_of_e4m3(scale: Tensor, exponent: Tensor, used: Tensor, name: str, expert: int) -> Tensor:
-    """No byte is left for a scale that is 2^19 times larger than its row's exponent: all codes of its block are zero."""
+    """No byte is left for a scale 2^19 times larger than its row's exponent: all codes of its block are zero."""
     mantissa, power = torch.frexp(e4m3.decode(scale))  # scale = mantissa * 2^power, mantissa in [0.5, 1)
     relative = power - 1 - exponent
     low = (mantissa * 16).int() - 8
@@ -102,9 +102,7 @@ def _e8m0_of_bytes(byte: Tensor, exponent: Tensor, used: Tensor) -> Tensor:
     return torch.where(used, relative + exponent + _E8M0_BIAS, value).to(torch.uint8)
 
 
-NVFP4 = PackedScales(
-    16, torch.float8_e4m3fn, Sm90W4a8.EXPONENT_BIAS, _check_e4m3, _bytes_of_e4m3, _e4m3_of_bytes
-)
+NVFP4 = PackedScales(16, torch.float8_e4m3fn, Sm90W4a8.EXPONENT_BIAS, _check_e4m3, _bytes_of_e4m3, _e4m3_of_bytes)
 MXFP4 = PackedScales(32, torch.uint8, 136, _check_e8m0, _bytes_of_e8m0, _e8m0_of_bytes)
 BY_SCHEME = {"nvfp4": NVFP4, "mxfp4": MXFP4}
 _BY_DTYPE = {kind.dtype: kind for kind in BY_SCHEME.values()}

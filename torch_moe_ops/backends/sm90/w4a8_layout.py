@@ -165,9 +165,7 @@ def _swizzled(pieces: Tensor) -> Tensor:
     return pieces[:, :, :, :, eight[:, None], eight[:, None] ^ eight]
 
 
-def unpack(
-    packed: Tensor, strip: Tensor, rows: int, k: int, gated: bool, kind: PackedScales
-) -> tuple[Tensor, Tensor]:
+def unpack(packed: Tensor, strip: Tensor, rows: int, k: int, gated: bool, kind: PackedScales) -> tuple[Tensor, Tensor]:
     """Inverse of `pack` for a weight of `rows` rows (not padded) and K = k: codes and scales."""
     codes = packed.new_empty((packed.shape[0], rows, k // 2))
     scale = packed.new_empty((packed.shape[0], rows, k // kind.block))

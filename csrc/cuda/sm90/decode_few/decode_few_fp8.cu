@@ -25,8 +25,8 @@ cudaError_t run_fp8(Plan& plan) {
   const Kind kind = plan.kind;
   if (plan.codes == Codes::kPacked) {
     const bool mx = plan.args.p.format == Format::kMxfp4;
-    const void* kernel = mx ? kernel_of<PackedFormat<w4a8::PackedMxfp4>>(kind)
-                            : kernel_of<PackedFormat<w4a8::PackedNvfp4>>(kind);
+    const void* kernel =
+        mx ? kernel_of<PackedFormat<w4a8::PackedMxfp4>>(kind) : kernel_of<PackedFormat<w4a8::PackedNvfp4>>(kind);
     return launch(plan, kernel, known[mx ? 3 : 2][static_cast<int>(kind)]);
   }
   const bool groups = plan.codes == Codes::kFp8Groups;

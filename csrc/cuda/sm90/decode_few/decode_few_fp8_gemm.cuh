@@ -181,7 +181,9 @@ struct Multiplier<PackedFormat<Codes>> {
   float weights[2][2];  // powers of two: of the two blocks of rows, and of their two rows
 
   __device__ __forceinline__ explicit Multiplier(const Args& args)
-      : at(threadIdx.x % 64 * 16), scales_at(args.stage_tiles * kTileCodeBytes + Codes::scales_of(threadIdx.x % 64)), weights{} {}
+      : at(threadIdx.x % 64 * 16),
+        scales_at(args.stage_tiles * kTileCodeBytes + Codes::scales_of(threadIdx.x % 64)),
+        weights{} {}
 
   template <Kind kKind>
   __device__ __forceinline__ void begin_unit(const Args& args, const Fixed& fixed, const Work& work, int gemm) {
@@ -212,7 +214,8 @@ struct Multiplier<PackedFormat<Codes>> {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const uint4 codes = load_16(stage + at + tile * kTileCodeBytes + i * (kTileCodeBytes / 2));
-        const uint32_t both = load_scales<uint32_t>(stage + scales_at + tile / 2 * Codes::kScaleBytes + i * (Codes::kScaleBytes / 2));
+        const uint32_t both =
+            load_scales<uint32_t>(stage + scales_at + tile / 2 * Codes::kScaleBytes + i * (Codes::kScaleBytes / 2));
         const uint32_t scales = tile % 2 == 0 ? both : both >> 16;
         w4a8::Table tables[4];  // of rows g and g + 8; the others are nobody's
         w4a8::make_tables<Codes>(scales, tables);

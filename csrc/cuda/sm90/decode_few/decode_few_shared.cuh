@@ -66,8 +66,7 @@ constexpr bool kInHalf = kIsPacked<Format>;
 
 // Whether weights lie as w4a8_layout.h says, and what lies behind a row tile's scales.
 template <class Format>
-constexpr bool kIsOfW4a8 =
-    kIsFp8<Format> || kIsPacked<Format> || std::is_same_v<Format, Mxfp8Format>;
+constexpr bool kIsOfW4a8 = kIsFp8<Format> || kIsPacked<Format> || std::is_same_v<Format, Mxfp8Format>;
 template <class Format>
 constexpr int kBytesBehindRow = kIsPacked<Format> ? kTileRows : 0;
 

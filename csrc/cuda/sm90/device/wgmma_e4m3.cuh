@@ -29,6 +29,11 @@ namespace moeq::sm90::w4a8 {
   MOEQ_TILE(80, __VA_ARGS__) MOEQ_TILE(96, __VA_ARGS__) MOEQ_TILE(104, __VA_ARGS__) MOEQ_TILE(112, __VA_ARGS__)  \
   MOEQ_TILE(120, __VA_ARGS__) MOEQ_TILE(128, __VA_ARGS__) MOEQ_TILE(136, __VA_ARGS__) MOEQ_TILE(144, __VA_ARGS__) \
   MOEQ_TILE(152, __VA_ARGS__) MOEQ_TILE(160, __VA_ARGS__)
+#define MOEQ_SHORT_NAMES "w8, w16, w24, w32, w40, w48, w56, w64, w72"
+#define MOEQ_SHORT(...)                                                                                   \
+  MOEQ_TILE(8, __VA_ARGS__) MOEQ_TILE(16, __VA_ARGS__) MOEQ_TILE(24, __VA_ARGS__) MOEQ_TILE(32, __VA_ARGS__)     \
+  MOEQ_TILE(40, __VA_ARGS__) MOEQ_TILE(48, __VA_ARGS__) MOEQ_TILE(56, __VA_ARGS__) MOEQ_TILE(64, __VA_ARGS__)    \
+  MOEQ_TILE(72, __VA_ARGS__)
 #define MOEQ_HALF_NAMES "w88, w96, w104, w112, w120, w128"
 #define MOEQ_HALF(...)                                                                                    \
   MOEQ_TILE(88, __VA_ARGS__) MOEQ_TILE(96, __VA_ARGS__) MOEQ_TILE(104, __VA_ARGS__) MOEQ_TILE(112, __VA_ARGS__)  \
@@ -57,6 +62,14 @@ __device__ __forceinline__ void multiply_half(float (&d)[64], const uint32_t (*a
     MOEQ_BEGIN("%80", "%81", MOEQ_HALF_NAMES) MOEQ_BRANCH("%81")
     MOEQ_HALF("{%64, %65, %66, %67}", "{%68, %69, %70, %71}", "{%72, %73, %74, %75}", "{%76, %77, %78, %79}") MOEQ_END
     : MOEQ_OUT64(0) : MOEQ_IN16(a), "l"(b), "r"(index));
+}
+
+// Up to 72 tokens.
+__device__ __forceinline__ void multiply_short(float (&d)[36], const uint32_t (*a)[4], uint64_t b, int index) {
+  asm volatile(
+    MOEQ_BEGIN("%52", "%53", MOEQ_SHORT_NAMES) MOEQ_BRANCH("%53")
+    MOEQ_SHORT("{%36, %37, %38, %39}", "{%40, %41, %42, %43}", "{%44, %45, %46, %47}", "{%48, %49, %50, %51}") MOEQ_END
+    : MOEQ_OUT16(0), MOEQ_OUT16(16), MOEQ_OUT4(32) : MOEQ_IN16(a), "l"(b), "r"(index));
 }
 
 __device__ __forceinline__ void multiply_single(float (&d)[80], uint64_t a, uint64_t b, int index) {
@@ -103,6 +116,8 @@ __device__ __forceinline__ void multiply_two_16(float (&d)[16], uint64_t a, uint
 #undef MOEQ_END
 #undef MOEQ_BRANCH
 #undef MOEQ_BEGIN
+#undef MOEQ_SHORT
+#undef MOEQ_SHORT_NAMES
 #undef MOEQ_HALF
 #undef MOEQ_HALF_NAMES
 #undef MOEQ_SINGLE

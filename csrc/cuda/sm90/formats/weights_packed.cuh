@@ -1,4 +1,5 @@
-// Packed weights -> e4m3 fragments. A block of 16 or 32 codes shares a table of the eight magnitudes that they can have.
+// Packed weights -> e4m3 fragments. A block of 16 or 32 codes shares a table of the eight magnitudes that they can
+// have.
 #pragma once
 #include <type_traits>
 

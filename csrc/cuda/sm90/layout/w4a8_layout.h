@@ -35,7 +35,7 @@
 namespace moeq::sm90::w4a8 {
 
 constexpr int kMxScaleBytes = kTileRows * kTileK / 32;
-constexpr int kMxExponentBias = 136;   // of MXFP4's rows, whose weights may be as small as 2^-128
+constexpr int kMxExponentBias = 136;  // of MXFP4's rows, whose weights may be as small as 2^-128
 
 constexpr int tiles(int size, int tile) { return (size + tile - 1) / tile; }
 

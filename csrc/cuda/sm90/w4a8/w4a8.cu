@@ -1,5 +1,7 @@
 // A layer: sort, quantize the tokens, GEMM1, quantize the intermediate, GEMM2, combine. Where tokens are the first
 // factor, GEMM1 quantizes.
+#include <type_traits>
+
 #include "w4a8_epilogue.cuh"
 #include "w4a8_mainloop.cuh"
 #include "w4a8_quantize.cuh"
@@ -45,7 +47,7 @@ __device__ void write_schedule(const ScheduleArgs& args, int count) {
   const int first = prefix_sum<kSortThreads>(tiles, warp_sums, tiles_total);
   if (expert < p.experts) {
     list_expert(schedule, expert, start, count, first, tiles,
-                args.tokens_first ? 2 * kPartTokens : tile_width(count, tiles));
+                args.tokens_first ? 2 * kPartTokens : tile_width(count, tiles, args.widest));
   }
   if (expert == 0) {
     *schedule.tiles_total = tiles_total;
@@ -69,18 +71,18 @@ cudaError_t launch_schedule(const W4a8Problem& p, const Schedule& schedule, int 
 }  // namespace
 
 // The persistent kernel of one GEMM. Two warpgroups multiply, a warp of a third one loads.
-template <class Policy, Finish finish, int parts>
+template <class Policy, Finish finish, class P>
 __device__ __forceinline__ void make_tile(const GemmArgs& args, GemmShared<Policy>& shared, Ring<Policy::kStages>& ring,
                                           const Work& work, int warpgroup, const Ring<kWorkSlots>& works) {
-  const Span<parts> span(work.width);
-  Sums<parts> sums = {};
+  const Span<P> span(work.width);
+  Sums<P> sums = {};
   const Steps steps{kept(args.k_tiles), kept(threadIdx.x % 128)};
   if constexpr (Policy::kTileScales > 0) {
     multiply_decoded(sums, shared, ring, warpgroup, span, steps);
   } else {
     multiply_bytes<finish == Finish::kOutput>(sums, shared, ring, warpgroup, span, steps, args, work);
   }
-  store<Policy, finish, parts>(args, shared, work, sums, span.tokens, warpgroup, works.slot, works.parity);
+  store<Policy, finish, P>(args, shared, work, sums, span.tokens, warpgroup, works.slot, works.parity);
 }
 
 template <class Policy, Finish finish>
@@ -93,12 +95,13 @@ __device__ __forceinline__ void consume(const GemmArgs& args, GemmShared<Policy>
     barrier_wait(shared_address(&shared.work_full[work_ring.slot]), work_ring.parity);
     const Work work = shared.work[work_ring.slot];
     if (work.expert < 0) break;
+    using Narrowest = std::conditional_t<Policy::kWidth == kMaxNarrow, Short, Whole>;
     if constexpr (std::is_same_v<Policy, TokensFirst>) {
       make_tile<finish>(args, shared, ring, work, warpgroup, work_ring);
     } else if (Policy::kWidth <= kMaxSingle || work.width <= kMaxSingle) {
-      make_tile<Policy, finish, 1>(args, shared, ring, work, warpgroup, work_ring);
+      make_tile<Policy, finish, Narrowest>(args, shared, ring, work, warpgroup, work_ring);
     } else {
-      make_tile<Policy, finish, 2>(args, shared, ring, work, warpgroup, work_ring);
+      make_tile<Policy, finish, Halves>(args, shared, ring, work, warpgroup, work_ring);
     }
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&shared.work_empty[work_ring.slot]));
@@ -107,7 +110,7 @@ __device__ __forceinline__ void consume(const GemmArgs& args, GemmShared<Policy>
 }
 
 template <class Policy, Finish finish>
-__global__ void __launch_bounds__(kGemmThreads, 1) gemm_kernel(const __grid_constant__ GemmArgs args) {
+__global__ void __launch_bounds__(kGemmThreads<Policy>, 1) gemm_kernel(const __grid_constant__ GemmArgs args) {
   extern __shared__ uint8_t dynamic_shared[];
   GemmShared<Policy>& shared =
       *reinterpret_cast<GemmShared<Policy>*>(dynamic_shared + (1024 - shared_address(dynamic_shared) % 1024) % 1024);
@@ -115,25 +118,23 @@ __global__ void __launch_bounds__(kGemmThreads, 1) gemm_kernel(const __grid_cons
   __syncthreads();
   allow_next_kernel();
   wait_for_previous_kernel();
-  if (threadIdx.x >= kConsumerThreads) {
-    registers_shrink<40>();
-    const int warp = (threadIdx.x - kConsumerThreads) / 32;
+  constexpr bool three = Policy::kBlockTiles == 3;
+  if (threadIdx.x >= kConsumerThreads<Policy>) {
+    registers_shrink<three ? 56 : 40>();
+    const int warp = (threadIdx.x - kConsumerThreads<Policy>) / 32;
     if (warp == 0) produce(args, shared);
     if (warp == 1) load_rows<Policy, finish>(args, shared);
   } else {
-    registers_grow<232>();
+    registers_grow<three ? 152 : 232>();
     consume<Policy, finish>(args, shared);
   }
 }
 
 template <class Policy, Finish finish>
 Variant<GemmArgs> variant_of() {
-  return {gemm_kernel<Policy, finish>,
-          sizeof(GemmShared<Policy>) + 1024,
-          kGemmThreads,
-          1,
-          Policy::kBlockTiles,
-          Policy::kWidth};
+  return {gemm_kernel<Policy, finish>, sizeof(GemmShared<Policy>) + 1024,
+          kGemmThreads<Policy>,        1,
+          Policy::kBlockTiles,         Policy::kWidth};
 }
 
 template <class Policy>
@@ -159,9 +160,11 @@ Variant<GemmArgs> variant_of_tokens_first(Finish finish) {
                                    : variant_of<TokensFirst, Finish::kOutput>();
 }
 
-Variant<GemmArgs> variant_for(Weights weights, bool mx, Finish finish, bool wide) {
+Variant<GemmArgs> variant_for(Weights weights, bool mx, Finish finish, int widest) {
+  const bool wide = widest == kMaxWidth;
   switch (weights) {
     case Weights::kPacked:
+      if (mx && widest == kMaxNarrow) return variant_of<PackedMxNarrow>(finish);
       return mx ? variant_of<PackedMx>(finish, wide) : variant_of<Packed>(finish, wide);
     case Weights::kRows:
       return variant_of<Rows>(finish, wide);
@@ -251,20 +254,32 @@ Plan make_prefill_plan(const W4a8Problem& p) {
   return plan;
 }
 
+// Tokens of a tile at most: few where experts have few, which leaves more shared memory to weights under way. Timed
+// with MXFP4 alone.
+int widest_of(const W4a8Problem& p) {
+  if (has_wide_tiles(p)) return kMaxWidth;
+  return has_mx_scales(p) && int64_t{p.tokens} * p.top_k <= int64_t{kNarrowTokens} * p.experts ? kMaxNarrow
+                                                                                               : kMaxSingle;
+}
+
 cudaError_t launch_gemm(const GemmArgs& args, Finish finish) {
-  static KnownDevices known[4][3][2], known_tokens_first[3];
+  static KnownDevices known[4][3][3], known_tokens_first[3];
   const W4a8Problem& p = args.problem;
   if (has_tokens_first(p)) {
     return launch_variant(variant_of_tokens_first(finish), args, p, known_tokens_first[static_cast<int>(finish)]);
   }
-  const bool wide = has_wide_tiles(p), mx = has_mx_scales(p);
-  return launch_variant(variant_for(p.weights, mx, finish, wide), args, p,
-                        known[mx ? 3 : static_cast<int>(p.weights)][static_cast<int>(finish)][wide]);
+  const bool mx = has_mx_scales(p);
+  const int widest = widest_of(p);
+  return launch_variant(
+      variant_for(p.weights, mx, finish, widest), args, p,
+      known[mx ? 3 : static_cast<int>(p.weights)][static_cast<int>(finish)][widest == kMaxWidth    ? 2
+                                                                            : widest == kMaxNarrow ? 1
+                                                                                                   : 0]);
 }
 
 cudaError_t run_piece(const W4a8Problem& p) {
   const Plan plan = make_prefill_plan(p);
-  const int widest = plan.tokens_first ? TokensFirst::kWidth : has_wide_tiles(p) ? kMaxWidth : kMaxSingle;
+  const int widest = plan.tokens_first ? TokensFirst::kWidth : widest_of(p);
   cudaError_t error = launch_schedule(p, plan.tokens.schedule, widest, plan.tokens_first);
   if (error == cudaSuccess) error = launch_quantize_tokens(plan.tokens);
   if (error == cudaSuccess) error = launch_gemm(plan.first, is_in_place(p) ? Finish::kSwiglu : Finish::kLinear);

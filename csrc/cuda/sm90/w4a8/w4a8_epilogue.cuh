@@ -58,8 +58,9 @@ struct RowPair {
   int tile, warp, g;
   float scale[2], bias[2];
 
-  __device__ __forceinline__ RowPair(const RowFactors<kWarpgroups>& rows, const Work& work, int warpgroup)
-      : tile(work.row_block * kWarpgroups + warpgroup), warp(threadIdx.x % 128 / 32), g(threadIdx.x % 32 / 4) {
+  template <int tiles>
+  __device__ __forceinline__ RowPair(const RowFactors<tiles>& rows, const Work& work, int warpgroup)
+      : tile(work.row_block * tiles + warpgroup), warp(threadIdx.x % 128 / 32), g(threadIdx.x % 32 / 4) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int at = warpgroup * kTileRows + 16 * warp + 8 * h + g;
@@ -146,16 +147,16 @@ __device__ __forceinline__ float2 factors_of(const GemmShared<Policy>& shared, i
 }
 
 // Sums of tokens that do not exist are worked on, and not stored.
-template <class Policy, Finish finish, bool fast, int parts>
+template <class Policy, Finish finish, bool fast, class P>
 __device__ __forceinline__ void store_tokens(const GemmArgs& args, const GemmShared<Policy>& shared, const Work& work,
-                                             const RowPair& rows, const Sums<parts>& sums, int span, int slot) {
+                                             const RowPair& rows, const Sums<P>& sums, int span, int slot) {
   constexpr int kGroup = 4;   // of 8 tokens
   const ResultRows results = result_rows<finish>(args, rows, work);
 #pragma unroll
-  for (int part = 0; part < parts; part++) {
+  for (int part = 0; part < P::kMany; part++) {
     const int first = part * span + threadIdx.x % 4 * 2, there = min(work.rows, (part + 1) * span) - first;
 #pragma unroll
-    for (int j = 0; j < Sums<parts>::kRegisters / 4; j++) {
+    for (int j = 0; j < Sums<P>::kRegisters / 4; j++) {
       if (j % kGroup == 0 && 8 * j >= span) break;
       const int token = first + 8 * j;
       const float2 factor = factors_of(shared, slot, token);
@@ -168,9 +169,9 @@ __device__ __forceinline__ void store_tokens(const GemmArgs& args, const GemmSha
   }
 }
 
-template <class Policy, Finish finish, int parts>
+template <class Policy, Finish finish, class P>
 __device__ __forceinline__ void store(const GemmArgs& args, const GemmShared<Policy>& shared, const Work& work,
-                                      const Sums<parts>& sums, int span, int warpgroup, int slot, uint32_t parity) {
+                                      const Sums<P>& sums, int span, int warpgroup, int slot, uint32_t parity) {
   barrier_wait(shared_address(&shared.rows_full[slot]), parity);
   const RowPair rows(shared.rows[slot], work, warpgroup);
   if (rows.tile >= args.row_tiles) return;

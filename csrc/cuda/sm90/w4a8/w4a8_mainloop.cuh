@@ -164,26 +164,40 @@ __device__ __forceinline__ void produce(const GemmArgs& args, GemmShared<Policy>
 // the sums in float32. A tile wider than one instruction is done in two halves that share the partial sums' registers.
 
 // sums[part][4 * j + 2 * h + b]: row 16 * warp + lane / 4 + 8 * h, token part * span + 8 * j + lane % 4 * 2 + b.
-template <int parts>
+template <int parts_, int tokens_>
+struct Parts {
+  static constexpr int kMany = parts_, kTokens = tokens_;   // how many, and tokens of one at most
+};
+using Whole = Parts<1, kMaxSingle>;
+using Halves = Parts<2, kMaxWidth / 2>;
+using Short = Parts<1, kMaxNarrow>;
+
+template <class P>
 struct Sums {
-  static constexpr int kRegisters = parts == 1 ? kMaxSingle / 2 : kMaxWidth / 4;
-  float v[parts][kRegisters];
+  static constexpr int kRegisters = P::kTokens / 2;
+  float v[P::kMany][kRegisters];
 };
 
 // What chooses the instruction, and how many tokens it spans.
-template <int parts>
+template <class P>
 struct Span {
   int tokens, index;
   __device__ explicit Span(int width) {
-    tokens = width / parts;
-    index = parts == 2 ? (tokens - 88) / 8 : tokens <= 96 ? tokens / 16 - 1 : (tokens - 104) / 8 + 6;
+    tokens = width / P::kMany;
+    if constexpr (P::kTokens == kMaxNarrow) {
+      index = tokens / 8 - 1;
+    } else {
+      index = P::kMany == 2 ? (tokens - 88) / 8 : tokens <= 96 ? tokens / 16 - 1 : (tokens - 104) / 8 + 6;
+    }
   }
 };
 
 // `a`: registers of the first of some steps, or where they are in shared memory.
-template <int parts, int registers, class Weights>
+template <int registers, class Weights>
 __device__ __forceinline__ void start(float (&part)[registers], Weights a, uint64_t tokens, int index) {
-  if constexpr (parts == 1) {
+  if constexpr (registers == Sums<Short>::kRegisters) {
+    multiply_short(part, a, tokens, index);
+  } else if constexpr (registers == Sums<Whole>::kRegisters) {
     multiply_single(part, a, tokens, index);
   } else {
     multiply_half(part, a, tokens, index);
@@ -193,9 +207,12 @@ __device__ __forceinline__ void start(float (&part)[registers], Weights a, uint6
 // Few branches: more additions than needed take less time. Sums beyond a tile's tokens are never looked at.
 template <int registers>
 __device__ __forceinline__ void add(float (&sums)[registers], const float (&part)[registers], int tokens) {
-  constexpr int kFew = 32;   // registers: 64 tokens
+  constexpr int kFewest = 8, kFew = 32;   // registers: 16 and 64 tokens
 #pragma unroll
-  for (int i = 0; i < kFew; i++) sums[i] = __fadd_rn(sums[i], part[i]);
+  for (int i = 0; i < kFewest; i++) sums[i] = __fadd_rn(sums[i], part[i]);
+  if (registers == Sums<Short>::kRegisters && tokens <= 2 * kFewest) return;
+#pragma unroll
+  for (int i = kFewest; i < kFew; i++) sums[i] = __fadd_rn(sums[i], part[i]);
   if (registers == kMaxSingle / 2 && tokens <= 2 * kFew) return;
 #pragma unroll
   for (int i = kFew; i < registers; i++) sums[i] = __fadd_rn(sums[i], part[i]);
@@ -224,17 +241,17 @@ __device__ __forceinline__ void release(GemmShared<Policy>& shared, int stage, i
   if (thread % 32 == 0) barrier_arrive(shared_address(&shared.empty[stage]));
 }
 
-template <int parts>
-__device__ __forceinline__ uint64_t tokens_of_part(uint64_t tokens, const Span<parts>& span, int i) {
+template <class P>
+__device__ __forceinline__ uint64_t tokens_of_part(uint64_t tokens, const Span<P>& span, int i) {
   return tokens + i * span.tokens * (kTileK / 16);
 }
 
 // Packed: each thread decodes what it multiplies.
-template <int parts, class Policy>
-__device__ __forceinline__ void multiply_decoded(Sums<parts>& sums, GemmShared<Policy>& shared,
-                                                 Ring<Policy::kStages>& ring, int warpgroup, const Span<parts>& span,
-                                                 const Steps& steps) {
-  float part[Sums<parts>::kRegisters] = {};
+template <class P, class Policy>
+__device__ __forceinline__ void multiply_decoded(Sums<P>& sums, GemmShared<Policy>& shared, Ring<Policy::kStages>& ring,
+                                                 int warpgroup, const Span<P>& span, const Steps& steps) {
+  constexpr int parts = P::kMany;
+  float part[Sums<P>::kRegisters] = {};
   for (int k = 0; k < steps.many; k++) {
     barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
     uint32_t a[4][4];
@@ -243,7 +260,7 @@ __device__ __forceinline__ void multiply_decoded(Sums<parts>& sums, GemmShared<P
     const uint64_t tokens = swizzled_operand(shared_address(shared.tokens[ring.slot]));
 #pragma unroll
     for (int i = 0; i < parts; i++) {
-      start<parts>(part, &a[0], tokens_of_part(tokens, span, i), span.index);
+      start(part, &a[0], tokens_of_part(tokens, span, i), span.index);
       wgmma_wait<0>();
       if (i == parts - 1) {
         keep(a);
@@ -259,11 +276,10 @@ __device__ __forceinline__ void multiply_decoded(Sums<parts>& sums, GemmShared<P
 // 32 steps ahead: a load of what all lanes need would be waited for before the tensor cores start, at each step.
 class BlockScales {
  public:
-  __device__ __forceinline__ BlockScales(const GemmArgs& args, const Work& work, int warpgroup, int many)
-      : steps_(many) {
+  // tile: of rows.
+  __device__ __forceinline__ BlockScales(const GemmArgs& args, const Work& work, int tile, int many) : steps_(many) {
     const WeightScales& s = args.weight_scales;
-    const int tile = min(work.row_block * kWarpgroups + warpgroup, args.row_tiles - 1);
-    const int block = tile * (args.gated ? kTileRows / 2 : kTileRows) / 128;
+    const int block = min(tile, args.row_tiles - 1) * (args.gated ? kTileRows / 2 : kTileRows) / 128;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       at_[h] = s.data + work.expert * s.expert + (args.gated ? h * s.half : 0) + block * s.row;
@@ -317,12 +333,13 @@ __device__ __forceinline__ void add_scaled(float (&sums)[registers], const float
 
 // Rows and Blocks: the tensor cores read weights where they lie. same: a thread's two rows have one scale, as they do
 // but for gate and up.
-template <bool same, int parts, class Policy>
-__device__ __forceinline__ void multiply_bytes(Sums<parts>& sums, GemmShared<Policy>& shared,
-                                               Ring<Policy::kStages>& ring, int warpgroup, const Span<parts>& span,
-                                               const Steps& steps, const GemmArgs& args, const Work& work) {
-  float part[Sums<parts>::kRegisters] = {};
-  BlockScales scales(args, work, warpgroup, Policy::kGroups ? steps.many : 0);
+template <bool same, class P, class Policy>
+__device__ __forceinline__ void multiply_bytes(Sums<P>& sums, GemmShared<Policy>& shared, Ring<Policy::kStages>& ring,
+                                               int warpgroup, const Span<P>& span, const Steps& steps,
+                                               const GemmArgs& args, const Work& work) {
+  constexpr int parts = P::kMany;
+  float part[Sums<P>::kRegisters] = {};
+  BlockScales scales(args, work, work.row_block * Policy::kBlockTiles + warpgroup, Policy::kGroups ? steps.many : 0);
   for (int k = 0; k < steps.many; k++) {
     barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
     const uint64_t tokens = swizzled_operand(shared_address(shared.tokens[ring.slot]));
@@ -330,7 +347,7 @@ __device__ __forceinline__ void multiply_bytes(Sums<parts>& sums, GemmShared<Pol
     float2 scale = make_float2(1.0f, 1.0f);
 #pragma unroll
     for (int i = 0; i < parts; i++) {
-      start<parts>(part, weights, tokens_of_part(tokens, span, i), span.index);
+      start(part, weights, tokens_of_part(tokens, span, i), span.index);
       if (Policy::kGroups && i == 0) scale = scales.template of<same>(k);
       wgmma_wait<0>();
       if (!Policy::kGroups && i == parts - 1) release(shared, ring.slot, steps.thread);

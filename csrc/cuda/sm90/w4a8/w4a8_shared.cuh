@@ -4,6 +4,8 @@
 // The operand holds the rows of an expert together, their number rounded up to 8: [k tiles, rows, 128 bytes], swizzled
 // as wgmma reads it, so that any tile of tokens is one bulk copy.
 #pragma once
+#include <type_traits>
+
 #include "../device/async.cuh"
 #include "../launch/launches.h"
 #include "../layout/w4a8_layout.h"
@@ -17,6 +19,8 @@ struct PackedMxfp4;   // of weights_packed.cuh
 
 constexpr int kMaxWidth = 256;      // tokens of a tile
 constexpr int kMaxSingle = 160;     // up to here one instruction spans the tile
+constexpr int kMaxNarrow = 72;      // where experts have few tokens: more stages, as weights are what is waited for
+constexpr int kNarrowTokens = 40;   // of an expert, in the mean, up to which tiles are so narrow
 
 struct TokenTile {
   int expert;
@@ -50,25 +54,29 @@ __host__ __device__ inline int round_up(int x, int to) { return (x + to - 1) / t
 
 inline int least_of(int a, int b) { return a < b ? a : b; }
 inline int max_rows(int slots, int experts) { return round_up(slots + 7 * least_of(slots, experts), 8); }
-// An expert's tiles hold at least 80 tokens each unless it has only one.
-inline int max_tiles(int slots, int experts) { return least_of(slots, experts) + slots / 80; }
+// An expert's tiles hold at least 72 tokens each but for one.
+inline int max_tiles(int slots, int experts) { return least_of(slots, experts) + slots / kMaxNarrow; }
 
-__host__ __device__ inline int round_width(int tokens) {
-  return tokens <= 96 || tokens > kMaxSingle ? round_up(tokens, 16) : round_up(tokens, 8);
+// widest: tokens of a tile at most.
+__host__ __device__ inline int round_width(int tokens, int widest) {
+  const bool by_sixteen = tokens <= 96 ? widest != kMaxNarrow : tokens > kMaxSingle;
+  return round_up(tokens, by_sixteen ? 16 : 8);
 }
 
-__host__ __device__ inline int tile_width(int count, int tiles) { return round_width((count + tiles - 1) / tiles); }
+__host__ __device__ inline int tile_width(int count, int tiles, int widest) {
+  return round_width((count + tiles - 1) / tiles, widest);
+}
 
 // Tile after tile: what its tokens cost, but no less than decoding the weights does, and some time between tiles.
-__host__ __device__ inline int tiles_cost(int count, int tiles) {
-  const int width = tile_width(count, tiles);
+__host__ __device__ inline int tiles_cost(int count, int tiles, int widest) {
+  const int width = tile_width(count, tiles, widest);
   return tiles * (16 + (width < 64 ? 64 : width));
 }
 
 // Tiles of at most `widest` tokens.
 __host__ __device__ inline int tiles_for(int count, int widest) {
   const int least = (count + widest - 1) / widest;
-  return least > 1 && tiles_cost(count, least + 1) < tiles_cost(count, least) ? least + 1 : least;
+  return least > 1 && tiles_cost(count, least + 1, widest) < tiles_cost(count, least, widest) ? least + 1 : least;
 }
 
 // Shared memory of the persistent kernel: a ring of stages, each one step of 128 in K, and a ring of work.
@@ -91,17 +99,15 @@ struct GemmArgs {
 };
 
 constexpr int kWorkSlots = 2;
-constexpr int kWarpgroups = 2;                              // that multiply
-constexpr int kConsumerThreads = 128 * kWarpgroups;
-constexpr int kGemmThreads = kConsumerThreads + 128;
 
 // Tiles of at most `width` tokens: kMaxWidth, or kMaxSingle and a longer ring of stages.
-template <int width, class Codes_>
+template <int width, class Codes_, int tiles = 2, int stages = width <= kMaxSingle ? 7 : 5>
 struct PackedCodes {
   using Codes = Codes_;
   static constexpr int kWidth = width;
-  static constexpr int kBlockTiles = 2;                     // row tiles of a block, one a warpgroup
-  static constexpr int kStages = width <= kMaxSingle ? 7 : 5;
+  static constexpr int kBlockTiles = tiles;   // row tiles of a block, one a warpgroup
+  static constexpr int kStages = stages;
+  static constexpr int kWarpgroups = tiles;                 // that multiply
   static constexpr int kTileBytes = kPackedBytes;
   static constexpr int kTileScales = Codes::kScaleBytes;
   static constexpr bool kGroups = false;                    // scales of tokens for each 128 of K
@@ -111,11 +117,13 @@ template <int width>
 using Packed = PackedCodes<width, PackedNvfp4>;
 template <int width>
 using PackedMx = PackedCodes<width, PackedMxfp4>;
+using PackedMxNarrow = PackedCodes<kMaxNarrow, PackedMxfp4, 3, 10>;
 
 template <int width>
 struct Rows {
   static constexpr int kWidth = width;
   static constexpr int kBlockTiles = 2;
+  static constexpr int kWarpgroups = 2;
   static constexpr int kStages = width <= kMaxSingle ? 6 : 4;
   static constexpr int kTileBytes = kFp8Bytes;
   static constexpr int kTileScales = 0;
@@ -135,6 +143,9 @@ struct TokensFirst : Blocks<2 * kPartTokens + kRestTokens> {
   static constexpr int kStages = 4;
 };
 
+template <class Policy>
+constexpr bool kIsTokensFirst = std::is_same_v<Policy, TokensFirst>;
+
 // Tiles of an expert for TokensFirst: 128 tokens, the last one up to 144, or up to 80.
 __host__ __device__ inline int tiles_of_tokens_first(int count) {
   const int parts = count / kPartTokens, rest = count % kPartTokens;
@@ -152,6 +163,11 @@ struct Work {
   int padded;      // rows of the expert there
 };
 
+template <class Policy>
+constexpr int kConsumerThreads = 128 * Policy::kWarpgroups;
+template <class Policy>
+constexpr int kGemmThreads = kConsumerThreads<Policy> + 128;
+
 // What the sums of a block's rows are multiplied by, and what is added.
 template <int tiles>
 struct RowFactors {
@@ -167,12 +183,12 @@ struct __align__(1024) GemmShared {
   alignas(16) float groups[Policy::kGroups ? Policy::kStages : 1][Policy::kGroups ? Policy::kWidth : 4];
   Work work[kWorkSlots];
   // Of the work's tokens; where groups have their own, maxima that warpgroups exchange.
-  alignas(16) float factor[kWorkSlots][Policy::kBlockTiles > 2 ? 256 : Policy::kWidth];
+  alignas(16) float factor[kWorkSlots][kIsTokensFirst<Policy> ? 256 : Policy::kWidth];
   alignas(16) int slots[kWorkSlots][Policy::kWidth];
   RowFactors<Policy::kBlockTiles> rows[kWorkSlots];
   // TokensFirst: a thread's sums of the rest, which has no registers left.
-  alignas(
-      16) float4 rest[Policy::kBlockTiles > 2 ? kRestTokens / 4 : 0][Policy::kBlockTiles > 2 ? kConsumerThreads : 0];
+  alignas(16)
+      float4 rest[kIsTokensFirst<Policy> ? kRestTokens / 4 : 0][kIsTokensFirst<Policy> ? kConsumerThreads<Policy> : 0];
   uint64_t full[Policy::kStages], empty[Policy::kStages];
   uint64_t work_full[kWorkSlots], work_empty[kWorkSlots], rows_full[kWorkSlots];
 };
@@ -181,12 +197,12 @@ template <class Policy>
 __device__ __forceinline__ void init_barriers(GemmShared<Policy>& shared) {
   for (int i = 0; i < Policy::kStages; i++) {
     barrier_init(shared_address(&shared.full[i]), 1);
-    barrier_init(shared_address(&shared.empty[i]), kConsumerThreads / 32);
+    barrier_init(shared_address(&shared.empty[i]), kConsumerThreads<Policy> / 32);
   }
   for (int i = 0; i < kWorkSlots; i++) {
     barrier_init(shared_address(&shared.work_full[i]), 1);
     barrier_init(shared_address(&shared.rows_full[i]), 32);
-    barrier_init(shared_address(&shared.work_empty[i]), kConsumerThreads / 32);
+    barrier_init(shared_address(&shared.work_empty[i]), kConsumerThreads<Policy> / 32);
   }
   fence_barrier_init();
 }

@@ -224,7 +224,7 @@ __device__ __forceinline__ float2 group_maxima(const TokenSums<halves>& sums, fl
       exchange[warpgroup * kPartTokens + token] = most.x;
       exchange[warpgroup * kPartTokens + token + 8] = most.y;
     }
-    named_barrier(1, kConsumerThreads);
+    named_barrier(1, kConsumerThreads<TokensFirst>);
     most.x = max_magnitude(most.x, exchange[(1 - warpgroup) * kPartTokens + token]);
     most.y = max_magnitude(most.y, exchange[(1 - warpgroup) * kPartTokens + token + 8]);
   }
@@ -372,10 +372,10 @@ __device__ __forceinline__ float4 rest_maxima(const RestValues& values, float* e
     }
     if (threadIdx.x % 32 < 4) exchange[threadIdx.x / 32 * kRestTokens + rest_token(t)] = most[t];
   }
-  named_barrier(1, kConsumerThreads);
+  named_barrier(1, kConsumerThreads<TokensFirst>);
 #pragma unroll
   for (int t = 0; t < kRestTokens / 4; t++) {
-    for (int warp = 0; warp < kConsumerThreads / 32; warp++) {
+    for (int warp = 0; warp < kConsumerThreads<TokensFirst> / 32; warp++) {
       most[t] = max_magnitude(most[t], exchange[warp * kRestTokens + rest_token(t)]);
     }
   }
