@@ -286,13 +286,15 @@ bool place_columns(Plan& plan, int columns, int shared) {
 }
 
 // Layers that have room for entries of eight slots take shorter ones beside e4m3 activations: what sums and rows of the
-// intermediate leave is the ring's, which is what GEMM2 begins with while the intermediate is exchanged.
+// intermediate leave is the ring's, which is what GEMM2 begins with while the intermediate is exchanged. No expert of
+// four tokens has more than two of them.
 bool place_units(Plan& plan, bool gathers, int shared) {
   const bool shortens = plan.codes == Codes::kBesideFp8 || plan.codes == Codes::kBesideMxfp8;
+  const int shorter = plan.args.p.tokens <= 4 ? 2 : kGatheredColumns;
   if (!place_columns(plan, gathers ? kGatheredColumns : kColumns, shared)) {
     return false;
   }
-  return !shortens || plan.args.columns <= kGatheredColumns || place_columns(plan, kGatheredColumns, shared) ||
+  return !shortens || plan.args.columns <= shorter || place_columns(plan, shorter, shared) ||
          place_columns(plan, kColumns, shared);
 }
 

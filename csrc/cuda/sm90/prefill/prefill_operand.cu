@@ -71,11 +71,10 @@ __global__ void __launch_bounds__(kRowThreads) e4m3_operand_kernel(const __grid_
   const auto load = [&](int block, float (&values)[16]) { load_token(args, token, block * 16, values); };
   Rounding rounding{};
   if (p.a1 == ActScale::kTensor) rounding = given_rounding(p.a1_gscale[0]);
-  if (p.a1 == ActScale::kToken && !mx) rounding = dynamic_rounding(amax_of_row(blocks, load));
+  RowBlocks row(blocks, load);
+  if (p.a1 == ActScale::kToken && !mx) rounding = dynamic_rounding(row.amax(load));
   if (args.factor != nullptr && !by_slot && threadIdx.x == 0) args.factor[token] = rounding.factor;
-  for (int block = threadIdx.x; block - static_cast<int>(threadIdx.x) < blocks; block += blockDim.x) {
-    float x[16];
-    load(block, x);   // zeros beyond the end
+  row.for_each(load, [&](int block, float (&x)[16]) {
     uint4 pieces[2];
     if (!by_slot) {
       round_block(x, args.act_format, rounding);
@@ -91,7 +90,7 @@ __global__ void __launch_bounds__(kRowThreads) e4m3_operand_kernel(const __grid_
       round_to_e4m3(values, of_slot);
       exchange(values, pieces);
     });
-  }
+  });
 }
 
 }  // namespace

@@ -67,24 +67,21 @@ __global__ void __launch_bounds__(kRowThreads) e4m3_requantize_kernel(const __gr
   const int64_t row = blockIdx.x;
   if (row == 0 && threadIdx.x == 0) *args.schedule.next_item = 0;
   if (row >= *args.schedule.rows_total) return;
-  const int blocks = args.inter_padded / 16;
   const float* wide = args.wide + row * args.inter_padded;
   const auto load = [&](int block, float (&values)[16]) { load_row(wide, block, values); };
+  RowBlocks blocks(args.inter_padded / 16, load);
   Rounding rounding{};
   if (args.act_format == ActFormat::kFp8) {
-    rounding = args.problem.a2 == ActScale::kToken ? dynamic_rounding(amax_of_row(blocks, load))
+    rounding = args.problem.a2 == ActScale::kToken ? dynamic_rounding(blocks.amax(load))
                                                    : given_rounding(gscale_of_row(args, row));
     if (threadIdx.x == 0) args.factor[row] = rounding.factor;
   }
-  for (int block = threadIdx.x; block - static_cast<int>(threadIdx.x) < blocks; block += blockDim.x) {
-    const bool real = block < blocks;
-    float values[16] = {};
-    if (real) load(block, values);
+  blocks.for_each(load, [&](int block, float (&values)[16]) {
     round_block(values, args.act_format, rounding);
     uint4 pieces[2];
     exchange(values, pieces);
-    if (real) store_pieces(args.h + int64_t{block / 4} * args.rows * 64, row, pieces);
-  }
+    if (block < blocks.count) store_pieces(args.h + int64_t{block / 4} * args.rows * 64, row, pieces);
+  });
 }
 
 }  // namespace

@@ -55,23 +55,52 @@ __device__ __forceinline__ float amax_of(const float (&values)[16]) {
   return amax;
 }
 
-// The largest magnitude of a row of `blocks` of 16, as bits. By the whole block, once.
-template <class Load>
-__device__ __forceinline__ uint32_t amax_of_row(int blocks, Load load) {
+// The largest of all threads' magnitudes, as bits. By the whole block, once.
+__device__ __forceinline__ uint32_t amax_of_threads(float amax) {
   __shared__ uint32_t largest;
   if (threadIdx.x == 0) largest = 0;
   __syncthreads();
-  float amax = 0.0f;
-  for (int block = threadIdx.x; block < blocks; block += blockDim.x) {
-    float values[16];
-    load(block, values);
-    amax = max_magnitude(amax, amax_of(values));
-  }
   const uint32_t of_warp = __reduce_max_sync(0xffffffffu, bits_of(amax));
   if (threadIdx.x % 32 == 0) atomicMax(&largest, of_warp);
   __syncthreads();
   return largest;
 }
+
+// A row of blocks of 16 that a thread block rounds. Of each thread the first one stays in registers, which is all of a
+// row of up to 16 * blockDim.x values.
+struct RowBlocks {
+  int count;
+  float first[16];
+
+  template <class Load>
+  __device__ __forceinline__ RowBlocks(int blocks, Load load) : count(blocks), first{} {
+    if (static_cast<int>(threadIdx.x) < blocks) load(static_cast<int>(threadIdx.x), first);
+  }
+
+  // The row's largest magnitude, as bits.
+  template <class Load>
+  __device__ __forceinline__ uint32_t amax(Load load) const {
+    float amax = amax_of(first);
+    for (int block = threadIdx.x + blockDim.x; block < count; block += blockDim.x) {
+      float values[16];
+      load(block, values);
+      amax = max_magnitude(amax, amax_of(values));
+    }
+    return amax_of_threads(amax);
+  }
+
+  // each(block, values), by whole warps: beyond the row's end values are zeros.
+  template <class Load, class Each>
+  __device__ __forceinline__ void for_each(Load load, Each each) {
+    each(static_cast<int>(threadIdx.x), first);
+    for (int start = blockDim.x; start < count; start += blockDim.x) {
+      const int block = start + threadIdx.x;
+      float values[16] = {};
+      if (block < count) load(block, values);
+      each(block, values);
+    }
+  }
+};
 
 // Whole warps come: two neighbouring threads have a block of mxfp8.
 __device__ __forceinline__ void round_block(float (&values)[16], ActFormat format, const Rounding& of_row) {
