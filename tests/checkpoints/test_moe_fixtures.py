@@ -49,6 +49,18 @@ def test_weight_only_bfloat16(name: str, layer: int, backend: str) -> None:
     assert relative_l2(out, want["moe_out_dequant"]) < BF16
 
 
+@pytest.mark.parametrize("policy", ["packed", "folded"])
+@pytest.mark.parametrize("name", ["gpt_oss_mxfp4", "qwen3_moe_ct_mxfp4"])
+def test_mxfp4_checkpoints_keep_their_weights_under_every_policy(name: str, policy: str) -> None:
+    """The same bits as with exact weights: their rows' scales lie within e4m3's reach."""
+    want, raw = expected(name, 0), moe.load_experts(CHECKPOINTS / name, layer=0)
+    outs = []
+    for one in ("exact", policy):
+        w = moe.prepare(raw, act_format="fp8", backend="reference", weight_policy=one)
+        outs.append(moe.fused_moe_routed(want.hidden, want.ids, want.weights, w))
+    assert torch.equal(*outs)
+
+
 @layers
 def test_reference_in_float64_without_rounding(name: str, layer: int) -> None:
     """Nothing but the float32 of the stored expected values separates the two."""
