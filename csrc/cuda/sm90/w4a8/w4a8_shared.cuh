@@ -126,10 +126,10 @@ struct TokensFirst : Blocks<2 * kPartTokens + kRestTokens> {
   static constexpr int kStages = 4;
 };
 
-// Tiles of an expert for TokensFirst: 128 tokens, the last one up to 144, or up to 80.
-__host__ __device__ inline int tiles_of_tokens_first(int count) {
-  const int parts = count / kPartTokens, rest = count % kPartTokens;
-  return (parts + (rest > kRestTokens || (parts == 0 && rest > 0)) + 1) / 2;
+// Tiles of an expert for TokensFirst: 128 tokens, the last one fewer, or, if what is left joins it, up to 144.
+__host__ __device__ inline int tiles_of_tokens_first(int count, bool joins) {
+  constexpr int kTokens = 2 * kPartTokens;
+  return (count + kTokens - 1) / kTokens - (joins && count > kTokens && (count - 1) % kTokens < kRestTokens ? 1 : 0);
 }
 
 // A tile of tokens times a block of weight rows.
