@@ -19,6 +19,7 @@ struct ScheduleArgs {
   Schedule schedule;
   int widest;    // tokens of a tile
   bool tokens_first;   // see has_tokens_first
+  bool joins;          // see tiles_of_tokens_first
 };
 
 __device__ void list_expert(const Schedule& schedule, int expert, int start, int count, int first, int tiles,
