@@ -2,7 +2,6 @@
 // factor, GEMM1 quantizes.
 #include "w4a8_epilogue.cuh"
 #include "w4a8_mainloop.cuh"
-#include "w4a8_quantize.cuh"
 #include "w4a8_shared.cuh"
 #include "w4a8_tokens_first.cuh"
 #include "../decode_few/decode_few.h"

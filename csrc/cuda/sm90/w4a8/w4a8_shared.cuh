@@ -68,6 +68,20 @@ __host__ __device__ inline int tiles_for(int count, int widest) {
   return least > 1 && tiles_cost(count, least + 1) < tiles_cost(count, least) ? least + 1 : least;
 }
 
+// Rows of activations -> rows of the token operand, in w4a8_quantize.cu.
+struct QuantizeArgs {
+  W4a8Problem problem;
+  Schedule schedule;
+  const float* h;      // of GEMM1: [rows, inter] activated, or [rows, halves * inter] not yet
+  bool activated;
+  uint8_t* operand;    // [rows, K padded], see the head of this file
+  float* factor;       // [rows]: multiplies accumulators; kBlocks: [k tiles, rows], as the operand lies
+  int k_tiles;
+};
+
+cudaError_t launch_quantize_tokens(const QuantizeArgs& args);
+cudaError_t launch_quantize_intermediate(const QuantizeArgs& args, int rows);
+
 // Shared memory of the persistent kernel: a ring of stages, each one step of 128 in K, and a ring of work.
 struct GemmArgs {
   W4a8Problem problem;
