@@ -130,7 +130,7 @@ LAYERS: dict[str, tuple[tuple[int, str, Fields], ...]] = {
     "fp8": tuple((tokens, "fp8", {"act_format": "fp8", "backend": "cuda_sm90_fp8"}) for tokens in (40, 1, 3)),
     "fp8_block": tuple(
         (tokens, "fp8_block", {"act_format": "fp8", "backend": "cuda_sm90_fp8"})
-        for tokens in (1, 3, 40, 440)  # 440: tokens are the first factor
+        for tokens in (1, 3, 40, 500)  # 500: tokens are the first factor
     ),
     "logits": ((3, "nvfp4", {"act_format": "none"}), (70, "mxfp4", {})),
 }

@@ -67,6 +67,13 @@ def test_tiles_of_many_tokens(count: int) -> None:
     check(uneven(count, hidden=704, inter=320, out_dtype=torch.bfloat16))
 
 
+@pytest.mark.parametrize("count", (128, 129, 136, 144, 145, 272))
+def test_tiles_of_large_experts(count: int) -> None:
+    """Up to 144 tokens a tile."""
+    check(uneven(count, hidden=2056, inter=2048))
+    check(uneven(count, hidden=2056, inter=2048, bias=True, activation="swigluoai", out_dtype=torch.bfloat16))
+
+
 @pytest.mark.parametrize("activation", ("silu", "swigluoai"))
 @pytest.mark.parametrize("count", (72, 140, 190))
 def test_tiles_of_many_tokens_with_biases(count: int, activation: str) -> None:
@@ -76,7 +83,7 @@ def test_tiles_of_many_tokens_with_biases(count: int, activation: str) -> None:
 @pytest.mark.parametrize("count", (72, 140, 190))
 def test_many_tokens_are_as_few_at_a_time(count: int) -> None:
     """Other kernels multiply few tokens, in the same order along K."""
-    tiled = fp8_in_tiles(uneven(count, hidden=640, inter=384))
+    tiled = fp8_in_tiles(uneven(count, hidden=2056, inter=2048))
     names = ("hidden_states", "topk_ids", "topk_weights")
     pieces = (slice(at, at + 50) for at in range(0, 600, 50))
     few = [run(tiled._replace(**{name: getattr(tiled, name)[piece] for name in names})) for piece in pieces]
@@ -131,7 +138,7 @@ def test_foreign_ids_and_router_weight(scheme: str) -> None:
 
 @schemes
 def test_runs_are_bitwise_equal(scheme: str) -> None:
-    tiled = fp8_in_tiles(case(scheme, hidden=1024, inter=320, experts=16, top_k=4, tokens=500))
+    tiled = fp8_in_tiles(case(scheme, hidden=1024, inter=320, experts=16, top_k=4, tokens=700))
     first = run(tiled)
     for _ in range(5):
         assert torch.equal(run(tiled), first)
@@ -153,7 +160,7 @@ def test_a_nan_row_disturbs_no_other(scheme: str) -> None:
 @pytest.mark.parametrize("bad", (float("nan"), float("inf")))
 def test_a_nan_row_among_many_disturbs_no_other(bad: float) -> None:
     """Of a tile's tokens one in each kind of place, and of what is left beyond 128."""
-    tiled = fp8_in_tiles(uneven(140))
+    tiled = fp8_in_tiles(uneven(140, hidden=2056, inter=2048))
     clean = run(tiled)
     rows = (tiled.topk_ids[:, 0] == 0).nonzero()[:, 0][[0, 70, 130]]
     tiled.hidden_states[rows] = bad

@@ -81,11 +81,6 @@ struct Problem {
   Partition partition;  // the stream's
 };
 
-// A layer of bfloat16 weights as the checkpoint has them: w13 [experts, rows, hidden], w2 [experts, hidden, inter].
-// As prefill_run does (tiled_problem.h), of a problem without scales and without quantization; `format` says nothing.
-size_t bf16_workspace(const Problem& p);
-cudaError_t bf16_run(const Problem& p);
-
 // Writes ids and weights [tokens, top_k] from p.router; an error for a failed launch.
 cudaError_t route_run(const Problem& p, int32_t* ids, float* weights);
 

@@ -4,7 +4,6 @@
 
 #include "w4a8_epilogue.cuh"
 #include "w4a8_mainloop.cuh"
-#include "w4a8_quantize.cuh"
 #include "w4a8_shared.cuh"
 #include "w4a8_tokens_first.cuh"
 #include "../decode_few/decode_few.h"
@@ -21,6 +20,7 @@ struct ScheduleArgs {
   Schedule schedule;
   int widest;    // tokens of a tile
   bool tokens_first;   // see has_tokens_first
+  bool joins;          // see tiles_of_tokens_first
 };
 
 __device__ void list_expert(const Schedule& schedule, int expert, int start, int count, int first, int tiles,
@@ -41,7 +41,7 @@ __device__ void write_schedule(const ScheduleArgs& args, int count) {
   const Problem& p = args.problem;
   const Schedule& schedule = args.schedule;
   const int expert = threadIdx.x;
-  const int tiles = args.tokens_first ? tiles_of_tokens_first(count) : tiles_for(count, args.widest);
+  const int tiles = args.tokens_first ? tiles_of_tokens_first(count, args.joins) : tiles_for(count, args.widest);
   int rows_total, tiles_total;
   const int start = prefix_sum<kSortThreads>(round_up(count, 8), warp_sums, rows_total);
   const int first = prefix_sum<kSortThreads>(tiles, warp_sums, tiles_total);
@@ -64,8 +64,8 @@ __global__ void __launch_bounds__(kSortThreads, 1) schedule_cluster_kernel(const
   sort_by_cluster(args, [&](int count) { write_schedule(args, count); });
 }
 
-cudaError_t launch_schedule(const W4a8Problem& p, const Schedule& schedule, int widest, bool tokens_first) {
-  return launch_sort(schedule_kernel, schedule_cluster_kernel, ScheduleArgs{p, schedule, widest, tokens_first});
+cudaError_t launch_schedule(const W4a8Problem& p, const Schedule& schedule, int widest, bool tokens_first, bool joins) {
+  return launch_sort(schedule_kernel, schedule_cluster_kernel, ScheduleArgs{p, schedule, widest, tokens_first, joins});
 }
 
 }  // namespace
@@ -207,12 +207,13 @@ int64_t h_columns(const Problem& p) { return int64_t{p.inter} * (p.gated && !is_
 // Whether tiles are wide: where experts have so many tokens that their weights are no matter. Any number is right.
 bool has_wide_tiles(const Problem& p) { return int64_t{p.tokens} * p.top_k > int64_t{kMaxSingle} * p.experts; }
 
-// Whether tokens are the first factor (w4a8_tokens_first.cuh). Experts have so many in the mean that tiles of 64 lose
-// less than the float32 intermediate and its launch cost; where experts are large, weights take that long anyway.
+// Where weights take longer than products: w2 has so many values.
+bool has_large_experts(const Problem& p) { return int64_t{p.hidden} * p.inter >= 1 << 22; }
+
+// Whether tokens are the first factor (w4a8_tokens_first.cuh): where experts have so many in the mean that tiles of 64
+// lose less than a launch between the GEMMs, and its operand in float32, cost.
 bool has_tokens_first(const W4a8Problem& p) {
-  constexpr int kTokens = 112, kTokensOfLarge = 16, kLarge = 1 << 22;   // values of w2
-  static_assert(kTokens <= kMaxSingle, "wide tiles have no kernel with silu otherwise");
-  const int least = int64_t{p.hidden} * p.inter >= kLarge ? kTokensOfLarge : kTokens;
+  const int least = has_large_experts(p) ? 16 : kMaxSingle;  // no more than that: wide tiles have no kernel with silu
   return p.weights == Weights::kBlocks && is_in_place(p) && int64_t{p.tokens} * p.top_k > int64_t{least} * p.experts;
 }
 
@@ -280,7 +281,7 @@ cudaError_t launch_gemm(const GemmArgs& args, Finish finish) {
 cudaError_t run_piece(const W4a8Problem& p) {
   const Plan plan = make_prefill_plan(p);
   const int widest = plan.tokens_first ? TokensFirst::kWidth : widest_of(p);
-  cudaError_t error = launch_schedule(p, plan.tokens.schedule, widest, plan.tokens_first);
+  cudaError_t error = launch_schedule(p, plan.tokens.schedule, widest, plan.tokens_first, has_large_experts(p));
   if (error == cudaSuccess) error = launch_quantize_tokens(plan.tokens);
   if (error == cudaSuccess) error = launch_gemm(plan.first, is_in_place(p) ? Finish::kSwiglu : Finish::kLinear);
   if (error == cudaSuccess && !plan.tokens_first) error = launch_quantize_intermediate(plan.intermediate, plan.rows);
@@ -326,7 +327,7 @@ size_t w4a8_workspace(const W4a8Problem& p) {
   piece.workspace = nullptr;
   piece.tokens = w4a8::tokens_of_piece(p);
   const size_t bytes = w4a8::make_prefill_plan(piece).bytes;
-  piece.tokens = piece.tokens > 0 ? p.tokens % piece.tokens : 0;   // the last one may have other arrays
+  piece.tokens = piece.tokens > 0 ? p.tokens % piece.tokens : 0;  // the last one may have other arrays
   const size_t last = piece.tokens > 0 ? w4a8::make_prefill_plan(piece).bytes : 0;
   return bytes > last ? bytes : last;
 }

@@ -79,6 +79,20 @@ __host__ __device__ inline int tiles_for(int count, int widest) {
   return least > 1 && tiles_cost(count, least + 1, widest) < tiles_cost(count, least, widest) ? least + 1 : least;
 }
 
+// Rows of activations -> rows of the token operand, in w4a8_quantize.cu.
+struct QuantizeArgs {
+  W4a8Problem problem;
+  Schedule schedule;
+  const float* h;      // of GEMM1: [rows, inter] activated, or [rows, halves * inter] not yet
+  bool activated;
+  uint8_t* operand;    // [rows, K padded], see the head of this file
+  float* factor;       // [rows]: multiplies accumulators; kBlocks: [k tiles, rows], as the operand lies
+  int k_tiles;
+};
+
+cudaError_t launch_quantize_tokens(const QuantizeArgs& args);
+cudaError_t launch_quantize_intermediate(const QuantizeArgs& args, int rows);
+
 // Shared memory of the persistent kernel: a ring of stages, each one step of 128 in K, and a ring of work.
 struct GemmArgs {
   W4a8Problem problem;
@@ -146,10 +160,10 @@ struct TokensFirst : Blocks<2 * kPartTokens + kRestTokens> {
 template <class Policy>
 constexpr bool kIsTokensFirst = std::is_same_v<Policy, TokensFirst>;
 
-// Tiles of an expert for TokensFirst: 128 tokens, the last one up to 144, or up to 80.
-__host__ __device__ inline int tiles_of_tokens_first(int count) {
-  const int parts = count / kPartTokens, rest = count % kPartTokens;
-  return (parts + (rest > kRestTokens || (parts == 0 && rest > 0)) + 1) / 2;
+// Tiles of an expert for TokensFirst: 128 tokens, the last one fewer, or, if what is left joins it, up to 144.
+__host__ __device__ inline int tiles_of_tokens_first(int count, bool joins) {
+  constexpr int kTokens = 2 * kPartTokens;
+  return (count + kTokens - 1) / kTokens - (joins && count > kTokens && (count - 1) % kTokens < kRestTokens ? 1 : 0);
 }
 
 // A tile of tokens times a block of weight rows.

@@ -7,7 +7,7 @@
 // expert's tokens beyond a multiple of 64, if it is at most 16, is a second factor: as a first one it would be 64.
 #pragma once
 #include "w4a8_epilogue.cuh"
-#include "w4a8_quantize.cuh"
+#include "../numerics/act_rounding.cuh"
 
 namespace moeq::sm90::w4a8 {
 
