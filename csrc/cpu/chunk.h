@@ -76,17 +76,20 @@ class Chunk {
   int64_t task_rows(int64_t rows, int64_t size) const;
   int64_t expert_of(int64_t slot) const;
 
-  // chunk_gemm.cpp: each takes some panels of one expert
-  void first_gemm_panels(const PanelTask& task) const;
-  void second_gemm_panels(const PanelTask& task) const;
+  // chunk_gemm.cpp: each takes some panels of one expert; `next`, if not null, is what the thread does then
+  void first_gemm_panels(const PanelTask& task, const PanelTask* next) const;
+  void second_gemm_panels(const PanelTask& task, const PanelTask* next) const;
+  int64_t fewest_panels(const Segment& segment, int64_t panels, int64_t halves) const;
+  void tell_later(TileCall& call, const Weight& weight, const PanelTask& task, int64_t behind,
+                  const PanelTask* next) const;
   void split(int64_t panels, int64_t halves, std::vector<PanelTask>& tasks) const;
   DotCall dot_call(const Weight& weight, int64_t expert, int64_t panel, float* out) const;
   TileCall tile_call(const DotCall* panels, int num_panels, const Operands& operands, int64_t slot, int64_t end) const;
   GluCall glu_call(int64_t expert) const;
   void glu_rows(GluCall call, int64_t slot, int count, int64_t panel) const;
   void scale_rows(ScaleCall call, int64_t slot, int count, int64_t panel) const;
-  void first_gemm_tiles(const PanelTask& task) const;
-  void second_gemm_tiles(const PanelTask& task) const;
+  void first_gemm_tiles(const PanelTask& task, const PanelTask* next) const;
+  void second_gemm_tiles(const PanelTask& task, const PanelTask* next) const;
 
   bool tiled() const { return dot_.tile != nullptr; }
   int rows_at_once() const { return dot_.rows > 0 ? dot_.rows : isa_.tile; }

@@ -10,6 +10,9 @@ namespace {
 constexpr int64_t kTaskParts = 8;
 // A panel's weights cost as much as this many rows of products, by the times of layers whose weights come from memory.
 constexpr int64_t kRowsOfAPanel = 2;
+constexpr int64_t kFewRowPanels = 4;  // that few rows meet at a time
+// A thread that has so many groups of them loses little where another one has one more.
+constexpr int64_t kGroupsOfAThread = 16;
 
 float alpha(const Weight& weight, int64_t expert, int64_t half) {
   if (weight.alphas == nullptr) return 1.0f;
@@ -41,6 +44,14 @@ struct TileSums {
 
 }  // namespace
 
+// Panels that blocks and tiles take at once. Few rows meet more of them, where every thread has plenty to do.
+int64_t Chunk::fewest_panels(const Segment& segment, int64_t panels, int64_t halves) const {
+  if (!takes_tiles(segment)) return 1;
+  if (segment.end - segment.begin > dot_.few_rows) return 2 / halves;
+  const int64_t groups = static_cast<int64_t>(routing_.segments.size()) * panels * halves / kFewRowPanels;
+  return (groups >= kGroupsOfAThread * parallel_.threads ? kFewRowPanels : 2) / halves;
+}
+
 // Long runs of panels first: one thread reads them without a break, and what it asks for ahead is its own. Short ones
 // at the end, so that all threads are done at once.
 void Chunk::split(int64_t panels, int64_t halves, std::vector<PanelTask>& tasks) const {
@@ -49,7 +60,7 @@ void Chunk::split(int64_t panels, int64_t halves, std::vector<PanelTask>& tasks)
   tasks.clear();
   for (const Segment& segment : routing_.segments) {
     const int64_t cost = segment.end - segment.begin + kRowsOfAPanel;
-    const int64_t fewest = takes_tiles(segment) ? 2 / halves : 1;  // that blocks and tiles take at once
+    const int64_t fewest = fewest_panels(segment, panels, halves);
     for (int64_t begin = 0; begin < panels;) {
       const int64_t wanted = std::max(left / (parts * cost), fewest);
       const int64_t even = divide_up(panels - begin, divide_up(panels - begin, wanted));
@@ -107,8 +118,8 @@ void Chunk::scale_rows(ScaleCall call, int64_t slot, int count, int64_t panel) c
   isa_.scale(call);
 }
 
-void Chunk::first_gemm_panels(const PanelTask& task) const {
-  if (takes_tiles(*task.segment)) return first_gemm_tiles(task);
+void Chunk::first_gemm_panels(const PanelTask& task, const PanelTask* next) const {
+  if (takes_tiles(*task.segment)) return first_gemm_tiles(task, next);
   const Weight& w13 = args_.w13;
   const int64_t expert = task.segment->expert;
   alignas(64) float acc[2][kMaxTile * kPanelRows];
@@ -139,8 +150,8 @@ void Chunk::first_gemm_panels(const PanelTask& task) const {
   }
 }
 
-void Chunk::second_gemm_panels(const PanelTask& task) const {
-  if (takes_tiles(*task.segment)) return second_gemm_tiles(task);
+void Chunk::second_gemm_panels(const PanelTask& task, const PanelTask* next) const {
+  if (takes_tiles(*task.segment)) return second_gemm_tiles(task, next);
   const int64_t expert = task.segment->expert;
   alignas(64) float acc[kMaxTile * kPanelRows];
   PanelBias bias;
@@ -178,7 +189,18 @@ TileCall Chunk::tile_call(const DotCall* panels, int num_panels, const Operands&
   return call;
 }
 
-void Chunk::first_gemm_tiles(const PanelTask& task) const {
+// Where weights lie behind those of a call that ends before panel `behind`: in this task, or where the next one begins.
+void Chunk::tell_later(TileCall& call, const Weight& weight, const PanelTask& task, int64_t behind,
+                       const PanelTask* next) const {
+  const bool ends = behind >= task.end;
+  if (ends && next == nullptr) return;
+  const Segment& segment = ends ? *next->segment : *task.segment;
+  const DotCall later = dot_call(weight, segment.expert, weight.halves * (ends ? next->begin : behind), nullptr);
+  call.later_codes = later.codes;
+  call.later_scale = later.scale;
+}
+
+void Chunk::first_gemm_tiles(const PanelTask& task, const PanelTask* next) const {
   const Weight& w13 = args_.w13;
   const int64_t expert = task.segment->expert;
   const int halves = static_cast<int>(halves_);
@@ -196,6 +218,7 @@ void Chunk::first_gemm_tiles(const PanelTask& task) const {
       call.results = h_ + slot * inter_ + first * kPanelRows;
       call.result_stride = inter_;
       call.result_panels = count / halves;
+      tell_later(call, w13, task, first + step, next);
       dot_.tile(call);
       for (int i = 0; i < count; i += halves) {
         const int64_t panel = first + i / halves;
@@ -211,7 +234,7 @@ void Chunk::first_gemm_tiles(const PanelTask& task) const {
   }
 }
 
-void Chunk::second_gemm_tiles(const PanelTask& task) const {
+void Chunk::second_gemm_tiles(const PanelTask& task, const PanelTask* next) const {
   const int64_t expert = task.segment->expert;
   const int64_t step = panels_at_once(*task.segment);
   TileSums sums;
@@ -227,6 +250,7 @@ void Chunk::second_gemm_tiles(const PanelTask& task) const {
       call.results = y_ + slot * hidden_ + first * kPanelRows;
       call.result_stride = hidden_;
       call.result_panels = count;
+      tell_later(call, args_.w2, task, first + step, next);
       dot_.tile(call);
       for (int i = 0; i < count; ++i) {
         scale.bias = bias.load(args_.w2, expert, 1, 0, first + i);

@@ -6,6 +6,12 @@
 #include "integer_spans.h"
 
 namespace moeq::cpu {
+namespace {
+
+// So many tasks a thread, the last and shortest ones of a pass, are drawn when they are done: by whoever is free.
+constexpr int64_t kNotDrawnAhead = 4;
+
+}  // namespace
 
 Chunk::Chunk(const ExpertsArgs& args, const IsaTable& isa, const Dot& dot, const Parallel& parallel, int64_t first,
              int64_t count, Scratch& scratch)
@@ -29,26 +35,31 @@ void Chunk::run() {
   split(hidden_ / kPanelRows, 1, scratch_.second_tasks);
   auto row_tasks = [&](int64_t rows, int64_t size) { return divide_up(rows, task_rows(rows, size)); };
   Pass passes[5];
-  auto set = [&](int i, int64_t tasks, void (*body)(const void*, int64_t)) {
+  auto set = [&](int i, int64_t tasks, void (*body)(const void*, int64_t, int64_t)) {
     passes[i].tasks = tasks;
     passes[i].body = body;
     passes[i].context = this;
   };
   // Nothing but zeros to combine where no slot is ours.
   set(0, slots_ > 0 ? row_tasks(input_rows(), hidden_) : 0,
-      [](const void* chunk, int64_t task) { static_cast<const Chunk*>(chunk)->make_inputs(task); });
-  set(1, static_cast<int64_t>(scratch_.first_tasks.size()), [](const void* chunk, int64_t task) {
+      [](const void* chunk, int64_t task, int64_t) { static_cast<const Chunk*>(chunk)->make_inputs(task); });
+  set(1, static_cast<int64_t>(scratch_.first_tasks.size()), [](const void* chunk, int64_t task, int64_t next) {
     const Chunk& self = *static_cast<const Chunk*>(chunk);
-    self.first_gemm_panels(self.scratch_.first_tasks[static_cast<size_t>(task)]);
+    const PanelTask* tasks = self.scratch_.first_tasks.data();
+    self.first_gemm_panels(tasks[task], next == kNoTask ? nullptr : tasks + next);
   });
   set(2, slots_ > 0 ? row_tasks(slots_, inter_) : 0,
-      [](const void* chunk, int64_t task) { static_cast<const Chunk*>(chunk)->make_intermediates(task); });
-  set(3, static_cast<int64_t>(scratch_.second_tasks.size()), [](const void* chunk, int64_t task) {
+      [](const void* chunk, int64_t task, int64_t) { static_cast<const Chunk*>(chunk)->make_intermediates(task); });
+  set(3, static_cast<int64_t>(scratch_.second_tasks.size()), [](const void* chunk, int64_t task, int64_t next) {
     const Chunk& self = *static_cast<const Chunk*>(chunk);
-    self.second_gemm_panels(self.scratch_.second_tasks[static_cast<size_t>(task)]);
+    const PanelTask* tasks = self.scratch_.second_tasks.data();
+    self.second_gemm_panels(tasks[task], next == kNoTask ? nullptr : tasks + next);
   });
   set(4, row_tasks(count_, hidden_),
-      [](const void* chunk, int64_t task) { static_cast<const Chunk*>(chunk)->combine(task); });
+      [](const void* chunk, int64_t task, int64_t) { static_cast<const Chunk*>(chunk)->combine(task); });
+  if (dot_.few_rows > 0) {  // whose kernels ask for what comes next
+    for (int i : {1, 3}) passes[i].drawn_ahead = passes[i].tasks - kNotDrawnAhead * parallel_.threads;
+  }
   run_passes(parallel_, passes, 5, slots_ * inter_ * hidden_);
 }
 

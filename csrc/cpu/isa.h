@@ -39,6 +39,9 @@ struct TileCall {
   float* results;  // of the first row, `result_stride` apart: what the caller will write there when it has the sums
   int64_t result_stride;
   int result_panels;  // of 16 values
+  // Where the weights lie that the thread reads behind these panels, for one row; null where nobody knows.
+  const uint8_t* later_codes;
+  const uint8_t* later_scale;
 };
 using TileFn = void (*)(const TileCall&);
 

@@ -17,11 +17,15 @@ struct Parallel {
   void (*run)(int threads, void (*body)(void*), void* context);
 };
 
+constexpr int64_t kNoTask = -1;
+
 // One pass: independent tasks, none of which throws.
 struct Pass {
   int64_t tasks = 0;
-  void (*body)(const void* context, int64_t task) = nullptr;
+  // next: the task that this thread does then, of which it may ask for memory ahead; kNoTask where it has drawn none.
+  void (*body)(const void* context, int64_t task, int64_t next) = nullptr;
   const void* context = nullptr;
+  int64_t drawn_ahead = 0;  // while a thread does a task before this one, it has drawn its next one
   std::atomic<int64_t> next{0};
   std::atomic<int64_t> done{0};
 
@@ -31,11 +35,12 @@ struct Pass {
 // Draws tasks until none is left, then waits for those that other threads are still at. Returns the nanoseconds of
 // waiting.
 inline int64_t work_on(Pass& pass) {
-  while (true) {
-    const int64_t task = pass.next.fetch_add(1, std::memory_order_relaxed);
-    if (task >= pass.tasks) break;
-    pass.body(pass.context, task);
+  auto draw = [&] { return pass.next.fetch_add(1, std::memory_order_relaxed); };
+  for (int64_t task = draw(); task < pass.tasks;) {
+    const int64_t next = task < pass.drawn_ahead ? draw() : kNoTask;
+    pass.body(pass.context, task, next < pass.tasks ? next : kNoTask);
     pass.done.fetch_add(1, std::memory_order_release);
+    task = next == kNoTask ? draw() : next;
   }
   if (pass.is_done()) return 0;
   const int64_t start = nanoseconds();
@@ -67,7 +72,11 @@ inline void run_passes(const Parallel& parallel, Pass* passes, int count, int64_
   if (judge.does_without(work)) {
     Helpers& helpers = Helpers::of_process();
     if (!helpers.take(parallel.threads - 1)) return body(&context);
-    for (int i = 0; i < count; ++i) helpers.run(passes[i].tasks, passes[i].body, passes[i].context);
+    auto task_of = [](const void* pass, int64_t task) {
+      const Pass& self = *static_cast<const Pass*>(pass);
+      self.body(self.context, task, kNoTask);
+    };
+    for (int i = 0; i < count; ++i) helpers.run(passes[i].tasks, task_of, &passes[i]);
     return helpers.give_back();
   }
   const int64_t start = nanoseconds();

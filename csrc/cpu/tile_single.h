@@ -139,16 +139,25 @@ MOEQ_INLINE void add_products(Chains<Panels, 1>& chains, const DotCall* weights,
   });
 }
 
-// Asks for the same units of the panels that follow: what the processor foresees by itself ends with a page.
+// Asks for the same units of the panels that follow: what the processor foresees by itself ends with a page. Behind the
+// last ones of a call they are where the call says; where it does not, only lines are asked for that are read anyway.
 template <class P, int Panels>
 struct PanelsAhead {
   int64_t codes = P::kPrefetchBytes;
   int64_t scales = 0;
 
-  explicit PanelsAhead(const DotCall* weights) {
+  explicit PanelsAhead(const TileCall& call) {
+    const DotCall* weights = call.panels;
     if constexpr (Panels > 1) {
-      codes = Panels * (weights[1].codes - weights[0].codes);
-      scales = Panels * (weights[1].scale - weights[0].scale);
+      if (call.num_panels > Panels) {
+        codes = weights[Panels].codes - weights[0].codes;
+        scales = weights[Panels].scale - weights[0].scale;
+      } else if (call.later_codes != nullptr) {
+        codes = call.later_codes - weights[0].codes;
+        scales = call.later_scale - weights[0].scale;
+      } else {
+        codes = 0;
+      }
     }
   }
 
@@ -256,7 +265,7 @@ inline void multiply_rows(const TileCall& call, const WideRows& rows) {
   using Engine = RowSums<P, Panels, Rows>;
   const DotCall& first = call.panels[0];
   const Engine engine{call.panels, rows};
-  const PanelsAhead<P, Panels> later(call.panels);
+  const PanelsAhead<P, Panels> later(call);
   typename Engine::Sums sums;
   Engine::clear(sums);
   if constexpr (P::kScaled) {

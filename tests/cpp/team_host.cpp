@@ -57,13 +57,53 @@ int64_t run_calls(int64_t calls, int64_t tasks, int64_t delay_us, int64_t* teams
     moeq::cpu::Pass pass;
     pass.tasks = tasks;
     pass.context = &ran;
-    pass.body = [](const void* count, int64_t) {
+    pass.body = [](const void* count, int64_t, int64_t) {
       const_cast<std::atomic<int64_t>*>(static_cast<const std::atomic<int64_t>*>(count))->fetch_add(1);
     };
     moeq::cpu::run_passes(parallel, &pass, 1, 1);
     teams[call] = asked;
   }
   return ran;
+}
+
+// What `runs` passes of 0, 1, 2, ... tasks by `threads` threads did wrong: tasks that did not run just once, and tasks
+// behind one that had been told of another; each pass draws ahead up to another task. `told`: how often one was.
+int64_t wrong_passes(int64_t runs, int64_t threads, int64_t* told) {
+  struct Run {
+    std::vector<std::atomic<int>> seen;
+    std::atomic<int64_t> wrong{0};
+    std::atomic<int64_t> told{0};
+  };
+  static thread_local int64_t promised;
+  int64_t wrong = 0;
+  *told = 0;
+  for (int64_t i = 0; i < runs; ++i) {
+    Run run{std::vector<std::atomic<int>>(static_cast<size_t>(i % 67))};
+    moeq::cpu::Pass pass;
+    pass.tasks = i % 67;
+    pass.drawn_ahead = i % 71 - 3;
+    pass.context = &run;
+    pass.body = [](const void* context, int64_t task, int64_t next) {
+      auto& run = *const_cast<Run*>(static_cast<const Run*>(context));
+      run.seen.at(static_cast<size_t>(task)).fetch_add(1);
+      run.wrong += promised != moeq::cpu::kNoTask && promised != task;
+      run.told += next != moeq::cpu::kNoTask;
+      promised = next;
+    };
+    std::vector<std::thread> team;
+    for (int64_t thread = 0; thread < threads; ++thread) {
+      team.emplace_back([&] {
+        promised = moeq::cpu::kNoTask;
+        moeq::cpu::work_on(pass);
+        run.wrong += promised != moeq::cpu::kNoTask;
+      });
+    }
+    for (std::thread& thread : team) thread.join();
+    for (const auto& seen : run.seen) wrong += seen != 1;
+    wrong += run.wrong;
+    *told += run.told;
+  }
+  return wrong;
 }
 
 // What `runs` runs of 0, 1, 2, ... tasks by `count` helpers and this thread did wrong: tasks that did not run just

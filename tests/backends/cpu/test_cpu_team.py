@@ -14,7 +14,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     library = host_library("team_host.cpp", tmp_path_factory.mktemp("team"))
     names = ("alone_calls", "alone_calls_after_recovery", "run_calls")
     names += ("wrong_tasks", "wrong_tasks_in_a_child", "taken_twice", "run_beside_a_late_helper")
-    names += ("cores_of_a_helper_of_a_bound_caller",)
+    names += ("cores_of_a_helper_of_a_bound_caller", "wrong_passes")
     for name in names:
         getattr(library, name).restype = ctypes.c_int64
     return library
@@ -43,6 +43,16 @@ def test_calls_do_not_wait_for_a_thread_that_comes_late(host: ctypes.CDLL) -> No
     teams = (ctypes.c_int64 * calls)()
     assert host.run_calls(number(calls), number(tasks), number(5000), teams) == calls * tasks
     assert teams[0] == 1 and sum(teams) <= 6  # the first call, and after 1, 2, 4, 8, 16 and 32 more
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7])
+def test_passes_run_every_task_once_and_the_one_that_was_told_next(host: ctypes.CDLL, threads: int) -> None:
+    told = ctypes.c_int64()
+    runs = 1000 // threads
+    assert host.wrong_passes(number(runs), number(threads), ctypes.byref(told)) == 0
+    if threads == 1:  # each task before the one up to which a pass draws ahead, but the last
+        ends = ((i % 67 - 1, i % 71 - 3) for i in range(runs))
+        assert told.value == sum(max(min(last, ahead), 0) for last, ahead in ends)
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 40])
