@@ -30,7 +30,7 @@ BEGIN, END = "<!-- speed table: made by scripts/benchmark_report.py -->", "<!-- 
 
 LAYERS = (
     *("h200_moe.jsonl", "h200_standard.jsonl"),
-    *("h200_auto_sweep_peers.jsonl", "h200_auto_sweep_between.jsonl"),
+    *("h200_auto_sweep_peers.jsonl", "h200_auto_sweep_between.jsonl", "h200_auto_sweep_fp8.jsonl"),
 )
 SWEEP = "h200_sm90_sweep.jsonl"
 MODELS = {
@@ -212,7 +212,8 @@ def readme_table(cells: dict[Key, Cell]) -> str:
             row.append(f"{_us(mine[1])} / {_us(other[1])} ({other[1] / mine[1]:.2f})")
         if any(row):
             lines.append(f"| {model}, {FORMATS[fmt]} | " + " | ".join(row) + " |")
-        peers = [title(layer) for layer in rows_of(cells, shape, fmt)[1] if not is_ours(layer)]
+        plain = (layer for layer in rows_of(cells, shape, fmt)[1] if "-" not in layer.partition("/")[2])
+        peers = [title(layer) for layer in plain if not is_ours(layer)]
         if peers:
             timed.setdefault((FORMATS[fmt], "; ".join(peers)), []).append(model)
     lines += ["", "| other libraries that were timed | for |", "|---|---|"]
