@@ -215,7 +215,7 @@ Made by `scripts/support_table.py` from the records of test runs in `tests/recor
 - **not run**: the backend takes the format there, and no record has run it. Where no backend but the slow, exact
   `reference` takes it, the cell says so.
 
-The row of `nvfp4` with fp8 activations is for weight policy `exact`; `packed` and `folded` run on Hopper
+The rows of `nvfp4` and `mxfp4` with fp8 activations are for weight policy `exact`; `packed` and `folded` run on Hopper
 (`cuda_sm90_packed`, `cuda_sm90_folded`: [Hopper](hopper.md)) and on `reference`.
 
 """

@@ -209,6 +209,16 @@ def test_duplicate_ids_and_skew(policy: str) -> None:
 
 
 @policies
+def test_as_many_tiles_as_few_tokens_can_need(policy: str) -> None:
+    """Tiles of 72 tokens: 721 of an expert are 12 of up to 64, one more than tiles of 72 would be."""
+    call = case(policy, experts=128, tokens=1112, top_k=4, hidden=256)
+    experts = torch.arange(128, dtype=torch.int32)
+    counts = torch.where(experts < 6, 721, 1)
+    call.topk_ids[:] = experts.repeat_interleave(counts).view(4, 1112).t().to(call.topk_ids)
+    assert error_over_bound(run(in_tiles(call)), call) < 1
+
+
+@policies
 def test_router_weight_on_input_and_alphas_of_halves(policy: str) -> None:
     assert error_of(policy, top_k=1, router_weight_on_input=True, per_half=True, tokens=50) < 1
 

@@ -50,34 +50,44 @@ struct Schedule {
   TokenTile* tiles;    // [max_tiles]
 };
 
-__host__ __device__ inline int round_up(int x, int to) { return (x + to - 1) / to * to; }
+__host__ __device__ constexpr int round_up(int x, int to) { return (x + to - 1) / to * to; }
 
 inline int least_of(int a, int b) { return a < b ? a : b; }
 inline int max_rows(int slots, int experts) { return round_up(slots + 7 * least_of(slots, experts), 8); }
-// An expert's tiles hold at least 72 tokens each but for one.
-inline int max_tiles(int slots, int experts) { return least_of(slots, experts) + slots / kMaxNarrow; }
+// An expert's tiles hold at least so many tokens each but for one: `fill_tiles` below.
+constexpr int kLeastTokens = 64;
+inline int max_tiles(int slots, int experts) { return least_of(slots, experts) + slots / kLeastTokens; }
 
 // widest: tokens of a tile at most.
-__host__ __device__ inline int round_width(int tokens, int widest) {
+__host__ __device__ constexpr int round_width(int tokens, int widest) {
   const bool by_sixteen = tokens <= 96 ? widest != kMaxNarrow : tokens > kMaxSingle;
   return round_up(tokens, by_sixteen ? 16 : 8);
 }
 
-__host__ __device__ inline int tile_width(int count, int tiles, int widest) {
+__host__ __device__ constexpr int tile_width(int count, int tiles, int widest) {
   return round_width((count + tiles - 1) / tiles, widest);
 }
 
 // Tile after tile: what its tokens cost, but no less than decoding the weights does, and some time between tiles.
-__host__ __device__ inline int tiles_cost(int count, int tiles, int widest) {
+__host__ __device__ constexpr int tiles_cost(int count, int tiles, int widest) {
   const int width = tile_width(count, tiles, widest);
   return tiles * (16 + (width < 64 ? 64 : width));
 }
 
 // Tiles of at most `widest` tokens.
-__host__ __device__ inline int tiles_for(int count, int widest) {
+__host__ __device__ constexpr int tiles_for(int count, int widest) {
   const int least = (count + widest - 1) / widest;
   return least > 1 && tiles_cost(count, least + 1, widest) < tiles_cost(count, least, widest) ? least + 1 : least;
 }
+
+constexpr bool fill_tiles(int widest) {
+  for (int count = 1; count <= 16 * kMaxWidth; count++) {
+    if (tiles_for(count, widest) > 1 + count / kLeastTokens) return false;
+  }
+  return true;
+}
+static_assert(fill_tiles(kMaxWidth) && fill_tiles(kMaxSingle) && fill_tiles(kMaxNarrow),
+              "Schedule::tiles has room for no more");
 
 // Rows of activations -> rows of the token operand, in w4a8_quantize.cu.
 struct QuantizeArgs {
