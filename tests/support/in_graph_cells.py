@@ -22,6 +22,7 @@ MORE_TOKENS = {
     "cuda_sm90": (12, 400),
     "cuda_sm90_int4": (12, 400),
     "cuda_sm90_bf16": (200,),
+    **dict.fromkeys(("cuda_sm90_fp8", "cuda_sm90_packed", "cuda_sm90_folded"), (400, 700)),
 }
 # Of 4-bit weights beside 16-bit activations: of a layer with more experts (in_graph.MANY_EXPERTS).
 GATHERED_TOKENS = 14

@@ -64,10 +64,11 @@ def test_the_op_against_the_reference_backend(kind: Kind, tokens: int) -> None:
     assert (out.double() - expected).norm() <= bound * expected.norm()
 
 
+@pytest.mark.parametrize("tokens", (400, 700))  # up to 160 an expert in the mean, and more: tokens first, or wide tiles
 @kinds
-def test_a_captured_graph_replays_other_routings_and_weights(kind: Kind) -> None:
+def test_a_captured_graph_replays_other_routings_and_weights(kind: Kind, tokens: int) -> None:
     _, w = kind.layer()
-    check_graph(w, 400, lambda seed: random_raw(kind.scheme, seed))
+    check_graph(w, tokens, lambda seed: random_raw(kind.scheme, seed))
 
 
 @kinds
