@@ -270,12 +270,10 @@ cudaError_t launch_gemm(const GemmArgs& args, Finish finish) {
     return launch_variant(variant_of_tokens_first(finish), args, p, known_tokens_first[static_cast<int>(finish)]);
   }
   const bool mx = has_mx_scales(p);
-  const int widest = widest_of(p);
-  return launch_variant(
-      variant_for(p.weights, mx, finish, widest), args, p,
-      known[mx ? 3 : static_cast<int>(p.weights)][static_cast<int>(finish)][widest == kMaxWidth    ? 2
-                                                                            : widest == kMaxNarrow ? 1
-                                                                                                   : 0]);
+  const int widest = widest_of(p), weights = mx ? 3 : static_cast<int>(p.weights);
+  const int width = widest == kMaxWidth ? 2 : widest == kMaxNarrow ? 1 : 0;
+  return launch_variant(variant_for(p.weights, mx, finish, widest), args, p,
+                        known[weights][static_cast<int>(finish)][width]);
 }
 
 cudaError_t run_piece(const W4a8Problem& p) {
