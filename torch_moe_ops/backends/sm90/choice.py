@@ -79,9 +79,10 @@ def rules(num_experts: int, top_k: int, hidden: int, inter: int, num_local_exper
 
 
 def byte_rules(num_experts: int, top_k: int) -> Switches:
-    """`rules` for weights of 8 bits: the kernel for very few tokens, and two shapes of prefill's."""
+    """`rules` for weights of 8 bits: the kernel for very few tokens, and prefill's shapes."""
     few = min(Sm90Few.MAX_TOKENS, Sm90Few.MAX_SLOTS // top_k)
-    return _ascending((("decode", few), ("slim", SLIM_MEAN * num_experts // top_k), ("wide", None)))
+    slim, narrow = (mean * num_experts // top_k for mean in (SLIM_MEAN, NARROW_MEAN))
+    return _ascending((("decode", few), ("slim", slim), ("narrow", narrow), ("wide", None)))
 
 
 def rules_for(key: Key, num_experts: int) -> Switches:

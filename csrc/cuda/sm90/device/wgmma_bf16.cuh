@@ -61,16 +61,19 @@
 
 // A macro for each width up to the most, and the widths' labels.
 #define MOEQ_TO_32(M, ...) M(8, __VA_ARGS__) M(16, __VA_ARGS__) M(24, __VA_ARGS__) M(32, __VA_ARGS__)
-#define MOEQ_TO_96(M, ...)                                                                                \
+#define MOEQ_TO_72(M, ...)                                                                                \
   MOEQ_TO_32(M, __VA_ARGS__) M(40, __VA_ARGS__) M(48, __VA_ARGS__) M(56, __VA_ARGS__) M(64, __VA_ARGS__)  \
-  M(72, __VA_ARGS__) M(80, __VA_ARGS__) M(88, __VA_ARGS__) M(96, __VA_ARGS__)
+  M(72, __VA_ARGS__)
+#define MOEQ_TO_96(M, ...)                                                                                \
+  MOEQ_TO_72(M, __VA_ARGS__) M(80, __VA_ARGS__) M(88, __VA_ARGS__) M(96, __VA_ARGS__)
 #define MOEQ_TO_160(M, ...)                                                                               \
   MOEQ_TO_96(M, __VA_ARGS__) M(104, __VA_ARGS__) M(112, __VA_ARGS__) M(120, __VA_ARGS__) M(128, __VA_ARGS__) \
   M(136, __VA_ARGS__) M(144, __VA_ARGS__) M(152, __VA_ARGS__) M(160, __VA_ARGS__)
 #define MOEQ_TO_192(M, ...)                                                                               \
   MOEQ_TO_160(M, __VA_ARGS__) M(168, __VA_ARGS__) M(176, __VA_ARGS__) M(184, __VA_ARGS__) M(192, __VA_ARGS__)
 #define MOEQ_LABELS_32 "w8, w16, w24, w32"
-#define MOEQ_LABELS_96 MOEQ_LABELS_32 ", w40, w48, w56, w64, w72, w80, w88, w96"
+#define MOEQ_LABELS_72 MOEQ_LABELS_32 ", w40, w48, w56, w64, w72"
+#define MOEQ_LABELS_96 MOEQ_LABELS_72 ", w80, w88, w96"
 #define MOEQ_LABELS_160 MOEQ_LABELS_96 ", w104, w112, w120, w128, w136, w144, w152, w160"
 #define MOEQ_LABELS_192 MOEQ_LABELS_160 ", w168, w176, w184, w192"
 
@@ -138,6 +141,16 @@ __device__ __forceinline__ void multiply_step<96>(float* d, const uint32_t (&a)[
 }
 
 template <>
+__device__ __forceinline__ void multiply_step<72>(float* d, const uint32_t (&a)[4][4], uint32_t b, int index) {
+  asm volatile(
+    MOEQ_BEGIN MOEQ_TOKENS("%52", "%54") MOEQ_BRANCH("%53", MOEQ_LABELS_72)
+    MOEQ_TO_72(MOEQ_ONE_STEP, "{%36, %37, %38, %39}", "{%40, %41, %42, %43}",
+               "{%44, %45, %46, %47}", "{%48, %49, %50, %51}") MOEQ_END
+    : MOEQ_OUT16(0), MOEQ_OUT16(16), MOEQ_OUT4(32)
+    : MOEQ_IN16(a), "r"(b), "r"(index), "r"(kTokenOperandHigh));
+}
+
+template <>
 __device__ __forceinline__ void multiply_step<160>(float* d, const uint32_t (&a)[4][4], uint32_t b, int index) {
   asm volatile(
     MOEQ_BEGIN MOEQ_TOKENS("%96", "%98") MOEQ_BRANCH("%97", MOEQ_LABELS_160)
@@ -182,19 +195,6 @@ __device__ __forceinline__ void start_two_steps(float* d, const uint32_t (&a)[2]
                     MOEQ_STEP(width, MOEQ_D##width, __VA_ARGS__, "b4", "b5", "b6", "b7", "0"))
 
 template <>
-__device__ __forceinline__ void start_two_steps<96>(float* d, const uint32_t (&a)[2][4][4], uint32_t b, int index) {
-  asm volatile(
-    MOEQ_BEGIN MOEQ_FROM_ZERO("%81") MOEQ_TOKENS("%80", "%82")
-    MOEQ_NEXT_TOKENS_96("%80", "%82")
-    MOEQ_BRANCH("%81", MOEQ_LABELS_96)
-    MOEQ_TO_96(MOEQ_FIRST_TWO_STEPS, "{%48, %49, %50, %51}", "{%52, %53, %54, %55}",
-               "{%56, %57, %58, %59}", "{%60, %61, %62, %63}",
-               "{%64, %65, %66, %67}", "{%68, %69, %70, %71}", "{%72, %73, %74, %75}", "{%76, %77, %78, %79}") MOEQ_END
-    : MOEQ_OUT16(0), MOEQ_OUT16(16), MOEQ_OUT16(32)
-    : MOEQ_IN16(a[0]), MOEQ_IN16(a[1]), "r"(b), "r"(index), "r"(kTokenOperandHigh));
-}
-
-template <>
 __device__ __forceinline__ void start_two_steps<32>(float* d, const uint32_t (&a)[2][4][4], uint32_t b, int index) {
   asm volatile(
     MOEQ_BEGIN MOEQ_FROM_ZERO("%49") MOEQ_TOKENS("%48", "%50")
@@ -234,6 +234,26 @@ __device__ __forceinline__ void start_step(float* d, const uint32_t (&a)[4][4], 
   MOEQ_WIDTH(width, MOEQ_FIRST_STEP(width, MOEQ_D##width, __VA_ARGS__, "b0", "b1", "b2", "b3", "0"))
 
 template <>
+__device__ __forceinline__ void start_step<96>(float* d, const uint32_t (&a)[4][4], uint32_t b, int index) {
+  asm volatile(
+    MOEQ_BEGIN MOEQ_FROM_ZERO("%65") MOEQ_TOKENS("%64", "%66") MOEQ_BRANCH("%65", MOEQ_LABELS_96)
+    MOEQ_TO_96(MOEQ_STEP_FROM_ZERO, "{%48, %49, %50, %51}", "{%52, %53, %54, %55}",
+               "{%56, %57, %58, %59}", "{%60, %61, %62, %63}") MOEQ_END
+    : MOEQ_OUT16(0), MOEQ_OUT16(16), MOEQ_OUT16(32)
+    : MOEQ_IN16(a), "r"(b), "r"(index), "r"(kTokenOperandHigh));
+}
+
+template <>
+__device__ __forceinline__ void start_step<72>(float* d, const uint32_t (&a)[4][4], uint32_t b, int index) {
+  asm volatile(
+    MOEQ_BEGIN MOEQ_FROM_ZERO("%53") MOEQ_TOKENS("%52", "%54") MOEQ_BRANCH("%53", MOEQ_LABELS_72)
+    MOEQ_TO_72(MOEQ_STEP_FROM_ZERO, "{%36, %37, %38, %39}", "{%40, %41, %42, %43}",
+               "{%44, %45, %46, %47}", "{%48, %49, %50, %51}") MOEQ_END
+    : MOEQ_OUT16(0), MOEQ_OUT16(16), MOEQ_OUT4(32)
+    : MOEQ_IN16(a), "r"(b), "r"(index), "r"(kTokenOperandHigh));
+}
+
+template <>
 __device__ __forceinline__ void start_step<32>(float* d, const uint32_t (&a)[4][4], uint32_t b, int index) {
   asm volatile(
     MOEQ_BEGIN MOEQ_FROM_ZERO("%33") MOEQ_TOKENS("%32", "%34") MOEQ_BRANCH("%33", MOEQ_LABELS_32)
@@ -255,6 +275,11 @@ __device__ __forceinline__ void wait_for_sums<32>(float* d) {
 template <>
 __device__ __forceinline__ void wait_for_sums<96>(float* d) {
   asm volatile("wgmma.wait_group.sync.aligned 0;" : MOEQ_OUT16(0), MOEQ_OUT16(16), MOEQ_OUT16(32)::"memory");
+}
+
+template <>
+__device__ __forceinline__ void wait_for_sums<72>(float* d) {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" : MOEQ_OUT16(0), MOEQ_OUT16(16), MOEQ_OUT4(32)::"memory");
 }
 
 // One step of two tiles again, with a in shared memory, too, like b: tiles of 64 rows, 8192 bytes each, one after another.

@@ -1,9 +1,8 @@
-// The persistent kernels of both GEMMs for weights of 8 bits: each end of GEMM1. There is no narrow shape: it would
-// have the accumulators of the wide one. Weights lie in the tiles of w4a8_layout.h, 64 rows by 128 values of K; a stage
-// has one of each tile of rows, and both steps of tokens.
+// The persistent kernels of both GEMMs for weights of 8 bits: each end of GEMM1. Weights lie in the tiles of
+// w4a8_layout.h, 64 rows by 128 values of K; a stage has one of each tile of rows, and both steps of tokens.
 //
-// A step of 128 in K starts from zero and is added to the sums in float32, times the scales of its rows: that is half
-// of a tile's accumulators more, so tiles have fewer tokens than those of 4-bit weights.
+// A step of 128 in K starts from zero and is added to the sums in float32, times the scales of its rows and tokens.
+// Wide tiles of tokens are multiplied in halves of 72 for that, one after the other.
 #include "gemm_args.cuh"
 #include "gemm_kernel.cuh"
 #include "../device/async.cuh"
@@ -15,22 +14,24 @@ namespace moeq::sm90 {
 template <>
 inline constexpr bool kHasNeighbours<ByteFormat> = true;
 
-constexpr int kByteSlim = 32, kByteWide = 96;
+constexpr int kByteSlim = 32, kByteNarrow = 96, kByteWide = 144;
 constexpr int kMxfp8ScaleBytes = 2 * tile_scale_bytes(Format::kMxfp8);  // of a tile
 
 template <int width>
 struct ByteConfig {
-  static_assert(width == kByteSlim || width == kByteWide);
+  static_assert(width == kByteSlim || width == kByteNarrow || width == kByteWide);
   using Format = ByteFormat;
+  static constexpr bool kOverlaps = width != kByteSlim;  // a half is decoded while the one before is multiplied
   static constexpr int kMaxWidth = width;
+  static constexpr int kPartWidth = width == kByteWide ? width / 2 : width;  // tokens that are multiplied at a time
   static constexpr int kConsumers = 2;
   static constexpr int kWarpgroupTiles = 2;
-  static constexpr int kTokenSteps = 2;
-  static constexpr int kTokenStages = 3;
-  static constexpr int kWeightStages = width == kByteSlim ? 2 : 3;  // of 128 in K
-  static constexpr int kBlocks = width == kByteSlim ? 2 : 1;
-  static constexpr int kProducerRegisters = width == kByteSlim ? 24 : 40;
-  static constexpr int kConsumerRegisters = width == kByteSlim ? 104 : 232;
+  static constexpr int kTokenSteps = width == kByteWide ? 1 : 2;
+  static constexpr int kTokenStages = width == kByteWide ? 4 : 3;
+  static constexpr int kWeightStages = kOverlaps ? 3 : 2;  // of 128 in K
+  static constexpr int kBlocks = kOverlaps ? 1 : 2;
+  static constexpr int kProducerRegisters = kOverlaps ? 40 : 24;
+  static constexpr int kConsumerRegisters = kOverlaps ? 232 : 104;
 };
 
 template <int width>
@@ -115,64 +116,149 @@ __device__ __forceinline__ void begin_tile(Consumer<ByteConfig<width>>& at, cons
   }
 }
 
-// A tile's 64 rows by 128 of K: both steps of 64.
-template <int width>
-__device__ __forceinline__ void decode_tile(uint32_t (&fragments)[2][4][4], const Consumer<ByteConfig<width>>& at,
-                                            int m) {
+// 64 rows by 64 of K of tile m of the stage at hand.
+template <class C>
+__device__ __forceinline__ void decode_half(uint32_t (&fragments)[4][4], const Consumer<C>& at, int m, int half) {
+  const uint32_t from = at.codes_of(m) ^ half * 64;
+  const uint4 low = load_matrices(from), high = load_matrices(from + 1024);
+  const uint32_t low_words[4] = {low.x, low.y, low.z, low.w}, high_words[4] = {high.x, high.y, high.z, high.w};
+  const Raises raise = at.raises(m, half);
 #pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const uint32_t from = at.codes_of(m) ^ half * 64;
-    const uint4 low = load_matrices(from), high = load_matrices(from + 1024);
-    const Raises raise = at.raises(m, half);
-    const uint32_t low_words[4] = {low.x, low.y, low.z, low.w}, high_words[4] = {high.x, high.y, high.z, high.w};
-#pragma unroll
-    for (int step = 0; step < 4; step++) {
-      const E4m3Halves l = decode_e4m3_in_order(low_words[step], raise.low);
-      const E4m3Halves h = decode_e4m3_in_order(high_words[step], raise.high);
-      uint32_t (&to)[4] = fragments[half][step];
-      to[0] = l.first, to[1] = h.first, to[2] = l.second, to[3] = h.second;
-    }
+  for (int step = 0; step < 4; step++) {
+    const E4m3Halves l = decode_e4m3_in_order(low_words[step], raise.low);
+    const E4m3Halves h = decode_e4m3_in_order(high_words[step], raise.high);
+    uint32_t (&to)[4] = fragments[step];
+    to[0] = l.first, to[1] = h.first, to[2] = l.second, to[3] = h.second;
   }
 }
 
-// Sums beyond a tile's tokens are never looked at.
-template <int width>
-__device__ __forceinline__ void add_scaled(float (&sums)[width / 2], const float (&part)[width / 2], float2 factor) {
+template <class C>
+using PartSums = float[C::kPartWidth / 2];
+
+// Sums of a step, from token `first` of the tile on, added times the scales of their rows. Those beyond a tile's tokens
+// are never looked at.
+template <class C>
+__device__ __forceinline__ void add_scaled(TileSums<C>& sums, const PartSums<C>& part, int first, float2 factor) {
 #pragma unroll
-  for (int i = 0; i < width / 2; i++) sums[i] = __fmaf_rn(part[i], i / 2 % 2 == 0 ? factor.x : factor.y, sums[i]);
+  for (int i = 0; i < C::kPartWidth / 2; i++) {
+    float& sum = sums[first / 2 + i];
+    sum = __fmaf_rn(part[i], i / 2 % 2 == 0 ? factor.x : factor.y, sum);
+  }
 }
 
-template <int width>
-__device__ __forceinline__ void multiply_tile(Accumulators<ByteConfig<width>>& sums,
-                                              GemmShared<ByteConfig<width>>& shared, Consumer<ByteConfig<width>>& at,
-                                              const Work& work) {
-  using C = ByteConfig<width>;
+// A warpgroup's multiplication of a tile, stage by stage.
+template <class C>
+struct ByteMultiplication {
+  GemmShared<C>& shared;
+  Consumer<C>& at;
+  const int width, lane;
   uint32_t fragments[2][4][4];
-  float part[width / 2] = {};
-  clear<C>(sums);
-  const int index = work.width / 8 - 1, lane = threadIdx.x % 32, steps = work.k_tiles / 2;
-#pragma unroll 1
-  for (int step = 0; step < steps; step++) {
+  PartSums<C> part;  // of the step at hand
+
+  __device__ __forceinline__ void wait_for_weights() const {
     barrier_wait(shared_address(&shared.weights_full[at.weights.slot]), at.weights.parity);
-    barrier_wait(shared_address(&shared.tokens_full[at.tokens.slot]), at.tokens.parity);
-    const uint32_t tokens = shared_address(shared.tokens[at.tokens.slot]) / 16 | 1 << 16;
+  }
+  __device__ __forceinline__ uint32_t wait_for_tokens(const Ring<C::kTokenStages>& ring) const {
+    barrier_wait(shared_address(&shared.tokens_full[ring.slot]), ring.parity);
+    return shared_address(shared.tokens[ring.slot]) / 16 | 1 << 16;
+  }
+  // All codes of the stage have been read.
+  __device__ __forceinline__ void leave_weights() {
+    __syncwarp();
+    arrive_once_a_warp(shared_address(&shared.weights_empty[at.weights.slot]), lane);
+    at.weights.advance();
+  }
+  __device__ __forceinline__ void leave_tokens() {
+    arrive_once_a_warp(shared_address(&shared.tokens_empty[at.tokens.slot]), lane);
+    at.tokens.advance();
+  }
+  // Both tiles of a step, one after the other: two blocks of a multiprocessor fill each other's gaps.
+  __device__ __forceinline__ void in_turn(Accumulators<C>& sums, int step) {
+    wait_for_weights();
+    const uint32_t tokens = wait_for_tokens(at.tokens);
 #pragma unroll
     for (int m = 0; m < C::kWarpgroupTiles; m++) {
       const float2 factor = at.factors(m, step);
-      decode_tile(fragments, at, m);
-      if (m == C::kWarpgroupTiles - 1) {  // all codes have been read
-        __syncwarp();
-        arrive_once_a_warp(shared_address(&shared.weights_empty[at.weights.slot]), lane);
-      }
-      start_two_steps<width>(part, fragments, tokens, index);
-      wait_for_sums<width>(part);
+      decode_half(fragments[0], at, m, 0);
+      decode_half(fragments[1], at, m, 1);
+      if (m == C::kWarpgroupTiles - 1) leave_weights();
+      start_two_steps<C::kPartWidth>(part, fragments, tokens, width / 8 - 1);
+      wait_for_sums<C::kPartWidth>(part);
       keep(fragments[0]);
       keep(fragments[1]);
-      add_scaled<width>(sums[m], part, factor);
+      add_scaled<C>(sums[m], part, 0, factor);
     }
-    arrive_once_a_warp(shared_address(&shared.tokens_empty[at.tokens.slot]), lane);
-    at.tokens.advance();
-    at.weights.advance();
+    leave_tokens();
+  }
+
+  // Tokens of both halves of a step's K, which are a stage or two.
+  __device__ __forceinline__ uint32_t wait_for_second_half(uint32_t first) const {
+    if constexpr (C::kTokenSteps == 2) return first + Sizes<C>::kTokenStepBytes / 16;
+    Ring<C::kTokenStages> next = at.tokens;
+    next.advance();
+    return wait_for_tokens(next);
+  }
+
+  // While the tensor cores multiply by one half of a tile's K, the next half is decoded, and that of the next tile
+  // while they multiply the last tokens by the second one. The first half of the stage's first tile is decoded already.
+  __device__ __forceinline__ void overlapped(Accumulators<C>& sums, int step, bool last) {
+    constexpr int kPart = C::kPartWidth, kPartRows = kPart * 128 / 16, kLast = C::kWarpgroupTiles - 1;
+    const bool has_more = kPart < C::kMaxWidth && width > kPart;  // tokens than a part
+    const int first = (has_more ? kPart : width) / 8 - 1, second = (width - kPart) / 8 - 1;
+    const uint32_t tokens = wait_for_tokens(at.tokens);
+    uint32_t others = 0;
+#pragma unroll
+    for (int m = 0; m < C::kWarpgroupTiles; m++) {
+      const float2 factor = at.factors(m, step);
+      start_step<kPart>(part, fragments[0], tokens, first);
+      decode_half(fragments[1], at, m, 1);
+      if (m == 0) others = wait_for_second_half(tokens);
+      multiply_step<kPart>(part, fragments[1], others, first);
+      if (m == kLast) {
+        leave_weights();
+        if (!last) wait_for_weights();
+      }
+      if (has_more) {
+        wait_for_sums<kPart>(part);
+        add_scaled<C>(sums[m], part, 0, factor);
+        start_step<kPart>(part, fragments[0], tokens + kPartRows, second);
+        multiply_step<kPart>(part, fragments[1], others + kPartRows, second);
+      }
+      wgmma_wait<1>();
+      keep(fragments[0]);
+      if (m < kLast || !last) decode_half(fragments[0], at, (m + 1) % C::kWarpgroupTiles, 0);
+      wait_for_sums<kPart>(part);
+      keep(fragments[1]);
+      if (has_more) {
+        add_scaled<C>(sums[m], part, C::kMaxWidth - kPart, factor);
+      } else {
+        add_scaled<C>(sums[m], part, 0, factor);
+      }
+    }
+    leave_tokens();
+    if constexpr (C::kTokenSteps == 1) leave_tokens();
+  }
+};
+
+template <int tokens>
+__device__ __forceinline__ void multiply_tile(Accumulators<ByteConfig<tokens>>& sums,
+                                              GemmShared<ByteConfig<tokens>>& shared, Consumer<ByteConfig<tokens>>& at,
+                                              const Work& work) {
+  using C = ByteConfig<tokens>;
+  ByteMultiplication<C> multiplication{shared, at, work.width, static_cast<int>(threadIdx.x % 32), {}, {}};
+  clear<C>(sums);
+  const int steps = work.k_tiles / 2;
+  if constexpr (C::kOverlaps) {
+    multiplication.wait_for_weights();
+    decode_half(multiplication.fragments[0], at, 0, 0);
+  }
+#pragma unroll 1
+  for (int step = 0; step < steps; step++) {
+    if constexpr (C::kOverlaps) {
+      multiplication.overlapped(sums, step, step + 1 == steps);
+    } else {
+      multiplication.in_turn(sums, step);
+    }
   }
 }
 
@@ -216,7 +302,7 @@ __device__ __forceinline__ void load_weights(const GemmArgs& args, GemmShared<By
 template <>
 struct ConfigsOf<ByteFormat> {
   using Slim = ByteConfig<kByteSlim>;
-  using Narrow = ByteConfig<kByteWide>;
+  using Narrow = ByteConfig<kByteNarrow>;
   using Wide = ByteConfig<kByteWide>;
 };
 
