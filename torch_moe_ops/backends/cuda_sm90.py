@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops.backends.registry import Backend, RemoteExperts, Requirement, formats, one_of, register
-from torch_moe_ops.backends.sm90 import byte_formats
+from torch_moe_ops.backends.sm90 import byte_formats, fp8_products
 from torch_moe_ops.backends.sm90.choice import choice_of, may_gather
 from torch_moe_ops.backends.sm90.common import (
     NEEDS,
@@ -59,6 +59,8 @@ ROUNDED_FORMATS: dict[str, tuple[str, ...]] = {"mxint4": ("none",), "int4": ("no
 
 def run(call: ExpertsCall, out: Tensor) -> None:
     """Fill `out` [num_tokens, hidden_size] (bfloat16, float16 or float32, contiguous) from a checked call."""
+    if fp8_products.are_faster(call):
+        return fp8_products.run(call, out)
     kernel = _kernel(call, out, call.topk_ids.shape[1])
     if not (is_for_backward() and _holds_much(call, out)):
         return run_kernel(call, out, kernel)
@@ -82,9 +84,9 @@ def _holds_much(call: ExpertsCall, out: Tensor) -> bool:
 
 
 def run_monolithic(call: ExpertsCall, routing: tuple[Any, ...], out: Tensor) -> bool:
-    """`run` from router logits; False where their groups are more than the kernels route."""
+    """`run` from router logits; False where their groups are more than the kernels route, or another op runs."""
     router = router_of(routing)
-    if router is None:
+    if router is None or fp8_products.are_faster(call, out.shape[0] * router.top_k):
         return False
     without_ids = call._replace(topk_ids=None, topk_weights=None)  # type: ignore[arg-type]
     run_kernel(without_ids, out, _kernel(call, out, router.top_k), router)
