@@ -2,7 +2,8 @@
 
 The second one rounds its weights, so that `accuracy="strict"` leaves it out. Both lay them out in the same way, and
 several kernels read that: `decode`, one persistent launch for few tokens, and prefill's grouped GEMMs for many, with
-`slim`, `narrow` or `wide` tiles. sm90/choice.py chooses by shapes and number of tokens.
+`slim`, `narrow` or `wide` tiles. sm90/choice.py chooses by shapes and number of tokens. Many tokens of INT4 beside fp8
+activations are for fp8 tensor cores, where those kernels take the scales (sm90/fp8_products.py).
 """
 
 from __future__ import annotations

@@ -75,7 +75,8 @@ struct PackedInt4Zero {
   }
 };
 
-// The fragments of a tile's four K-steps, as decode_tile of weights_packed.cuh; the rows' scales.
+// The fragments of a tile's four K-steps, as decode_tile of weights_packed.cuh; the rows' scales, which have been read
+// when this returns: the stage is free before sums are multiplied by them.
 template <class Codes>
 __device__ __forceinline__ RowScales decode_int4_tile(const uint8_t* codes, const uint8_t* tile_scales, int thread,
                                                       uint32_t (&a)[4][4]) {
@@ -93,7 +94,9 @@ __device__ __forceinline__ RowScales decode_int4_tile(const uint8_t* codes, cons
       to[1] = rows.high(of_half[j]);
     }
   }
-  return rows.scales;
+  RowScales scales = rows.scales;
+  asm volatile("" : "+f"(scales.low), "+f"(scales.high));
+  return scales;
 }
 
 }  // namespace moeq::sm90::w4a8
