@@ -15,10 +15,11 @@ from lora_cases import factors_of
 from problems import Case, make_batch, make_raw
 from routing_oracle import WITH_BIAS, draw, draw_bias, groups_of
 from sm90_cases import in_tiles, make_call, of_a_checkpoint, relative_error, run_on
-from tolerances import BF16, layer_bound, rounded_int4
+from tolerances import BF16, fp8_sums_bound, layer_bound, rounded_int4
 
 import torch_moe_ops as moe
 from torch_moe_ops.backends import cuda_sm90, cuda_sm90_bf16
+from torch_moe_ops.backends.sm90 import fp8_products
 from torch_moe_ops.backends.sm90.router import RouterProduct
 from torch_moe_ops.core.routing_methods import ROUTING_METHODS
 from torch_moe_ops.routing.reference import route_reference
@@ -120,6 +121,16 @@ UNQUANTIZED: tuple[Fields, ...] = (
     {"tokens": 70, "activation": "relu2_no_mul"},
     {"tokens": 5, "hidden": 80, "inter": 48, "activation": "swigluoai"},
 )
+# INT4 weights on fp8 tensor cores: tiles of up to 144, 72, 256 and 160 tokens; last steps of one tile of K or two.
+INT4_PRODUCTS: tuple[Fields, ...] = (
+    {"tokens": 930, "experts": 45, "hidden": 1088, "inter": 192, "weights": {"group": -1}},
+    {"tokens": 170, "experts": 90, "hidden": 576, "weights": {"group": -1, "zero": True}, "bias": True},
+    {"tokens": 200, "experts": 1, "top_k": 1, "hidden": 2176, "inter": 2048, "weights": {"group": 128}},
+    {"tokens": 170, "hidden": 192, "weights": {"group": -1, "zero": True}, "bias": True},
+    {"tokens": 400, "experts": 3, "inter": 128, "weights": {"group": 128}, "activation": "relu2_no_mul"},
+    {"tokens": 400, "experts": 3, "weights": {"group": -1, "scale_dtype": torch.float16}, "activation": "gelu"},
+    {"tokens": 300, "foreign": True, "experts": 9, "top_k": 3, "weights": {"group": -1, "zero": True}},
+)
 # Layers called from router logits: tokens, scheme, what `prepare` is told.
 LAYERS: dict[str, tuple[tuple[int, str, Fields], ...]] = {
     "packed": tuple((tokens, "nvfp4", {"act_format": "fp8", "weight_policy": "packed"}) for tokens in (70, 13, 1, 3)),
@@ -169,6 +180,17 @@ def run_bf16(fields: Fields) -> str | None:
     cuda_sm90_bf16.run_kernel(call, out)
     error = relative_error(out, call)
     return None if error < BF16 else f"{error:.1e}"
+
+
+def run_int4_products(fields: Fields) -> str | None:
+    call = of_a_checkpoint(make_call("int4", "fp8", **SMALL | fields))
+    out = torch.full(call.hidden_states.shape, float("nan"), dtype=call.out_dtype, device=call.w2.device)
+    fp8_products.run(in_tiles(call), out)
+    if fields.get("foreign"):
+        return None if not out[-1].any() else "experts of another rank contribute"
+    error = relative_error(out, call)
+    bound = fp8_sums_bound(call.topk_ids.numel() * call.w2.shape[2] * 8, call.out_dtype)
+    return None if error < bound else f"{error:.1e}"
 
 
 def run_layer(tokens: int, scheme: str, settings: Fields) -> str | None:
@@ -254,6 +276,7 @@ def groups(kernels: list[str]) -> dict[str, list[Run]]:
         routers = ((128, 256, 3), (60, 1000, 17), (256, 1536, 9), (3, 8, 1))
         found["router"] = [(run_router, (*shape, "renormalize")) for shape in routers]
         found["hidden"] = [(run_hidden, routed) for routed in ROUTED]
+        found["int4-products"] = [(run_int4_products, (fields,)) for fields in INT4_PRODUCTS]
         found["bf16"] = [(run_bf16, (fields,)) for fields in UNQUANTIZED]
         found |= {name: [(run_adapters, adapters) for adapters in each] for name, each in ADAPTERS.items()}
         found |= {name: [(run_layer, layer) for layer in layers] for name, layers in LAYERS.items()}

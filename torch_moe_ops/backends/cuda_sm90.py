@@ -2,7 +2,8 @@
 
 The second one rounds its weights, so that `accuracy="strict"` leaves it out. Both lay them out in the same way, and
 several kernels read that: `decode`, one persistent launch for few tokens, and prefill's grouped GEMMs for many, with
-`slim`, `narrow` or `wide` tiles. sm90/choice.py chooses by shapes and number of tokens.
+`slim`, `narrow` or `wide` tiles. sm90/choice.py chooses by shapes and number of tokens. Many tokens of INT4 beside fp8
+activations are for fp8 tensor cores, where those kernels take the scales (sm90/fp8_products.py).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops.backends.registry import Backend, RemoteExperts, Requirement, formats, one_of, register
-from torch_moe_ops.backends.sm90 import byte_formats
+from torch_moe_ops.backends.sm90 import byte_formats, fp8_products
 from torch_moe_ops.backends.sm90.choice import choice_of, may_gather
 from torch_moe_ops.backends.sm90.common import (
     NEEDS,
@@ -59,6 +60,8 @@ ROUNDED_FORMATS: dict[str, tuple[str, ...]] = {"mxint4": ("none",), "int4": ("no
 
 def run(call: ExpertsCall, out: Tensor) -> None:
     """Fill `out` [num_tokens, hidden_size] (bfloat16, float16 or float32, contiguous) from a checked call."""
+    if fp8_products.are_faster(call):
+        return fp8_products.run(call, out)
     kernel = _kernel(call, out, call.topk_ids.shape[1])
     if not (is_for_backward() and _holds_much(call, out)):
         return run_kernel(call, out, kernel)
@@ -82,9 +85,9 @@ def _holds_much(call: ExpertsCall, out: Tensor) -> bool:
 
 
 def run_monolithic(call: ExpertsCall, routing: tuple[Any, ...], out: Tensor) -> bool:
-    """`run` from router logits; False where their groups are more than the kernels route."""
+    """`run` from router logits; False where their groups are more than the kernels route, or another op runs."""
     router = router_of(routing)
-    if router is None:
+    if router is None or fp8_products.are_faster(call, out.shape[0] * router.top_k):
         return False
     without_ids = call._replace(topk_ids=None, topk_weights=None)  # type: ignore[arg-type]
     run_kernel(without_ids, out, _kernel(call, out, router.top_k), router)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from torch_moe_ops.backends.sm90 import byte_formats
+from torch_moe_ops.backends.sm90 import byte_formats, fp8_products
 from torch_moe_ops.backends.sm90.choice import decode_max_tokens, gathered_of, may_gather, switches_of
 from torch_moe_ops.backends.sm90.formats import exact_kernels
 from torch_moe_ops.core.kernel_facts import Sm90Few
@@ -43,8 +43,13 @@ def notes_of(problem: Problem) -> str:
 
 def notes_of_rounded(problem: Problem) -> str:
     """`notes_of` where weights are rounded to bfloat16, by some of the kernels or all."""
-    exact = " and ".join(exact_kernels(problem.weight_scales or ""))
-    return f"weights are rounded to bfloat16{f', but not by {exact}' if exact else ''}; {notes_of(problem)}"
+    exact = list(exact_kernels(problem.weight_scales or ""))
+    least, more = fp8_products.least_tokens(problem), ""
+    if least is not None:
+        exact.append("products of codes")
+        more = f"; products of codes on fp8 tensor cores from {least} tokens on, whose sums have 13 bits"
+    unrounded = f", but not by {' and '.join(exact)}" if exact else ""
+    return f"weights are rounded to bfloat16{unrounded}; {notes_of(problem)}{more}"
 
 
 def _of_any_top_k(problem: Problem) -> str:

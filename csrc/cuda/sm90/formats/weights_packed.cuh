@@ -14,6 +14,7 @@ struct Table {
 
 // The formats of policy `packed`: bytes of a tile's scales, and which ones one thread of a warpgroup has.
 struct PackedNvfp4 {
+  static constexpr bool kInt4 = false;
   static constexpr int kScaleBytes = w4a8::kScaleBytes;
   static __device__ __forceinline__ int scales_of(int thread) { return thread * 4; }
   static __device__ __forceinline__ float scale_value(uint32_t byte);
@@ -22,6 +23,7 @@ struct PackedNvfp4 {
 
 // Two neighbouring threads share blocks of 32.
 struct PackedMxfp4 {
+  static constexpr bool kInt4 = false;
   static constexpr int kScaleBytes = kMxScaleBytes;
   static __device__ __forceinline__ int scales_of(int thread) { return thread / 2 * 4; }
   static __device__ __forceinline__ float scale_value(uint32_t byte);

@@ -1,6 +1,7 @@
-// moeq_C::experts_sm90_w4a8: one layer of NVFP4, MXFP4 or e4m3 weights on fp8 activations.
+// moeq_C::experts_sm90_w4a8: one layer of NVFP4, MXFP4, INT4 or e4m3 weights on fp8 activations.
 #include "op_layer.h"
 #include "../layout/w4a8_layout.h"
+#include "../problem/int4_problem.h"
 #include "../problem/tiled_problem.h"
 #include "op_tiled_weights.h"
 
@@ -23,16 +24,34 @@ const uint8_t* strip_of(const W4a8Problem& p, const char* name, const Tensor& te
   return tiles_of(kOp, name, tensor, row_tiles * strip_bytes(k_tiles, scale_bytes), beside);
 }
 
+// INT4 scales come as [experts, row tiles, groups, tiles of K with the same ones, bytes of a tile].
+bool are_int4(const Tensor& scale) { return scale.dim() == 5; }
+
+// Sums are scaled every 128 values of K, so that pairs of tiles must have the same scales.
+bool covers_pairs(const Tensor& scale) { return scale.size(2) == 1 || scale.size(3) % 2 == 0; }
+
+void check_sizes(const Problem& p) {
+  STD_TORCH_CHECK(p.experts <= kMaxExperts, "moeq_C::", kOp, ": at most ", kMaxExperts, " experts");
+  STD_TORCH_CHECK(p.hidden <= w4a8::kMaxK && p.inter <= w4a8::kMaxK, "moeq_C::", kOp, ": sizes up to ", w4a8::kMaxK);
+}
+
+void bind_int4(W4a8Problem& p, const LayerCall& call) {
+  bind_tiled_weights(kOp, p, call);
+  STD_TORCH_CHECK(has_int4(p) && covers_pairs(*call.w13_scale) && covers_pairs(*call.w2_scale), "moeq_C::", kOp,
+                  ": scales of int4 weights must be bfloat16 or float16 ones of 128 values of K or more");
+  check_sizes(p);
+}
+
 // Weights and what follows from their shapes; see w4a8_layout.h.
 void bind_weights(W4a8Problem& p, const LayerCall& call) {
   STD_TORCH_CHECK(call.w13.dim() == 4 && call.w2.dim() == 4, "moeq_C::", kOp, ": w13 and w2 must be tiled");
   STD_TORCH_CHECK(call.w13_scale.has_value() && call.w2_scale.has_value(), "moeq_C::", kOp,
                   ": w13_scale and w2_scale must be given");
   STD_TORCH_CHECK(p.hidden % 8 == 0, "moeq_C::", kOp, ": the hidden size must be a multiple of 8");
+  if (p.weights == Weights::kPacked && are_int4(*call.w13_scale)) return bind_int4(p, call);
   p.experts = size_of(kOp, call.w13, 0);
   p.inter = size_of(kOp, call.w2, 2) * w4a8::kTileK;
-  STD_TORCH_CHECK(p.experts <= kMaxExperts, "moeq_C::", kOp, ": at most ", kMaxExperts, " experts");
-  STD_TORCH_CHECK(p.hidden <= w4a8::kMaxK && p.inter <= w4a8::kMaxK, "moeq_C::", kOp, ": sizes up to ", w4a8::kMaxK);
+  check_sizes(p);
   const bool packed = p.weights == Weights::kPacked;
   const int64_t tile = packed ? w4a8::kPackedBytes : w4a8::kFp8Bytes;
   const int64_t k13 = w4a8::tiles(p.hidden, w4a8::kTileK), k2 = w4a8::tiles(p.inter, w4a8::kTileK);

@@ -87,12 +87,12 @@ cudaError_t rows_run(const RowsProblem& p, Shape shape);
 
 // A layer of weights of at most 8 bits on fp8 activations.
 //
-// weights: kPacked: NVFP4 or, as `format` says, MXFP4 codes and block scales. kRows: e4m3 with a scale for each row,
-// half of the rows, or matrix. kBlocks: e4m3 with a scale for 128 x 128, and activations with one for 128 of a row.
-// w4a8_layout.h says how they lie.
+// weights: kPacked: NVFP4 or, as `format` says, MXFP4 codes and block scales, or INT4 (int4_problem.h). kRows: e4m3
+// with a scale for each row, half of the rows, or matrix. kBlocks: e4m3 with a scale for 128 x 128, and activations
+// with one for 128 of a row. w4a8_layout.h says how they lie.
 //
-// `inter` is a multiple of 128, `hidden` one of 16; both count padded rows, scales do not. a1 and a2 are kTensor,
-// kExpert (a calibrated gscale multiplies) or kToken; kBlocks takes kToken only. Everything else as in Problem.
+// `inter` is a multiple of 128 (INT4: 64), `hidden` one of 16; both count padded rows, scales do not. a1 and a2 are
+// kTensor, kExpert (a calibrated gscale multiplies) or kToken; kBlocks takes kToken only. All else as in Problem.
 struct W4a8Problem : Problem {
   Weights weights;
   int decode_tokens;  // up to so many are for the decode kernel, where it takes the problem

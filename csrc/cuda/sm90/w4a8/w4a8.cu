@@ -2,14 +2,14 @@
 // factor, GEMM1 quantizes.
 #include <type_traits>
 
-#include "w4a8_epilogue.cuh"
-#include "w4a8_mainloop.cuh"
+#include "w4a8_int4.h"
+#include "w4a8_kernel.cuh"
 #include "w4a8_shared.cuh"
-#include "w4a8_tokens_first.cuh"
 #include "../decode_few/decode_few.h"
 #include "../device/async.cuh"
 #include "../device/scans.cuh"
 #include "../prefill/prefill_plan.h"
+#include "../problem/int4_problem.h"
 
 namespace moeq::sm90::w4a8 {
 namespace {
@@ -69,91 +69,6 @@ cudaError_t launch_schedule(const W4a8Problem& p, const Schedule& schedule, int 
 }
 
 }  // namespace
-
-// The persistent kernel of one GEMM. Two warpgroups multiply, a warp of a third one loads.
-template <class Policy, Finish finish, class P>
-__device__ __forceinline__ void make_tile(const GemmArgs& args, GemmShared<Policy>& shared, Ring<Policy::kStages>& ring,
-                                          const Work& work, int warpgroup, const Ring<kWorkSlots>& works) {
-  const Span<P> span(work.width);
-  Sums<P> sums = {};
-  const Steps steps{kept(args.k_tiles), kept(threadIdx.x % 128)};
-  if constexpr (Policy::kTileScales > 0) {
-    multiply_decoded(sums, shared, ring, warpgroup, span, steps);
-  } else {
-    multiply_bytes<finish == Finish::kOutput>(sums, shared, ring, warpgroup, span, steps, args, work);
-  }
-  store<Policy, finish, P>(args, shared, work, sums, span.tokens, warpgroup, works.slot, works.parity);
-}
-
-template <class Policy, Finish finish>
-__device__ __forceinline__ void consume(const GemmArgs& args, GemmShared<Policy>& shared) {
-  // From one lane, so that the compiler knows it to be uniform: operand descriptors are made of it.
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
-  Ring<kWorkSlots> work_ring;
-  Ring<Policy::kStages> ring;
-  while (true) {
-    barrier_wait(shared_address(&shared.work_full[work_ring.slot]), work_ring.parity);
-    const Work work = shared.work[work_ring.slot];
-    if (work.expert < 0) break;
-    using Narrowest = std::conditional_t<Policy::kWidth == kMaxNarrow, Short, Whole>;
-    if constexpr (std::is_same_v<Policy, TokensFirst>) {
-      make_tile<finish>(args, shared, ring, work, warpgroup, work_ring);
-    } else if (Policy::kWidth <= kMaxSingle || work.width <= kMaxSingle) {
-      make_tile<Policy, finish, Narrowest>(args, shared, ring, work, warpgroup, work_ring);
-    } else {
-      make_tile<Policy, finish, Halves>(args, shared, ring, work, warpgroup, work_ring);
-    }
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&shared.work_empty[work_ring.slot]));
-    work_ring.advance();
-  }
-}
-
-template <class Policy, Finish finish>
-__global__ void __launch_bounds__(kGemmThreads<Policy>, 1) gemm_kernel(const __grid_constant__ GemmArgs args) {
-  extern __shared__ uint8_t dynamic_shared[];
-  GemmShared<Policy>& shared =
-      *reinterpret_cast<GemmShared<Policy>*>(dynamic_shared + (1024 - shared_address(dynamic_shared) % 1024) % 1024);
-  if (threadIdx.x == 0) init_barriers(shared);
-  __syncthreads();
-  allow_next_kernel();
-  wait_for_previous_kernel();
-  constexpr bool three = Policy::kBlockTiles == 3;
-  if (threadIdx.x >= kConsumerThreads<Policy>) {
-    registers_shrink<three ? 56 : 40>();
-    const int warp = (threadIdx.x - kConsumerThreads<Policy>) / 32;
-    if (warp == 0) produce(args, shared);
-    if (warp == 1) load_rows<Policy, finish>(args, shared);
-  } else {
-    registers_grow<three ? 152 : 232>();
-    consume<Policy, finish>(args, shared);
-  }
-}
-
-template <class Policy, Finish finish>
-Variant<GemmArgs> variant_of() {
-  return {gemm_kernel<Policy, finish>, sizeof(GemmShared<Policy>) + 1024,
-          kGemmThreads<Policy>,        1,
-          Policy::kBlockTiles,         Policy::kWidth};
-}
-
-template <class Policy>
-Variant<GemmArgs> variant_of(Finish finish) {
-  switch (finish) {
-    case Finish::kSwiglu:
-      if constexpr (!std::is_same_v<Policy, Blocks<kMaxWidth>>) return variant_of<Policy, Finish::kSwiglu>();
-      return {};   // tokens are the first factor there
-    case Finish::kLinear:
-      return variant_of<Policy, Finish::kLinear>();
-    default:
-      return variant_of<Policy, Finish::kOutput>();
-  }
-}
-
-template <template <int> class Policy>
-Variant<GemmArgs> variant_of(Finish finish, bool wide) {
-  return wide ? variant_of<Policy<kMaxWidth>>(finish) : variant_of<Policy<kMaxSingle>>(finish);
-}
 
 Variant<GemmArgs> variant_of_tokens_first(Finish finish) {
   return finish == Finish::kSwiglu ? variant_of<TokensFirst, Finish::kSwiglu>()
@@ -249,29 +164,53 @@ Plan make_prefill_plan(const W4a8Problem& p) {
                  k_tiles2,  tiles(p.hidden, kTileRows)};
   plan.first.codes = operand2;
   plan.first.code_factor = factor2;
+  if (has_int4(p)) {
+    plan.tokens.order = plan.intermediate.order = kInt4Order;
+    plan.first.half_tiles = tiles(p.hidden, kTileK / 2);
+    plan.second.half_tiles = tiles(p.inter, kTileK / 2);
+  }
   plan.combine = {p, y, wide, nullptr};
   plan.rows = rows;
   plan.bytes = arena.used();
   return plan;
 }
 
-// Tokens of a tile at most: few where experts have few, which leaves more shared memory to weights under way. Timed
-// with MXFP4 alone.
-int widest_of(const W4a8Problem& p) {
-  if (has_wide_tiles(p)) return kMaxWidth;
-  return has_mx_scales(p) && int64_t{p.tokens} * p.top_k <= int64_t{kNarrowTokens} * p.experts ? kMaxNarrow
-                                                                                               : kMaxSingle;
+// Whether tiles hold few tokens, which leaves more shared memory to weights under way.
+bool has_narrow_tiles(const Problem& p) { return int64_t{p.tokens} * p.top_k <= int64_t{kNarrowTokens} * p.experts; }
+
+// Tokens of a tile at most, of INT4: those of three warpgroups, but where experts are large and have many tokens, which
+// are read once for two halves then, and where GEMM2 has less than two rounds of such blocks for the multiprocessors.
+int widest_of_int4(const Problem& p) {
+  if (has_wide_tiles(p) && has_large_experts(p)) return kMaxWidth;
+  const int64_t full = int64_t{p.tokens} * p.top_k / kMaxPaired, token_tiles = full > p.experts ? full : p.experts;
+  if (token_tiles * tiles(p.hidden, 3 * kTileRows) < 2 * p.partition.multiprocessors) return kMaxSingle;
+  return has_narrow_tiles(p) ? kMaxNarrow : kMaxPaired;
 }
 
+// Of others: few where experts have few, timed with MXFP4 alone.
+int widest_of(const W4a8Problem& p) {
+  if (has_int4(p)) return widest_of_int4(p);
+  if (has_wide_tiles(p)) return kMaxWidth;
+  return has_mx_scales(p) && has_narrow_tiles(p) ? kMaxNarrow : kMaxSingle;
+}
+
+// By its place among the widths that there are.
+int index_of(int widest) { return widest == kMaxWidth ? 2 : widest == kMaxNarrow ? 1 : widest == kMaxPaired ? 3 : 0; }
+
 cudaError_t launch_gemm(const GemmArgs& args, Finish finish) {
-  static KnownDevices known[4][3][3], known_tokens_first[3];
+  static KnownDevices known[4][3][3], known_int4[2][3][4], known_tokens_first[3];
   const W4a8Problem& p = args.problem;
   if (has_tokens_first(p)) {
     return launch_variant(variant_of_tokens_first(finish), args, p, known_tokens_first[static_cast<int>(finish)]);
   }
+  const int widest = widest_of(p), width = index_of(widest);
+  if (has_int4(p)) {
+    const bool zeros = has_zero_points(p);
+    return launch_variant(int4_variant(zeros, finish, widest), args, p,
+                          known_int4[zeros][static_cast<int>(finish)][width]);
+  }
   const bool mx = has_mx_scales(p);
-  const int widest = widest_of(p), weights = mx ? 3 : static_cast<int>(p.weights);
-  const int width = widest == kMaxWidth ? 2 : widest == kMaxNarrow ? 1 : 0;
+  const int weights = mx ? 3 : static_cast<int>(p.weights);
   return launch_variant(variant_for(p.weights, mx, finish, widest), args, p,
                         known[weights][static_cast<int>(finish)][width]);
 }

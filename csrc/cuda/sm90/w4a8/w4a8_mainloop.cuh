@@ -8,6 +8,7 @@
 
 #include "w4a8_shared.cuh"
 #include "../device/wgmma_e4m3.cuh"
+#include "../formats/weights_int4_e4m3.cuh"
 #include "../formats/weights_packed.cuh"
 
 namespace moeq::sm90::w4a8 {
@@ -82,6 +83,17 @@ __device__ __forceinline__ Stream stream_of(const GemmArgs& args, GemmShared<Pol
   const int tile = (lane - 1) % Policy::kBlockTiles;
   const int64_t row_tile =
       int64_t{work.expert} * args.row_tiles + min(work.row_block * Policy::kBlockTiles + tile, args.row_tiles - 1);
+  if constexpr (Policy::kInt4) {
+    if (lane <= Policy::kBlockTiles) {
+      return {args.weights + row_tile * args.half_tiles * (Policy::kTileBytes / 2), Policy::kTileBytes,
+              Policy::kTileBytes, shared_address(shared.weights) + tile * Policy::kTileBytes,
+              Policy::kBlockTiles * Policy::kTileBytes};
+    }
+    // Of the first of a step's two tiles: both have the same ones.
+    return {args.scales + row_tile * args.half_tiles * Policy::kTileScales, 2 * Policy::kTileScales,
+            Policy::kTileScales, shared_address(shared.scales) + tile * Policy::kTileScales,
+            Policy::kBlockTiles * Policy::kTileScales};
+  }
   if (lane <= Policy::kBlockTiles) {
     return {args.weights + row_tile * args.k_tiles * Policy::kTileBytes, Policy::kTileBytes, Policy::kTileBytes,
             shared_address(shared.weights) + tile * Policy::kTileBytes, Policy::kBlockTiles * Policy::kTileBytes};
@@ -131,6 +143,12 @@ struct Copies {
       ring.advance();
     }
   }
+
+  // INT4: steps have one tile of weights from here on. Whatever lies in the other's place is multiplied by zeros.
+  __device__ __forceinline__ void halve() {
+    bytes -= Policy::kBlockTiles * (Policy::kTileBytes / 2);
+    if (lane >= 1 && lane <= Policy::kBlockTiles) stream.bytes = Policy::kTileBytes / 2;
+  }
 };
 
 // One warp. The next item is asked for before a tile's first half is copied and looked up before its second half.
@@ -154,7 +172,14 @@ __device__ __forceinline__ void produce(const GemmArgs& args, GemmShared<Policy>
     const int first = args.k_tiles / 2;
     copies.issue(shared, ring, first);
     item = load_item(args, __shfl_sync(0xffffffffu, next, 0), blocks, items);
-    copies.issue(shared, ring, args.k_tiles - first);
+    if constexpr (Policy::kInt4) {
+      copies.issue(shared, ring, args.half_tiles / 2 - first);
+      if (args.half_tiles % 2 == 0) continue;
+      copies.halve();
+      copies.issue(shared, ring, 1);
+    } else {
+      copies.issue(shared, ring, args.k_tiles - first);
+    }
   }
 }
 
@@ -171,6 +196,7 @@ struct Parts {
 using Whole = Parts<1, kMaxSingle>;
 using Halves = Parts<2, kMaxWidth / 2>;
 using Short = Parts<1, kMaxNarrow>;
+using Shorts = Parts<2, kMaxNarrow>;
 
 template <class P>
 struct Sums {
@@ -218,6 +244,18 @@ __device__ __forceinline__ void add(float (&sums)[registers], const float (&part
   for (int i = kFew; i < registers; i++) sums[i] = __fadd_rn(sums[i], part[i]);
 }
 
+// The same, times the scales of a thread's two rows.
+template <int registers>
+__device__ __forceinline__ void add(float (&sums)[registers], const float (&part)[registers], int tokens,
+                                    const RowScales& scales) {
+  constexpr int kFew = 32;  // registers: 64 tokens
+#pragma unroll
+  for (int i = 0; i < kFew; i++) sums[i] = __fmaf_rn(part[i], i / 2 % 2 ? scales.high : scales.low, sums[i]);
+  if (registers == kMaxSingle / 2 && tokens <= 2 * kFew) return;
+#pragma unroll
+  for (int i = kFew; i < registers; i++) sums[i] = __fmaf_rn(part[i], i / 2 % 2 ? scales.high : scales.low, sums[i]);
+}
+
 // The compiler takes an operand's registers for free once the instruction is issued; they are not until it is done.
 __device__ __forceinline__ void keep(uint32_t (&a)[4][4]) {
 #pragma unroll
@@ -246,6 +284,24 @@ __device__ __forceinline__ uint64_t tokens_of_part(uint64_t tokens, const Span<P
   return tokens + i * span.tokens * (kTileK / 16);
 }
 
+// Scales that decoding has taken into the codes.
+struct NoScales {};
+template <int registers>
+__device__ __forceinline__ void add(float (&sums)[registers], const float (&part)[registers], int tokens, NoScales) {
+  add(sums, part, tokens);
+}
+
+template <class Codes>
+__device__ __forceinline__ auto decode_step(const uint8_t* codes, const uint8_t* scales, int thread,
+                                            uint32_t (&a)[4][4]) {
+  if constexpr (Codes::kInt4) {
+    return decode_int4_tile<Codes>(codes, scales, thread, a);
+  } else {
+    decode_tile<Codes>(codes, scales, thread, a);
+    return NoScales{};
+  }
+}
+
 // Packed: each thread decodes what it multiplies.
 template <class P, class Policy>
 __device__ __forceinline__ void multiply_decoded(Sums<P>& sums, GemmShared<Policy>& shared, Ring<Policy::kStages>& ring,
@@ -255,8 +311,9 @@ __device__ __forceinline__ void multiply_decoded(Sums<P>& sums, GemmShared<Polic
   for (int k = 0; k < steps.many; k++) {
     barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
     uint32_t a[4][4];
-    decode_tile<typename Policy::Codes>(shared.weights[ring.slot] + warpgroup * kPackedBytes,
-                                        shared.scales[ring.slot] + warpgroup * Policy::kTileScales, steps.thread, a);
+    const auto scales = decode_step<typename Policy::Codes>(shared.weights[ring.slot] + warpgroup * kPackedBytes,
+                                                            shared.scales[ring.slot] + warpgroup * Policy::kTileScales,
+                                                            steps.thread, a);
     const uint64_t tokens = swizzled_operand(shared_address(shared.tokens[ring.slot]));
 #pragma unroll
     for (int i = 0; i < parts; i++) {
@@ -266,7 +323,7 @@ __device__ __forceinline__ void multiply_decoded(Sums<P>& sums, GemmShared<Polic
         keep(a);
         release(shared, ring.slot, steps.thread);
       }
-      add(sums.v[i], part, span.tokens);
+      add(sums.v[i], part, span.tokens, scales);
     }
     ring.advance();
   }

@@ -25,18 +25,19 @@ struct Piece {
   }
 
   template <class Scale>
-  __device__ __forceinline__ uint4 encode_each(Scale scale) const {
+  __device__ __forceinline__ uint4 encode_each(Scale scale, uint32_t order) const {
     uint32_t words[4];
 #pragma unroll
     for (int c = 0; c < 4; c++) {
       words[c] = encode4(scale(values[c][0]), scale(values[c][1]), scale(values[c][2]), scale(values[c][3]));
+      words[c] = __byte_perm(words[c], 0, order);
     }
     return make_uint4(words[0], words[1], words[2], words[3]);
   }
 
-  // See with_scaling.
-  __device__ __forceinline__ uint4 encode(float by, bool divide) const {
-    return with_scaling(by, divide, [&](auto scaled) { return encode_each(scaled); });
+  // See with_scaling; order: of QuantizeArgs.
+  __device__ __forceinline__ uint4 encode(float by, bool divide, uint32_t order = 0x3210) const {
+    return with_scaling(by, divide, [&](auto scaled) { return encode_each(scaled, order); });
   }
 };
 
@@ -131,9 +132,10 @@ struct Groups {
 };
 
 template <int pieces>
-__device__ __forceinline__ void encode_row(const Row<pieces>& row, float by, bool divide, uint4 (&codes)[pieces]) {
+__device__ __forceinline__ void encode_row(const Row<pieces>& row, float by, bool divide, uint32_t order,
+                                           uint4 (&codes)[pieces]) {
 #pragma unroll
-  for (int i = 0; i < pieces; i++) codes[i] = row.piece[i].encode(by, divide);
+  for (int i = 0; i < pieces; i++) codes[i] = row.piece[i].encode(by, divide, order);
 }
 
 namespace {
@@ -242,11 +244,11 @@ __global__ void __launch_bounds__(kMostThreads<pieces>, pieces == 4 ? 1 : 2)
   const bool dynamic = p.a1 == ActScale::kToken;
   float by = dynamic ? scale_of(block_max(row.largest(), shared)) : p.a1_gscale[0];
   uint4 codes[pieces];
-  encode_row(row, by, dynamic, codes);
+  encode_row(row, by, dynamic, args.order, codes);
   for_each_place(args, places, [&](const Place& place) {
     if (p.a1 == ActScale::kExpert) {
       by = p.a1_gscale[place.expert];
-      encode_row(row, by, false, codes);
+      encode_row(row, by, false, args.order, codes);
     }
     store(OperandRow(args.operand, place, args.k_tiles), codes, args.k_tiles * kPieces);
     if (threadIdx.x == 0) args.factor[place.row] = dynamic ? by : __frcp_rn(by);
@@ -270,7 +272,7 @@ __global__ void __launch_bounds__(512) place_codes_kernel(const __grid_constant_
 #pragma unroll
       for (int c = 0; c < 4; c++) {
         const int k = first_k(q, c);
-        words[c] = k < p.hidden ? *reinterpret_cast<const uint32_t*>(x + k) : 0;
+        words[c] = k < p.hidden ? __byte_perm(*reinterpret_cast<const uint32_t*>(x + k), 0, args.order) : 0;
       }
       to.store(q, make_uint4(words[0], words[1], words[2], words[3]));
       if (groups && q % kPieces == 0) args.factor[group_at(place, args.k_tiles, q / kPieces)] = scales[q / kPieces];
@@ -348,7 +350,7 @@ template <int pieces>
 __device__ __forceinline__ void write_row(const QuantizeArgs& args, const Place& place, const Row<pieces>& row,
                                           float by, bool divide) {
   uint4 codes[pieces];
-  encode_row(row, by, divide, codes);
+  encode_row(row, by, divide, args.order, codes);
   store(OperandRow(args.operand, place, args.k_tiles), codes, args.k_tiles * kPieces);
   if (threadIdx.x == 0) args.factor[place.row] = divide ? by : __frcp_rn(by);
 }
@@ -410,8 +412,11 @@ __global__ void __launch_bounds__(kRingThreads, 1) quantize_ring_kernel(const __
   ring.begin();
   const bool dynamic = p.a2 == ActScale::kToken;
   int turn = 0;
+  const auto place_at = [&](int at) { return args.schedule.place_of_row[min(at, ring.total - 1)]; };
+  Place next = ring.total > 0 ? place_at(blockIdx.x) : Place{-1, 0, 0, 0};
   for (int at = blockIdx.x; at < ring.total; at += gridDim.x) {
-    const Place place = args.schedule.place_of_row[at];
+    const Place place = next;
+    next = place_at(at + gridDim.x);
     const float* h = ring.wait();
     const Row<1> row = load_row<1>(args, threadIdx.x, [=](int k) { return *reinterpret_cast<const float4*>(h + k); });
     float by = 0.0f;
@@ -467,7 +472,7 @@ __global__ void __launch_bounds__(1024, 1) quantize_long_kernel(const __grid_con
     const Row<1> row = load_row<1>(args, q, [=](int k) { return __ldcs(reinterpret_cast<const float4*>(h + k)); });
     if (groups) by = scale_of(group_max(row.largest()));
     if (k_tile >= args.k_tiles) continue;
-    to.store(q, row.piece[0].encode(by, dynamic));
+    to.store(q, row.piece[0].encode(by, dynamic, groups ? 0x3210 : args.order));
     if (groups && q % kPieces == 0) args.factor[group_at(place, args.k_tiles, k_tile)] = by;
   }
 }

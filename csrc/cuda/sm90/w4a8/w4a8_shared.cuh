@@ -16,10 +16,13 @@ namespace moeq::sm90::w4a8 {
 
 struct PackedNvfp4;
 struct PackedMxfp4;   // of weights_packed.cuh
+struct PackedInt4;
+struct PackedInt4Zero;  // of weights_int4_e4m3.cuh
 
 constexpr int kMaxWidth = 256;      // tokens of a tile
 constexpr int kMaxSingle = 160;     // up to here one instruction spans the tile
 constexpr int kMaxNarrow = 72;      // where experts have few tokens: more stages, as weights are what is waited for
+constexpr int kMaxPaired = 144;     // two instructions of up to kMaxNarrow tokens, of three warpgroups
 constexpr int kNarrowTokens = 40;   // of an expert, in the mean, up to which tiles are so narrow
 
 struct TokenTile {
@@ -60,7 +63,9 @@ inline int max_tiles(int slots, int experts) { return least_of(slots, experts) +
 
 // widest: tokens of a tile at most.
 __host__ __device__ constexpr int round_width(int tokens, int widest) {
-  const bool by_sixteen = tokens <= 96 ? widest != kMaxNarrow : tokens > kMaxSingle;
+  const bool by_sixteen = widest == kMaxPaired ? tokens > kMaxNarrow
+                          : tokens <= 96       ? widest != kMaxNarrow
+                                               : tokens > kMaxSingle;
   return round_up(tokens, by_sixteen ? 16 : 8);
 }
 
@@ -86,7 +91,7 @@ constexpr bool fill_tiles(int widest) {
   }
   return true;
 }
-static_assert(fill_tiles(kMaxWidth) && fill_tiles(kMaxSingle) && fill_tiles(kMaxNarrow),
+static_assert(fill_tiles(kMaxWidth) && fill_tiles(kMaxSingle) && fill_tiles(kMaxNarrow) && fill_tiles(kMaxPaired),
               "Schedule::tiles has room for no more");
 
 // Rows of activations -> rows of the token operand, in w4a8_quantize.cu.
@@ -98,10 +103,14 @@ struct QuantizeArgs {
   uint8_t* operand;    // [rows, K padded], see the head of this file
   float* factor;       // [rows]: multiplies accumulators; kBlocks: [k tiles, rows], as the operand lies
   int k_tiles;
+  uint32_t order = 0x3210;  // of each four values' bytes, as __byte_perm has it
 };
 
 cudaError_t launch_quantize_tokens(const QuantizeArgs& args);
 cudaError_t launch_quantize_intermediate(const QuantizeArgs& args, int rows);
+
+// The bytes of four values where weights are INT4 (weights_int4_e4m3.cuh).
+constexpr uint32_t kInt4Order = 0x3120;
 
 // Shared memory of the persistent kernel: a ring of stages, each one step of 128 in K, and a ring of work.
 struct GemmArgs {
@@ -120,6 +129,7 @@ struct GemmArgs {
   int k_tiles, row_tiles;
   uint8_t* codes;            // TokensFirst, GEMM1: the operand of GEMM2, and
   float* code_factor;        // its groups' scales
+  int half_tiles;            // INT4: K in tiles of 64, as layout.h has them
 };
 
 constexpr int kWorkSlots = 2;
@@ -135,6 +145,7 @@ struct PackedCodes {
   static constexpr int kTileBytes = kPackedBytes;
   static constexpr int kTileScales = Codes::kScaleBytes;
   static constexpr bool kGroups = false;                    // scales of tokens for each 128 of K
+  static constexpr bool kInt4 = Codes::kInt4;  // in the layout of layout.h, rows' scales for each 128 of K
 };
 
 template <int width>
@@ -142,6 +153,14 @@ using Packed = PackedCodes<width, PackedNvfp4>;
 template <int width>
 using PackedMx = PackedCodes<width, PackedMxfp4>;
 using PackedMxNarrow = PackedCodes<kMaxNarrow, PackedMxfp4, 3, 10>;
+template <int width>
+using Int4 = PackedCodes<width, PackedInt4>;
+template <int width>
+using Int4Zero = PackedCodes<width, PackedInt4Zero>;
+using Int4Narrow = PackedCodes<kMaxNarrow, PackedInt4, 3, 10>;
+using Int4Paired = PackedCodes<kMaxPaired, PackedInt4, 3, 7>;
+using Int4ZeroPaired = PackedCodes<kMaxPaired, PackedInt4Zero, 3, 6>;
+using Int4ZeroNarrow = PackedCodes<kMaxNarrow, PackedInt4Zero, 3, 9>;
 
 template <int width>
 struct Rows {
@@ -152,6 +171,7 @@ struct Rows {
   static constexpr int kTileBytes = kFp8Bytes;
   static constexpr int kTileScales = 0;
   static constexpr bool kGroups = false;
+  static constexpr bool kInt4 = false;
 };
 
 template <int width>
@@ -160,7 +180,7 @@ struct Blocks : Rows<width> {
 };
 
 // As Blocks, but tokens are the first factor, in tiles of 128 and what is left (w4a8_tokens_first.cuh).
-constexpr int kPartTokens = 64;   // of a warpgroup
+constexpr int kPartTokens = 64;  // of a warpgroup
 constexpr int kRestTokens = 16;
 struct TokensFirst : Blocks<2 * kPartTokens + kRestTokens> {
   static constexpr int kBlockTiles = 4;
@@ -178,13 +198,13 @@ __host__ __device__ inline int tiles_of_tokens_first(int count, bool joins) {
 
 // A tile of tokens times a block of weight rows.
 struct Work {
-  int expert;      // -1: no more work
+  int expert;  // -1: no more work
   int row_block;
   int width;
-  int rows;        // tokens that exist, of `width`
-  int first_row;   // of the operand
-  int start;       // of the expert's rows in the operand
-  int padded;      // rows of the expert there
+  int rows;  // tokens that exist, of `width`
+  int first_row;  // of the operand
+  int start;  // of the expert's rows in the operand
+  int padded;  // rows of the expert there
 };
 
 template <class Policy>
@@ -195,7 +215,7 @@ constexpr int kGemmThreads = kConsumerThreads<Policy> + 128;
 // What the sums of a block's rows are multiplied by, and what is added.
 template <int tiles>
 struct RowFactors {
-  float scale[tiles * kTileRows];   // of the expert, times that of the row
+  float scale[tiles * kTileRows];  // of the expert, times that of the row
   float bias[tiles * kTileRows];
 };
 
@@ -213,6 +233,8 @@ struct __align__(1024) GemmShared {
   // TokensFirst: a thread's sums of the rest, which has no registers left.
   alignas(16)
       float4 rest[kIsTokensFirst<Policy> ? kRestTokens / 4 : 0][kIsTokensFirst<Policy> ? kConsumerThreads<Policy> : 0];
+  // INT4: a warp's results of 16 tokens and its 16 rows, on their way to memory.
+  alignas(16) uint4 results[Policy::kInt4 ? kConsumerThreads<Policy> / 32 : 0][Policy::kInt4 ? 32 : 0];
   uint64_t full[Policy::kStages], empty[Policy::kStages];
   uint64_t work_full[kWorkSlots], work_empty[kWorkSlots], rows_full[kWorkSlots];
 };
