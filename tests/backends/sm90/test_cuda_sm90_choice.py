@@ -197,6 +197,8 @@ def test_the_kernel_of_rows_that_are_gathered_comes_before_what_tables_say(tmp_p
         ({"scheme": "mxint4"}, True),
         ({"scheme": "int4"}, True),
         ({"scheme": "mxfp8"}, False),
+        ({"act_format": "fp8"}, True),
+        ({"act_format": "mxfp8"}, False),
         ({"act_format": "nvfp4"}, False),
         ({"activation": "gelu"}, False),
         ({"has_bias": True}, False),

@@ -16,7 +16,7 @@ from torch_moe_ops.tuning.tuned_kernels import DECODE_MAX_SLOTS, FORGET, KERNELS
 # Measured on an H200 (benchmarks/results/hopper_notebook.md, section 5). An expert's w2 of so many values is read at
 # the rate of memory by the decode kernel even where an expert has several tokens: in the mean up to 7 / 4.
 DECODE_TOKENS, LARGE_MATRIX = 14, 12_000_000
-# Of W4A16, a decode kernel gathers an expert's rows where they are multiplied (`may_gather`): it is the best one up to
+# Of W4A16 and beside fp8, a decode kernel gathers an expert's rows where they are multiplied (`may_gather`): it is the best one up to
 # so many pairs an expert, and so many values of w2 for all of a rank's pairs, both in the mean (section 13 there).
 # Sizes that surely fit into an SM's memory and, times slots, into its exchange.
 GATHERED_MEAN, GATHERED_WORK = 2, 405_000_000
@@ -56,8 +56,8 @@ def decode_max_tokens(num_local_experts: int, top_k: int, matrix: int) -> int:
 
 def may_gather(scheme: str, act_format: str, activation: str, has_bias: bool, weight_on_input: bool) -> bool:
     """Whether the decode kernel without grid barriers takes more than very few tokens: as in decode_few_plan.cu."""
-    plain = act_format == "none" and activation in ("silu", "swigluoai") and not has_bias and not weight_on_input
-    return plain and scheme in ("nvfp4", "mxfp4", "int4", "mxint4")
+    plain = activation in ("silu", "swigluoai") and not has_bias and not weight_on_input
+    return plain and act_format in ("none", "fp8") and scheme in ("nvfp4", "mxfp4", "int4", "mxint4")
 
 
 def gathered_max_tokens(num_experts: int, top_k: int, hidden: int, inter: int, num_local_experts: int) -> int:
