@@ -89,9 +89,10 @@ FORMATS: dict[str, tuple[Fields, ...]] = {
     ),
 }
 KERNELS = (*tuned_kernels.KERNELS, "gathered")
-# Calls of "gathered", which is for 16-bit activations without biases.
+# Calls of "gathered", which is for layers without biases.
 GATHERED: dict[str, tuple[Fields, ...]] = {
     "nvfp4": ({}, {"foreign": True, "out_dtype": torch.float32}),
+    "nvfp4-a8": ({"act_format": "fp8"}, {"act_format": "fp8", "a1": 90.0, "activation": "swigluoai"}),
     "mxfp4": ({}, {"activation": "swigluoai", "foreign": True}),
     "int4": ({"weights": {"group": 32}}, {"weights": {"group": 64}, "foreign": True}),
     "int4-sums": ({"weights": {"group": 64, "zero": True}}, {"weights": {"group": 64, "scale_dtype": torch.float32}}),
@@ -112,7 +113,7 @@ TOKENS: dict[str, tuple[Fields, ...]] = {
         {"tokens": 32, "top_k": 8, "experts": 200},  # a block multiplies rows of three experts
         {"tokens": 31, "top_k": 7, "experts": 8, "hidden": 8192},  # room for four rows, an expert has 27
     ),
-    "slim": ({"tokens": 50},),
+    "slim": ({"tokens": 50}, {"tokens": 51, "inter": 192}),  # the second: W4A8's blocks wait for each other
     "narrow": ({"tokens": 70, "hidden": 192},),
     "wide": ({"tokens": 170, "inter": 192},),
 }

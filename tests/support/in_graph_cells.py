@@ -53,7 +53,9 @@ def layers() -> tuple[tuple[Format, int], ...]:
 
 
 def tokens_of(fmt: Format) -> tuple[int, ...]:
-    gathers = fmt.act_format == "none" and (fmt.backend, fmt.scheme) in GATHERED
+    gathers = (
+        fmt.act_format in ("none", "fp8") and fmt.weight_policy == "exact" and (fmt.backend, fmt.scheme) in GATHERED
+    )
     return (*TOKENS, *MORE_TOKENS.get(fmt.backend, ()), *((GATHERED_TOKENS,) if gathers else ()))
 
 

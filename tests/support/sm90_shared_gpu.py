@@ -21,6 +21,7 @@ LAYERS: tuple[tuple[str, dict[str, str], tuple[int, int, int, int], tuple[int, .
     ("nvfp4", {"act_format": "none"}, (56, 8, 4096, 128), (1, 3, 12, 60, 500, 1500)),
     ("nvfp4", {"act_format": "nvfp4"}, (16, 2, 1024, 704), (2, 8, 13, 100)),
     ("mxfp4", {"act_format": "none"}, (24, 4, 2880, 128), (3, 14, 200)),
+    ("nvfp4", {"act_format": "fp8"}, (16, 4, 1024, 704), (11, 40, 300, 1500)),
     ("nvfp4", {"act_format": "fp8", "weight_policy": "packed"}, (16, 2, 1024, 704), (70, 600)),
     ("nvfp4", {"act_format": "fp8", "weight_policy": "folded"}, (16, 2, 1024, 704), (9, 300)),
     ("none", {"act_format": "none"}, (16, 2, 1024, 704), (300, 900)),

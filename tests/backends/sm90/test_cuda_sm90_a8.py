@@ -300,3 +300,105 @@ def test_behind_a_gemm_in_a_graph(form: str, kernel: str, tokens: int) -> None:
         now = call._replace(hidden_states=tiled.hidden_states, topk_ids=tiled.topk_ids, topk_weights=tiled.topk_weights)
         assert error(replayed, now) < 1
         assert torch.equal(step(), replayed)
+
+
+PREFILL = ("slim", "narrow", "wide")
+# experts, top_k, hidden, inter, tokens: gangs of 1 to 15 thread blocks, whose last one may have rows beyond the end; and
+# one that would have more blocks than gangs have
+GANGS = (
+    (8, 2, 128, 64, 9),
+    (8, 2, 256, 128, 33),
+    (16, 4, 2880, 704, 300),
+    (16, 4, 2688, 1856, 1100),
+    (128, 8, 2048, 768, 64),
+    (32, 4, 128, 640, 2000),
+    (3, 2, 512, 2880, 700),
+)
+ROUND_ROWS = ("nvfp4_fp8", "mxfp4_fp8")
+
+
+def kernels_of(kernel: str, tiled: ExpertsCall) -> str:
+    """The names of what runs on the device."""
+    run_on(kernel, tiled)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        run_on(kernel, tiled)
+        torch.cuda.synchronize()
+    return " ".join(event.key for event in profiled.key_averages())
+
+
+@forms
+@pytest.mark.parametrize("kernel", PREFILL)
+@pytest.mark.parametrize("activation", ("silu", "swigluoai", "gelu"))
+def test_who_rounds_rows_in_prefill(form: str, kernel: str, activation: str) -> None:
+    """GEMM1 where rows have scales of their own, beside silu and swigluoai, but in narrow tiles; else a launch."""
+    names = kernels_of(kernel, in_tiles(case(form, tokens=40, activation=activation)))
+    rounds = form in (*ROUND_ROWS, "mxfp4_fp8_static_tokens") and activation != "gelu" and kernel != "narrow"
+    assert ("gemm_rounding_kernel" in names) == rounds
+    assert ("e4m3_requantize_kernel" in names) == (not rounds and form != "mxfp4_mxfp8")
+
+
+@pytest.mark.parametrize("form", ROUND_ROWS)
+@pytest.mark.parametrize("shape", GANGS, ids=str)
+@pytest.mark.parametrize("skew", (False, True))
+def test_gangs(form: str, shape: tuple[int, ...], skew: bool) -> None:
+    """Bit for bit what the launch between the GEMMs gives, which narrow tiles have."""
+    call = of_shape(form, shape, activation="swigluoai" if skew else "silu", bias=skew)
+    if skew:  # one expert has tiles of the greatest width, others none
+        call.topk_ids[::3] = 1
+        call.topk_ids[1::3] = 2
+    tiled = in_tiles(call)
+    want = run_on("narrow", tiled)
+    assert error(want, call) < 1
+    for kernel in ("slim", "wide"):
+        assert all(torch.equal(run_on(kernel, tiled), want) for _ in range(3)), kernel
+
+
+@pytest.mark.parametrize("form", ROUND_ROWS)
+@pytest.mark.parametrize("tokens", (60, 700))
+def test_scales_of_all_sizes(form: str, tokens: int) -> None:
+    call = case(form, experts=8, top_k=2, hidden=256, inter=1856, tokens=tokens)
+    values = (0.0, 1e-36, 1e-30, 1e30, 1e36, float("inf"), float("nan"))
+    for at, value in enumerate(values):
+        call.hidden_states[3 * at] *= value
+    tiled = in_tiles(call)
+    want = run_on("narrow", tiled)
+    assert want[3 * len(values) :].isfinite().all() and not want[0].any()
+    for kernel in ("slim", "wide"):
+        out = run_on(kernel, tiled)
+        assert torch.equal(out.isnan(), want.isnan()) and torch.equal(out.nan_to_num(), want.nan_to_num()), kernel
+
+
+@pytest.mark.parametrize("kernel", ("slim", "wide"))
+def test_gangs_in_a_part_of_the_device_and_in_a_graph(kernel: str) -> None:
+    call = case("nvfp4_fp8", experts=40, top_k=4, hidden=512, inter=320, tokens=500)
+    tiled = in_tiles(call)
+    want = run_on(kernel, tiled)
+    stream = green_contexts.split(green_contexts.GROUP, 1)[0].stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        assert torch.equal(run_on(kernel, tiled), want)
+        assert "gemm_rounding_kernel" in kernels_of(kernel, tiled)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [run_on(kernel, tiled) for _ in range(3)]
+    for _ in range(10):
+        graph.replay()
+    assert all(torch.equal(out, want) for out in outs)
+    call.topk_ids.copy_(call.topk_ids.flip(0).clone())
+    graph.replay()
+    assert error(outs[0], call) < 1 and torch.equal(outs[0], outs[2])
+
+
+def test_a_part_of_the_device_with_fewer_blocks_than_a_gang() -> None:
+    """There a launch between the GEMMs rounds."""
+    tiled = in_tiles(case("nvfp4_fp8", experts=8, top_k=2, hidden=256, inter=1856, tokens=700))
+    want = run_on("wide", tiled)
+    assert "gemm_rounding_kernel" in kernels_of("wide", tiled)
+    stream = green_contexts.split(green_contexts.GROUP, 1)[0].stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        out = run_on("wide", tiled)
+        names = kernels_of("wide", tiled)
+    torch.cuda.synchronize()
+    assert "gemm_rounding_kernel" not in names and torch.equal(out, want)

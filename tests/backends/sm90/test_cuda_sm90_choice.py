@@ -177,6 +177,7 @@ def test_rows_are_gathered_where_that_is_the_best_kernel() -> None:
     assert _gathered(large, 1) == 0, "work"
     assert _gathered(large._replace(num_experts=64), 4) == 13
     assert _gathered(large._replace(num_experts=32), 8) == 27
+    assert _gathered(large._replace(num_experts=32, act_format="fp8"), 8) == 23, "room of the exchange"
     assert _gathered(KEY._replace(num_experts=160, hidden_size=5120, intermediate_size=1536), 1) == 0, "eight or fewer"
 
 
@@ -197,6 +198,8 @@ def test_the_kernel_of_rows_that_are_gathered_comes_before_what_tables_say(tmp_p
         ({"scheme": "mxint4"}, True),
         ({"scheme": "int4"}, True),
         ({"scheme": "mxfp8"}, False),
+        ({"act_format": "fp8"}, True),
+        ({"act_format": "mxfp8"}, False),
         ({"act_format": "nvfp4"}, False),
         ({"activation": "gelu"}, False),
         ({"has_bias": True}, False),

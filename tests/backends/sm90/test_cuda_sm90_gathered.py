@@ -20,9 +20,11 @@ from sm90_cases import (
     run_on,
     why_not_here,
 )
+from tolerances import layer_bound
 
 from torch_moe_ops.core.call import ExpertsCall
 from torch_moe_ops.core.kernel_facts import Sm90Few
+from torch_moe_ops.core.schemes import SCHEMES
 
 REASON = why_not_here()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(REASON), reason=REASON or "it is there")]
@@ -45,6 +47,13 @@ def share(scheme: str, shape: tuple[int, ...], seed: int = 0, **fields: Any) -> 
     return call._replace(topk_ids=ids, topk_weights=weights, local_expert_offset=first, num_experts=everyone)
 
 
+def limit_of(call: ExpertsCall) -> float:
+    if call.act_format == "none":
+        return LIMIT
+    values = call.topk_ids.numel() * SCHEMES[call.scheme].logical_k(call.w2.shape[2])
+    return layer_bound("cuda_sm90", call.act_format, call.out_dtype, values, call.activation)
+
+
 def check(call: ExpertsCall, again: int = 3) -> torch.Tensor:
     """Ids that are this rank's give what the oracle says; without any, all is zero."""
     tiled = in_tiles(call)
@@ -54,7 +63,7 @@ def check(call: ExpertsCall, again: int = 3) -> torch.Tensor:
         call = rounded(call)
     local = call.topk_ids - call.local_expert_offset
     if ((local >= 0) & (local < call.w13.shape[0])).any():
-        assert relative_error(out, call) < LIMIT
+        assert relative_error(out, call) < limit_of(call)
     else:
         assert not out.any()
     assert all(torch.equal(run_on("gathered", tiled), out) for _ in range(again))
@@ -67,6 +76,23 @@ def test_shares(scheme: str, shape: tuple[int, ...]) -> None:
     out = check(share(scheme, shape))
     if shape[0] == shape[1]:
         assert out.any(dim=1).all()
+
+
+ROUNDED = {
+    "nvfp4 fp8": ("nvfp4", {"act_format": "fp8"}),
+    "mxfp4 fp8": ("mxfp4", {"act_format": "fp8"}),
+    "mxfp4 fp8 given": ("mxfp4", {"act_format": "fp8", "a1": 90.0, "a2": 30.0}),
+    "mxfp4 fp8 given for experts": ("mxfp4", {"act_format": "fp8", "a2": "expert"}),
+    "mxfp4 mxfp8": ("mxfp4", {"act_format": "mxfp8"}),
+    "int4 fp8": ("int4", {"act_format": "fp8", "weights": {"group": 32}}),
+}
+
+
+@pytest.mark.parametrize("form", ROUNDED)
+@pytest.mark.parametrize("shape", (*SHARES, *LONG_ROWS), ids=str)
+def test_rows_that_are_rounded_where_they_are(form: str, shape: tuple[int, ...]) -> None:
+    scheme, fields = ROUNDED[form]
+    check(share(scheme, shape, **fields))
 
 
 @pytest.mark.parametrize("shape", (SHARES[0], SHARES[4], SHARES[6], SHARES[7], SHARES[8], SHARES[13]), ids=str)

@@ -16,9 +16,9 @@ from torch_moe_ops.tuning.tuned_kernels import DECODE_MAX_SLOTS, FORGET, KERNELS
 # Measured on an H200 (benchmarks/results/hopper_notebook.md, section 5). An expert's w2 of so many values is read at
 # the rate of memory by the decode kernel even where an expert has several tokens: in the mean up to 7 / 4.
 DECODE_TOKENS, LARGE_MATRIX = 14, 12_000_000
-# Of W4A16, a decode kernel gathers an expert's rows where they are multiplied (`may_gather`): it is the best one up to
-# so many pairs an expert, and so many values of w2 for all of a rank's pairs, both in the mean (section 13 there).
-# Sizes that surely fit into an SM's memory and, times slots, into its exchange.
+# Of W4A16 and beside fp8, a decode kernel gathers an expert's rows where they are multiplied (`may_gather`): it is the
+# best one up to so many pairs an expert, and so many values of w2 for all of a rank's pairs, both in the mean (section
+# 13 there). Sizes that surely fit into an SM's memory and, times slots, into its exchange.
 GATHERED_MEAN, GATHERED_WORK = 2, 405_000_000
 GATHERED_SIZES, GATHERED_VALUES, GATHERED_EXPERTS = 16_000, 1 << 22, 512
 # Tokens an expert of any rank has in the mean; two blocks a multiprocessor must find enough work to share it evenly.
@@ -56,18 +56,25 @@ def decode_max_tokens(num_local_experts: int, top_k: int, matrix: int) -> int:
 
 def may_gather(scheme: str, act_format: str, activation: str, has_bias: bool, weight_on_input: bool) -> bool:
     """Whether the decode kernel without grid barriers takes more than very few tokens: as in decode_few_plan.cu."""
-    plain = act_format == "none" and activation in ("silu", "swigluoai") and not has_bias and not weight_on_input
-    return plain and scheme in ("nvfp4", "mxfp4", "int4", "mxint4")
+    plain = activation in ("silu", "swigluoai") and not has_bias and not weight_on_input
+    return plain and act_format in ("none", "fp8") and scheme in ("nvfp4", "mxfp4", "int4", "mxint4")
 
 
-def gathered_max_tokens(num_experts: int, top_k: int, hidden: int, inter: int, num_local_experts: int) -> int:
+def gathered_max_tokens(
+    num_experts: int, top_k: int, hidden: int, inter: int, num_local_experts: int, rounds: bool = False
+) -> int:
     """Up to this many tokens that kernel is the best one; 0: of no number that others do not take. num_experts: of all
-    ranks."""
+    ranks; rounds: the intermediate is rounded where it is multiplied, and exchanged in float32, two words a value."""
     hidden, inter = (-(-size // TILE) * TILE for size in (hidden, inter))
     if hidden + inter > GATHERED_SIZES or num_local_experts > GATHERED_EXPERTS:
         return 0
     work = GATHERED_WORK * num_experts // (hidden * inter * num_local_experts)
-    slots = min(Sm90Few.GATHERED_SLOTS, GATHERED_VALUES // (2 * hidden + inter), GATHERED_MEAN * num_experts, work)
+    slots = min(
+        Sm90Few.GATHERED_SLOTS,
+        GATHERED_VALUES // (2 * hidden + (4 if rounds else 1) * inter),
+        GATHERED_MEAN * num_experts,
+        work,
+    )
     tokens = min(Sm90Few.GATHERED_TOKENS, slots // top_k)
     return tokens if tokens > Sm90Few.MAX_TOKENS else 0
 
@@ -141,7 +148,8 @@ def switches_of(device: str, key: Key, num_experts: int) -> tuple[Switches, str]
 
 def gathered_of(key: Key, num_experts: int) -> int:
     """`gathered_max_tokens` of a rank's own experts. Tables do not say it: they know kernels of all tokens alone."""
-    return gathered_max_tokens(num_experts, key.top_k, key.hidden_size, key.intermediate_size, key.num_experts)
+    sizes = (key.top_k, key.hidden_size, key.intermediate_size, key.num_experts)
+    return gathered_max_tokens(num_experts, *sizes, rounds=key.act_format != "none")
 
 
 @lru_cache(maxsize=4096)

@@ -42,8 +42,11 @@ constexpr int kKinds = 6;
 // Of a launch's exchange.
 constexpr int64_t pairs_for(Kind kind) { return kind == Kind::kGathered ? kGatheredPairs : kExchangePairs; }
 
-// What an entry's slot has of it for a row tile of GEMM1: room for its sums, or for what is activated.
-constexpr int hidden_pairs_of_tile(Kind kind) { return kind == Kind::kGathered ? kTileRows / 8 : kTileRows / 2; }
+// What an entry's slot has of it for a row tile of GEMM1: room for its sums, or for what is activated. `rounds`: who
+// multiplies that rounds it to e4m3.
+constexpr int hidden_pairs_of_tile(Kind kind, bool rounds = false) {
+  return kind == Kind::kGathered && !rounds ? kTileRows / 8 : kTileRows / 2;
+}
 
 constexpr bool shares_units(Kind kind) { return kind == Kind::kPlainShared || kind == Kind::kQuantizedShared; }
 

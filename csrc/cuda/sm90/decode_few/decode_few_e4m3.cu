@@ -18,12 +18,17 @@ cudaError_t make_e4m3_plan(const RoundedProblem& p, Plan& plan, bool& fits) {
   return make_plan(without_e4m3(p), codes, fp8, plan, fits);
 }
 
+template <class Format>
+static const void* gathered_or(Kind kind) {
+  return kind == Kind::kGathered ? kernel<Format, Kind::kGathered>() : kernel_of<Format>(kind);
+}
+
 static const void* e4m3_kernel_of(Format format, Kind kind) {
   switch (format) {
     case Format::kMxfp4:
-      return kernel_of<BesideE4m3<Mxfp4Format>>(kind);
+      return gathered_or<BesideE4m3<Mxfp4Format>>(kind);
     case Format::kNvfp4:
-      return kernel_of<BesideE4m3<Nvfp4Format>>(kind);
+      return gathered_or<BesideE4m3<Nvfp4Format>>(kind);
     default:
       return int4_e4m3_kernel_of(format, kind);
   }

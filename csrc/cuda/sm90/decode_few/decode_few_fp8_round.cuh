@@ -181,15 +181,12 @@ __device__ __forceinline__ int bit_of(uint32_t bits, int number) {
   return __ffs(__ballot_sync(0xffffffffu, is_it)) - 1;
 }
 
-// The tokens of this block, where they lie. All workers: a warp has two groups at a time.
-template <bool kGroups, bool kHalf>
-__device__ __forceinline__ void round_tokens(const Args& args, Fixed& fixed, uint8_t* x) {
-  if (!kHalf && args.fp8.rounding[0] == ActScale::kNone) {
-    return keep_tokens<kGroups>(args, x);
-  }
+// So many rows of tokens, where they lie: row_of(number) is a row's place, and that of its largest magnitude. All
+// workers: a warp has two groups at a time.
+template <bool kGroups, bool kHalf, class RowOf>
+__device__ __forceinline__ void round_rows(const Args& args, uint8_t* x, int rows, uint32_t* maxima, RowOf row_of) {
   const Groups groups = groups_of(args.k_tiles[0]);
-  const uint32_t tokens = tokens_of_block(args, fixed);
-  const int all = __popc(tokens) * groups.count;
+  const int all = rows * groups.count;
   const HowToRound how = how_to_round<kGroups>(args, 0, 0);
   const bool finds = !kGroups && how.dynamic && !how.mx;
 #pragma unroll 1
@@ -202,7 +199,7 @@ __device__ __forceinline__ void round_tokens(const Args& args, Fixed& fixed, uin
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         places[i] = place_of(groups, first + i * kWarps);
-        places[i].row = bit_of(tokens, places[i].row);
+        places[i].row = row_of(places[i].row);
         v[i] = {};
         if (i == 0 || first + i * kWarps < all) {
           v[i] = load_four(x + places[i].row * args.x_stride, places[i].group, groups.fours);
@@ -211,9 +208,9 @@ __device__ __forceinline__ void round_tokens(const Args& args, Fixed& fixed, uin
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const bool exists = i == 0 || first + i * kWarps < all;
-        amax[i] = kGroups || pass == 0 ? amax_of_warp(v[i]) : exists ? fixed.amax[places[i].row] : 0;
+        amax[i] = kGroups || pass == 0 ? amax_of_warp(v[i]) : exists ? maxima[places[i].row] : 0;
         if (pass == 0 && exists && lane_of_warp() == 0) {
-          atomicMax(&fixed.amax[places[i].row], amax[i]);
+          atomicMax(maxima + places[i].row, amax[i]);
         }
       }
       if (pass == 0) {
@@ -230,6 +227,28 @@ __device__ __forceinline__ void round_tokens(const Args& args, Fixed& fixed, uin
     }
     sync_workers();
   }
+}
+
+// The tokens of this block.
+template <bool kGroups, bool kHalf>
+__device__ __forceinline__ void round_tokens(const Args& args, Fixed& fixed, uint8_t* x) {
+  if (!kHalf && args.fp8.rounding[0] == ActScale::kNone) {
+    return keep_tokens<kGroups>(args, x);
+  }
+  const uint32_t tokens = tokens_of_block(args, fixed);
+  round_rows<kGroups, kHalf>(args, x, __popc(tokens), fixed.amax, [=](int row) { return bit_of(tokens, row); });
+}
+
+// The rows of an entry that were copied for it, the `run`-th operand of GEMM1. Maxima have three places, so that those
+// of the next operand are cleared when nobody reads or writes them.
+template <class Fixed>
+__device__ __forceinline__ void round_gathered(const Args& args, Fixed& fixed, int count, int run, uint8_t* rows) {
+  static_assert(kMaxima * kGatheredColumns <= kMaxTokensPacked, "there is room");
+  if (threadIdx.x < kGatheredColumns) {
+    fixed.amax[(run + 1) % kMaxima * kGatheredColumns + threadIdx.x] = 0;
+  }
+  round_rows<false, false>(args, rows, count, fixed.amax + run % kMaxima * kGatheredColumns,
+                           [=](int row) { return min(row, count - 1); });
 }
 
 }  // namespace moeq::sm90::few

@@ -1,6 +1,7 @@
 // What the multiplying warps of a decode of very few tokens do, for the helpers to finish.
 #pragma once
 #include "decode_few_feed.cuh"
+#include "decode_few_fp8_round.cuh"
 #include "../decode/decode_multiply.cuh"
 #include "../formats/formats.cuh"
 
@@ -184,8 +185,9 @@ __device__ __forceinline__ void find_scales(const Args& args, const Fixed& fixed
   for (int j = 0; j < 2; ++j) {
     const int column = min(lane_of_warp() % 4 * 2 + j, entry.count - 1);
     if (gemm == 0) {
-      const int token = quotient(fixed.slots[entry.first + column], args.inverse_top_k);
-      place.scales[j] = args.x_offset + token * args.x_stride + args.fp8.scales_at[0];
+      const int row = kGathers<Fixed> ? first_row(args, entry, place.run - 1) + column
+                                      : quotient(fixed.slots[entry.first + column], args.inverse_top_k);
+      place.scales[j] = args.x_offset + row * args.x_stride + args.fp8.scales_at[0];
     } else {
       place.scales[j] = args.h_offset + (buffer * args.columns + column) * args.h_stride + args.fp8.scales_at[1];
     }
@@ -215,8 +217,8 @@ __device__ __forceinline__ void leave_rows(const Fixed& fixed, Place& place) {
 
 // Whose token `place.row` is, if another entry or part of K comes.
 template <class Format, Kind kKind, class Fixed>
-__device__ __forceinline__ void find_row(const Args& args, const Fixed& fixed, uint8_t* base, int gemm,
-                                         const Work& work, Place& place) {
+__device__ __forceinline__ void find_row(const Args& args, Fixed& fixed, uint8_t* base, int gemm, const Work& work,
+                                         Place& place) {
   const int operand =
       Case<kKind>::kShared ? (work.entry << kMaxPartBits) + work.part : (work.entry << work.part_bits) + work.part;
   if (operand == place.known) {
@@ -233,8 +235,12 @@ __device__ __forceinline__ void find_row(const Args& args, const Fixed& fixed, u
   const int column = min(lane / 4, entry.count - 1);   // columns without a token repeat the last one
   place.count = entry.count;
   if (kGathers<Fixed> && gemm == 0) {
-    const int row = first_row(args, entry, place.run++) + column;
-    place.row = shared_address(base) + args.x_offset + row * args.x_stride + lane % 4 * 32;
+    const int first = first_row(args, entry, place.run++);
+    if constexpr (kGathers<Fixed> && kRoundsToE4m3<Format>) {
+      await_rows(fixed, place);
+      round_gathered(args, fixed, entry.count, place.run - 1, base + args.x_offset + first * args.x_stride);
+    }
+    place.row = shared_address(base) + args.x_offset + (first + column) * args.x_stride + lane % 4 * 32;
   } else if (gemm == 0) {
     const int token = quotient(fixed.slots[entry.first + column], args.inverse_top_k);
     const int begin = Case<kKind>::kShared ? work.part * work.part_tiles * (kTileK * 2) : 0;

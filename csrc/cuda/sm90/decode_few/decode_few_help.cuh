@@ -74,6 +74,7 @@ __device__ __forceinline__ HiddenRows hidden_rows(const Args& args, const Work& 
 }
 
 // A lane's four values of groups `first`, first + kHelpers, ...; zeros beyond the rows' ends.
+template <class Fixed>
 __device__ __forceinline__ void await_groups(const Args& args, const Fixed& fixed, const HiddenRows& rows, int first,
                                              float4 (&v)[kGroupsAtOnce]) {
   FourColumns columns[kGroupsAtOnce];
@@ -149,7 +150,7 @@ __device__ __forceinline__ void round_groups(const Args& args, const HiddenRows&
 }
 
 // The largest magnitudes of rows of which the block has a part, to where those of whole rows are. All helpers.
-template <Kind kKind>
+template <Kind kKind, class Fixed>
 __device__ __forceinline__ void await_maxima(const Args& args, const Fixed& fixed, const Entry& entry,
                                              uint32_t* maxima) {
 #pragma unroll 1
@@ -164,7 +165,7 @@ __device__ __forceinline__ void await_maxima(const Args& args, const Fixed& fixe
 // The rows of one entry and part of K, the `run`-th operand. All helpers. A scale of a row needs all of it before it
 // can be rounded: values stay where they are meanwhile, if they are few. Maxima have three places, so that those of the
 // next operand are cleared when nobody reads or writes them.
-template <class Format, Kind kKind>
+template <class Format, Kind kKind, class Fixed>
 __device__ __forceinline__ void make_rounded_rows(const Args& args, Fixed& fixed, const Work& work, int run,
                                                   uint8_t* h) {
   constexpr bool kGroups = kRoundsGroups<Format>, kHalf = kInHalf<Format>;
@@ -234,7 +235,8 @@ __device__ __forceinline__ void send_hidden(const Args& args, const Fixed& fixed
     h = quantize_pair(h, p.a2_gscale[p.a2 == ActScale::kExpert ? entry.expert : 0], Case<kKind>::gated(p));
   }
   if (inside && !is_up) {
-    const int64_t line = static_cast<int64_t>(slot) * args.row_tiles[0] * (2 * hidden_pairs_of_tile(kKind));
+    const int pairs = hidden_pairs_of_tile(kKind, kRoundsToE4m3<Format>);
+    const int64_t line = static_cast<int64_t>(slot) * args.row_tiles[0] * (2 * pairs);
     if constexpr (kRoundsToE4m3<Format>) {
       send_pair(args, line / 2 + pair, h.a, h.b, fixed.epoch);
     } else {

@@ -27,15 +27,15 @@ const void* int4_kernel_of(Format format, Kind kind) {
 const void* int4_e4m3_kernel_of(Format format, Kind kind) {
   switch (format) {
     case Format::kInt4Per32:
-      return kernel_of<BesideE4m3<Int4Format<32>>>(kind);
+      return gathered_or<BesideE4m3<Int4Format<32>>>(kind);
     case Format::kInt4Per64:
-      return kernel_of<BesideE4m3<Int4Format<64>>>(kind);
+      return gathered_or<BesideE4m3<Int4Format<64>>>(kind);
     case Format::kInt4ZeroPer32:
-      return kernel_of<BesideE4m3<Int4ZeroFormat<true, 32>>>(kind);
+      return gathered_or<BesideE4m3<Int4ZeroFormat<true, 32>>>(kind);
     case Format::kInt4Float:
-      return kernel_of<BesideE4m3<Int4FloatSumsFormat>>(kind);
+      return gathered_or<BesideE4m3<Int4FloatSumsFormat>>(kind);
     default:
-      return kernel_of<BesideE4m3<Int4SumsFormat>>(kind);
+      return gathered_or<BesideE4m3<Int4SumsFormat>>(kind);
   }
 }
 

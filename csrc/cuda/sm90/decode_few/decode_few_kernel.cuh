@@ -189,7 +189,9 @@ __device__ __forceinline__ void work(const Args& args, Fixed& fixed, uint8_t* ba
   if constexpr (!kGathers<Fixed>) {
     barrier_wait(shared_address(&fixed.tokens), 0);
   }
-  if constexpr (kRoundsToE4m3<Format>) {
+  if constexpr (kRoundsToE4m3<Format> && kGathers<Fixed>) {
+    // Rows are rounded when they are there.
+  } else if constexpr (kRoundsToE4m3<Format>) {
     round_tokens<kRoundsGroups<Format>, kInHalf<Format>>(args, fixed, base + args.x_offset);
   } else if (Case<kKind>::quantizes_tokens(args.p)) {
     quantize_tokens<kKind>(args, fixed, base + args.x_offset);

@@ -96,7 +96,8 @@ Kind with_shared_units(Kind kind) {
 
 // Whose ids are given: by the kernel for rows that are gathered.
 bool may_gather(Codes codes, const Problem& p) {
-  return p.gathers && codes == Codes::kFourBits && kind_of(p) == Kind::kPlain && p.router.logits == nullptr;
+  const bool has_kernel = codes == Codes::kFourBits || codes == Codes::kBesideFp8;
+  return p.gathers && has_kernel && kind_of(p) == Kind::kPlain && p.router.logits == nullptr;
 }
 
 bool fits_kernel(Codes codes, const Problem& p, bool gathers) {
@@ -191,6 +192,9 @@ void deal_units(Codes codes, Args& args, int grid, bool shares) {
   }
 }
 
+// Whether who multiplies the intermediate rounds it to e4m3.
+bool rounds_hidden(Codes codes) { return codes != Codes::kFourBits && codes != Codes::kMxfp8; }
+
 // Into how many parts each GEMM's K is cut for each number of entries; false if the exchange has no room. Of GEMM1 only
 // units that blocks share are cut: whole sums can be activated and rounded where they are.
 bool choose_parts(Plan& plan) {
@@ -205,7 +209,8 @@ bool choose_parts(Plan& plan) {
   const bool gathers = plan.kind == Kind::kGathered;
   const int64_t exchange_pairs = pairs_for(plan.kind) - maxima;
   args.half_pairs = static_cast<int>(pairs_for(plan.kind));
-  const int64_t hidden_pairs = int64_t{args.slots} * args.row_tiles[0] * hidden_pairs_of_tile(plan.kind);
+  const int64_t hidden_pairs =
+      int64_t{args.slots} * args.row_tiles[0] * hidden_pairs_of_tile(plan.kind, rounds_hidden(plan.codes));
   const int64_t output_pairs = int64_t{args.slots} * args.row_tiles[1] * (kTileRows / 2);
   args.outputs = static_cast<int>(hidden_pairs);
   int most = whole_rows || gathers ? 0 : kMaxPartBits;
@@ -259,7 +264,7 @@ bool place_in_shared(Codes codes, Kind kind, Args& args, int grid, int shared) {
   const int chosen = stage_tiles_of(codes, args.p.format, many ? stage.long_stage : stage.short_stage);
   const bool gathers = kind == Kind::kGathered;
   const int short_stage = stage_tiles_of(codes, args.p.format, stage.short_stage);
-  const bool has_more = codes == Codes::kBesideFp8 && args.p.tokens > kMaxTokens;
+  const bool has_more = codes == Codes::kBesideFp8 && args.p.tokens > kMaxTokens && !gathers;
   const bool may_be_short = codes == Codes::kPacked || gathers || has_more;
   args.rows = kMaxTokens;
   if (has_more && !place_stages(codes, kind, args, chosen, shared)) {
@@ -346,8 +351,10 @@ cudaError_t make_plan(const Problem& p, Plan& plan, bool& fits) {
 }
 
 cudaError_t make_plan(const Problem& p, Codes codes, const Fp8& fp8, Plan& plan, bool& fits) {
-  const cudaError_t error = make_plan_of(p, codes, fp8, false, plan, fits);
-  return error == cudaSuccess && !fits && may_gather(codes, p) ? make_plan_of(p, codes, fp8, true, plan, fits) : error;
+  // Where all rows of so many tokens have room, beside e4m3 activations, they leave little for the ring.
+  const bool may = may_gather(codes, p), begins_with = may && p.tokens > kMaxTokens;
+  const cudaError_t error = make_plan_of(p, codes, fp8, begins_with, plan, fits);
+  return error == cudaSuccess && !fits && may ? make_plan_of(p, codes, fp8, !begins_with, plan, fits) : error;
 }
 
 }  // namespace moeq::sm90::few
