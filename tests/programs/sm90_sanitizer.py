@@ -132,11 +132,15 @@ INT4_PRODUCTS: tuple[Fields, ...] = (
     {"tokens": 400, "experts": 3, "weights": {"group": -1, "scale_dtype": torch.float16}, "activation": "gelu"},
     {"tokens": 300, "foreign": True, "experts": 9, "top_k": 3, "weights": {"group": -1, "zero": True}},
 )
-# Layers called from router logits: tokens, scheme, what `prepare` is told.
+# Layers called from router logits: tokens, scheme, what `prepare` is told, and sizes that are not the usual ones.
 LAYERS: dict[str, tuple[tuple[int, str, Fields], ...]] = {
     "packed": tuple((tokens, "nvfp4", {"act_format": "fp8", "weight_policy": "packed"}) for tokens in (70, 13, 1, 3)),
     "packed-mxfp4": tuple(
         (tokens, "mxfp4", {"act_format": "fp8", "weight_policy": "packed"}) for tokens in (70, 13, 1, 3)
+    ),
+    "packed-large": tuple(  # main loops that know their widths
+        (100, scheme, {"act_format": "fp8", "weight_policy": "packed", "sizes": (1024, 4096)})
+        for scheme in ("nvfp4", "mxfp4")
     ),
     "folded": ((70, "nvfp4", {"act_format": "fp8", "weight_policy": "folded"}),),
     "fp8": tuple((tokens, "fp8", {"act_format": "fp8", "backend": "cuda_sm90_fp8"}) for tokens in (40, 1, 3)),
@@ -196,9 +200,12 @@ def run_int4_products(fields: Fields) -> str | None:
 
 def run_layer(tokens: int, scheme: str, settings: Fields) -> str | None:
     g = torch.Generator().manual_seed(0)
-    w13, w2 = torch.randn(6, 128, 192, generator=g) / 14, torch.randn(6, 192, 64, generator=g) / 8
+    settings = dict(settings)
+    hidden, inter = settings.pop("sizes", (192, 64))
+    w13 = torch.randn(6, 2 * inter, hidden, generator=g) / hidden**0.5
+    w2 = torch.randn(6, hidden, inter, generator=g) / inter**0.5
     raw = moe.quantize_experts(w13.bfloat16(), w2.bfloat16(), scheme)
-    x = torch.randn(tokens, 192, generator=g).bfloat16()
+    x = torch.randn(tokens, hidden, generator=g).bfloat16()
     logits, routing = torch.randn(tokens, 6, generator=g), moe.Routing("sigmoid_renorm", 2)
     want = moe.fused_moe(x, logits, moe.prepare(raw, **settings | {"backend": "reference"}), routing=routing).double()
     w = moe.prepare(raw.to("cuda"), **settings)

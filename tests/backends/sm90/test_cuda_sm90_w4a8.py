@@ -239,6 +239,46 @@ def test_both_policies_give_the_same_bits(scheme: str, tokens: int) -> None:
     assert torch.equal(*(run(tiled) for tiled in both))
 
 
+# Tokens of an expert: each width that its tiles can have, and a few tiles.
+TOKENS_OF_WIDTHS = (*range(7, 97, 16), *range(97, 161, 8), *range(161, 257, 16), 300, 460, 700)
+# Experts whose main loops know their widths. K of one step, of two, three and many.
+LARGE_EXPERTS = ((128, 32768), (16384, 256), (384, 10944), (1024, 4096))
+
+
+@pytest.mark.parametrize("scheme", ("", "-mxfp4"))
+@pytest.mark.parametrize(("hidden", "inter"), LARGE_EXPERTS)
+@pytest.mark.parametrize("others", (100, 400))  # tiles of up to 160 tokens, and of up to 256
+def test_tiles_of_every_width_give_the_bits_of_folded(scheme: str, hidden: int, inter: int, others: int) -> None:
+    fields = {"experts": 2, "top_k": 1, "hidden": hidden, "inter": inter, "tokens": 700 + others}
+    both = [in_tiles(case(policy + scheme, **fields)) for policy in ("packed", "folded")]
+    for tokens in TOKENS_OF_WIDTHS:
+        first = slice(tokens + others)
+        ids = torch.ones_like(both[0].topk_ids[first])
+        ids[:tokens] = 0
+        outs = (
+            run(
+                tiled._replace(
+                    hidden_states=tiled.hidden_states[first], topk_ids=ids, topk_weights=tiled.topk_weights[first]
+                )
+            )
+            for tiled in both
+        )
+        assert torch.equal(*outs), tokens
+
+
+@pytest.mark.parametrize("scheme", ("", "-mxfp4"))
+@pytest.mark.parametrize(("hidden", "inter"), ((2880, 704), (2880, 1856), (2880, 2880)))
+def test_a_hot_expert_beside_empty_ones_gives_the_bits_of_folded(scheme: str, hidden: int, inter: int) -> None:
+    """Tiles of an expert one behind another, and rows of weights that are no whole blocks."""
+    outs = []
+    for policy in ("packed", "folded"):
+        call = case(policy + scheme, experts=6, top_k=2, hidden=hidden, inter=inter, tokens=300)
+        call.topk_ids[:, 0], call.topk_ids[:, 1] = 4, 1
+        call.topk_ids[:130, 1] = 2
+        outs.append(run(in_tiles(call)))
+    assert torch.equal(*outs)
+
+
 @pytest.mark.parametrize("policy", ("packed-mxfp4", "folded-mxfp4"))
 @pytest.mark.parametrize("tokens", (3, 60))
 @pytest.mark.parametrize(("first", "exact"), ((107, True), (106, False)))

@@ -72,6 +72,54 @@ __device__ __forceinline__ void multiply_short(float (&d)[36], const uint32_t (*
     : MOEQ_OUT16(0), MOEQ_OUT16(16), MOEQ_OUT4(32) : MOEQ_IN16(a), "l"(b), "r"(index));
 }
 
+// Of as many tokens as the compiler knows, so that no step looks for its instruction, and all steps one group.
+template <int tokens>
+struct KnownProduct;
+
+#define MOEQ_PLAIN(...) __VA_ARGS__
+#define MOEQ_KNOWN(width, outs, a0, a1, a2, a3, b0, b1, b2, b3)                                           \
+  template <>                                                                                             \
+  struct KnownProduct<width> {                                                                            \
+    static __device__ __forceinline__ void start(float (&d)[width / 2], const uint32_t (*a)[4], uint64_t b) { \
+      asm volatile("wgmma.fence.sync.aligned; "                                                           \
+        MOEQ_STEP(width, a0, b0, "0") MOEQ_STEP(width, a1, b1, "1") MOEQ_STEP(width, a2, b2, "1")         \
+        MOEQ_STEP(width, a3, b3, "1") MOEQ_COMMIT                                                         \
+        : MOEQ_PLAIN outs : MOEQ_IN16(a), "l"(b), "l"(b + 2), "l"(b + 4), "l"(b + 6) : "memory");         \
+    }                                                                                                     \
+  };
+MOEQ_KNOWN(16, (MOEQ_OUT4(0), MOEQ_OUT4(4)), "{%8, %9, %10, %11}", "{%12, %13, %14, %15}",
+           "{%16, %17, %18, %19}", "{%20, %21, %22, %23}", "%24", "%25", "%26", "%27")
+MOEQ_KNOWN(32, (MOEQ_OUT16(0)), "{%16, %17, %18, %19}", "{%20, %21, %22, %23}",
+           "{%24, %25, %26, %27}", "{%28, %29, %30, %31}", "%32", "%33", "%34", "%35")
+MOEQ_KNOWN(48, (MOEQ_OUT16(0), MOEQ_OUT4(16), MOEQ_OUT4(20)), "{%24, %25, %26, %27}", "{%28, %29, %30, %31}",
+           "{%32, %33, %34, %35}", "{%36, %37, %38, %39}", "%40", "%41", "%42", "%43")
+MOEQ_KNOWN(64, (MOEQ_OUT16(0), MOEQ_OUT16(16)), "{%32, %33, %34, %35}", "{%36, %37, %38, %39}",
+           "{%40, %41, %42, %43}", "{%44, %45, %46, %47}", "%48", "%49", "%50", "%51")
+MOEQ_KNOWN(80, (MOEQ_OUT16(0), MOEQ_OUT16(16), MOEQ_OUT4(32), MOEQ_OUT4(36)), "{%40, %41, %42, %43}", "{%44, %45, %46, %47}",
+           "{%48, %49, %50, %51}", "{%52, %53, %54, %55}", "%56", "%57", "%58", "%59")
+MOEQ_KNOWN(88, (MOEQ_OUT16(0), MOEQ_OUT16(16), MOEQ_OUT4(32), MOEQ_OUT4(36), MOEQ_OUT4(40)), "{%44, %45, %46, %47}", "{%48, %49, %50, %51}",
+           "{%52, %53, %54, %55}", "{%56, %57, %58, %59}", "%60", "%61", "%62", "%63")
+MOEQ_KNOWN(96, (MOEQ_OUT16(0), MOEQ_OUT16(16), MOEQ_OUT16(32)), "{%48, %49, %50, %51}", "{%52, %53, %54, %55}",
+           "{%56, %57, %58, %59}", "{%60, %61, %62, %63}", "%64", "%65", "%66", "%67")
+MOEQ_KNOWN(104, (MOEQ_OUT16(0), MOEQ_OUT16(16), MOEQ_OUT16(32), MOEQ_OUT4(48)), "{%52, %53, %54, %55}", "{%56, %57, %58, %59}",
+           "{%60, %61, %62, %63}", "{%64, %65, %66, %67}", "%68", "%69", "%70", "%71")
+MOEQ_KNOWN(112, (MOEQ_OUT16(0), MOEQ_OUT16(16), MOEQ_OUT16(32), MOEQ_OUT4(48), MOEQ_OUT4(52)), "{%56, %57, %58, %59}", "{%60, %61, %62, %63}",
+           "{%64, %65, %66, %67}", "{%68, %69, %70, %71}", "%72", "%73", "%74", "%75")
+MOEQ_KNOWN(120, (MOEQ_OUT16(0), MOEQ_OUT16(16), MOEQ_OUT16(32), MOEQ_OUT4(48), MOEQ_OUT4(52), MOEQ_OUT4(56)), "{%60, %61, %62, %63}", "{%64, %65, %66, %67}",
+           "{%68, %69, %70, %71}", "{%72, %73, %74, %75}", "%76", "%77", "%78", "%79")
+MOEQ_KNOWN(128, (MOEQ_OUT64(0)), "{%64, %65, %66, %67}", "{%68, %69, %70, %71}",
+           "{%72, %73, %74, %75}", "{%76, %77, %78, %79}", "%80", "%81", "%82", "%83")
+MOEQ_KNOWN(136, (MOEQ_OUT64(0), MOEQ_OUT4(64)), "{%68, %69, %70, %71}", "{%72, %73, %74, %75}",
+           "{%76, %77, %78, %79}", "{%80, %81, %82, %83}", "%84", "%85", "%86", "%87")
+MOEQ_KNOWN(144, (MOEQ_OUT64(0), MOEQ_OUT4(64), MOEQ_OUT4(68)), "{%72, %73, %74, %75}", "{%76, %77, %78, %79}",
+           "{%80, %81, %82, %83}", "{%84, %85, %86, %87}", "%88", "%89", "%90", "%91")
+MOEQ_KNOWN(152, (MOEQ_OUT64(0), MOEQ_OUT4(64), MOEQ_OUT4(68), MOEQ_OUT4(72)), "{%76, %77, %78, %79}", "{%80, %81, %82, %83}",
+           "{%84, %85, %86, %87}", "{%88, %89, %90, %91}", "%92", "%93", "%94", "%95")
+MOEQ_KNOWN(160, (MOEQ_OUT64(0), MOEQ_OUT16(64)), "{%80, %81, %82, %83}", "{%84, %85, %86, %87}",
+           "{%88, %89, %90, %91}", "{%92, %93, %94, %95}", "%96", "%97", "%98", "%99")
+#undef MOEQ_KNOWN
+#undef MOEQ_PLAIN
+
 __device__ __forceinline__ void multiply_single(float (&d)[80], uint64_t a, uint64_t b, int index) {
   asm volatile(
     MOEQ_BEGIN("%81", "%82", MOEQ_SINGLE_NAMES) MOEQ_SHARED("%80") MOEQ_BRANCH("%82")

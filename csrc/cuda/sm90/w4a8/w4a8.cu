@@ -75,11 +75,21 @@ Variant<GemmArgs> variant_of_tokens_first(Finish finish) {
                                    : variant_of<TokensFirst, Finish::kOutput>();
 }
 
-Variant<GemmArgs> variant_for(Weights weights, bool mx, Finish finish, int widest) {
+// Not of Finish::kLinear, which nobody has timed.
+template <template <int> class Policy>
+Variant<GemmArgs> variant_that_knows(Finish finish, bool wide) {
+  if (finish == Finish::kSwiglu) {
+    return wide ? variant_of<Policy<kMaxWidth>, Finish::kSwiglu>() : variant_of<Policy<kMaxSingle>, Finish::kSwiglu>();
+  }
+  return wide ? variant_of<Policy<kMaxWidth>, Finish::kOutput>() : variant_of<Policy<kMaxSingle>, Finish::kOutput>();
+}
+
+Variant<GemmArgs> variant_for(Weights weights, bool mx, Finish finish, int widest, bool knows) {
   const bool wide = widest == kMaxWidth;
   switch (weights) {
     case Weights::kPacked:
       if (mx && widest == kMaxNarrow) return variant_of<PackedMxNarrow>(finish);
+      if (knows) return mx ? variant_that_knows<KnownMx>(finish, wide) : variant_that_knows<Known>(finish, wide);
       return mx ? variant_of<PackedMx>(finish, wide) : variant_of<Packed>(finish, wide);
     case Weights::kRows:
       return variant_of<Rows>(finish, wide);
@@ -197,8 +207,16 @@ int widest_of(const W4a8Problem& p) {
 // By its place among the widths that there are.
 int index_of(int widest) { return widest == kMaxWidth ? 2 : widest == kMaxNarrow ? 1 : widest == kMaxPaired ? 3 : 0; }
 
+// Whether there is a main loop for each width of a tile: faster where K is long and experts have some tokens in the
+// mean, slower in Qwen3-30B's layers.
+bool knows_widths(const W4a8Problem& p, Finish finish, int widest) {
+  constexpr int kSome = 32;
+  return p.weights == Weights::kPacked && widest != kMaxNarrow && finish != Finish::kLinear && has_large_experts(p) &&
+         int64_t{p.tokens} * p.top_k >= int64_t{kSome} * p.experts;
+}
+
 cudaError_t launch_gemm(const GemmArgs& args, Finish finish) {
-  static KnownDevices known[4][3][3], known_int4[2][3][4], known_tokens_first[3];
+  static KnownDevices known[4][3][3], known_int4[2][3][4], known_tokens_first[3], known_widths[2][3][2];
   const W4a8Problem& p = args.problem;
   if (has_tokens_first(p)) {
     return launch_variant(variant_of_tokens_first(finish), args, p, known_tokens_first[static_cast<int>(finish)]);
@@ -210,9 +228,10 @@ cudaError_t launch_gemm(const GemmArgs& args, Finish finish) {
                           known_int4[zeros][static_cast<int>(finish)][width]);
   }
   const bool mx = has_mx_scales(p);
-  const int weights = mx ? 3 : static_cast<int>(p.weights);
-  return launch_variant(variant_for(p.weights, mx, finish, widest), args, p,
-                        known[weights][static_cast<int>(finish)][width]);
+  const int weights = mx ? 3 : static_cast<int>(p.weights), at = static_cast<int>(finish);
+  const bool knows = knows_widths(p, finish, widest);
+  return launch_variant(variant_for(p.weights, mx, finish, widest, knows), args, p,
+                        knows ? known_widths[mx][at][width / 2] : known[weights][at][width]);
 }
 
 cudaError_t run_piece(const W4a8Problem& p) {

@@ -18,7 +18,9 @@ __device__ __forceinline__ void make_tile(const GemmArgs& args, GemmShared<Polic
   const Span<P> span(work.width);
   Sums<P> sums = {};
   const Steps steps{kept(args.k_tiles), kept(threadIdx.x % 128)};
-  if constexpr (Policy::kTileScales > 0) {
+  if constexpr (kKnowsWidths<Policy>) {
+    multiply_width<0>(sums, shared, ring, warpgroup, span, steps);
+  } else if constexpr (Policy::kTileScales > 0) {
     multiply_decoded(sums, shared, ring, warpgroup, span, steps);
   } else {
     multiply_bytes<finish == Finish::kOutput>(sums, shared, ring, warpgroup, span, steps, args, work);

@@ -329,6 +329,134 @@ __device__ __forceinline__ void multiply_decoded(Sums<P>& sums, GemmShared<Polic
   }
 }
 
+// Packed, large experts: a main loop for each width of a tile, and what a warp can do only while it multiplies nothing
+// made short. A step's codes are loaded before the step in front of it is started, their tables are made behind that,
+// and they are decoded beside its additions.
+template <int width, class Codes>
+struct PackedKnown : PackedCodes<width, Codes> {};
+template <int width>
+using Known = PackedKnown<width, PackedNvfp4>;
+template <int width>
+using KnownMx = PackedKnown<width, PackedMxfp4>;
+
+template <class Policy>
+constexpr bool kKnowsWidths = false;
+template <int width, class Codes>
+constexpr bool kKnowsWidths<PackedKnown<width, Codes>> = true;
+
+// What a thread has of a tile, as it lies in memory.
+struct LoadedTile {
+  uint32_t scales;
+  uint4 codes[2];   // of the halves of K
+};
+
+// Of half 0: rows g and g + 8, of half 1.
+struct TileTables {
+  Table of[4];
+};
+
+// Once the stage has come.
+template <class Policy>
+__device__ __forceinline__ LoadedTile load_tile(const GemmShared<Policy>& shared, const Ring<Policy::kStages>& ring,
+                                                int warpgroup, int thread) {
+  barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
+  const uint8_t* codes = shared.weights[ring.slot] + warpgroup * kPackedBytes + thread * 16;
+  const uint8_t* scales = shared.scales[ring.slot] + warpgroup * Policy::kTileScales;
+  LoadedTile tile;
+  tile.scales = *reinterpret_cast<const uint32_t*>(scales + Policy::Codes::scales_of(thread));
+  tile.codes[0] = *reinterpret_cast<const uint4*>(codes);
+  tile.codes[1] = *reinterpret_cast<const uint4*>(codes + kPackedBytes / 2);
+  return tile;
+}
+
+template <class Codes>
+__device__ __forceinline__ TileTables tables_of(const LoadedTile& tile) {
+  TileTables tables;
+  make_tables<Codes>(tile.scales, tables.of);
+  if (tile.scales & 0x80808080u) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) tables.of[i] = rounded_table<Codes>(tile.scales >> 8 * i & 255);
+  }
+  __syncwarp();
+  return tables;
+}
+
+__device__ __forceinline__ void decode(const LoadedTile& tile, const TileTables& tables, uint32_t (&a)[4][4]) {
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const uint4 words = tile.codes[half];
+    decode8(words.x, tables.of[2 * half], a[2 * half][0], a[2 * half][2]);
+    decode8(words.y, tables.of[2 * half + 1], a[2 * half][1], a[2 * half][3]);
+    decode8(words.z, tables.of[2 * half], a[2 * half + 1][0], a[2 * half + 1][2]);
+    decode8(words.w, tables.of[2 * half + 1], a[2 * half + 1][1], a[2 * half + 1][3]);
+  }
+}
+
+// The compiler must not read partial sums before they have been waited for.
+template <int registers>
+__device__ __forceinline__ void arrived(float (&part)[registers]) {
+#pragma unroll
+  for (int i = 0; i < registers; i++) asm volatile("" : "+f"(part[i])::"memory");
+}
+
+// `a` has the step's weights, and the next step's when this returns. width: of a part.
+template <int width, bool last, class P, class Policy>
+__device__ __forceinline__ void multiply_step(Sums<P>& sums, GemmShared<Policy>& shared, Ring<Policy::kStages>& ring,
+                                              int warpgroup, int thread, uint32_t (&a)[4][4]) {
+  float part[width / 2];
+  LoadedTile next;
+  TileTables tables;
+  const int slot = ring.slot;
+  const uint64_t tokens = swizzled_operand(shared_address(shared.tokens[slot]));
+  ring.advance();
+  if (!last) next = load_tile(shared, ring, warpgroup, thread);
+#pragma unroll
+  for (int i = 0; i < P::kMany; i++) {
+    KnownProduct<width>::start(part, &a[0], tokens + i * width * (kTileK / 16));
+    if (i == 0 && !last) tables = tables_of<typename Policy::Codes>(next);
+    wgmma_wait<0>();
+    arrived(part);
+    if (i + 1 == P::kMany) {
+      keep(a);
+      release(shared, slot, thread);
+      if (!last) decode(next, tables, a);
+    }
+#pragma unroll
+    for (int j = 0; j < width / 2; j++) sums.v[i][j] = __fadd_rn(sums.v[i][j], part[j]);
+  }
+}
+
+template <int width, class P, class Policy>
+__device__ __forceinline__ void multiply_known(Sums<P>& sums, GemmShared<Policy>& shared, Ring<Policy::kStages>& ring,
+                                               int warpgroup, const Steps& steps) {
+  uint32_t a[4][4];
+  const LoadedTile tile = load_tile(shared, ring, warpgroup, steps.thread);
+  decode(tile, tables_of<typename Policy::Codes>(tile), a);
+  for (int k = 1; k < steps.many; k++) multiply_step<width, false>(sums, shared, ring, warpgroup, steps.thread, a);
+  multiply_step<width, true>(sums, shared, ring, warpgroup, steps.thread, a);
+}
+
+// Tokens of a part, by Span::index.
+template <class P>
+__host__ __device__ constexpr int known_width(int index) {
+  if (P::kMany == 2) return 88 + 8 * index;
+  return index < 6 ? 16 * (index + 1) : 104 + 8 * (index - 6);
+}
+
+// The main loop of the tile's width, looked for from `index` on.
+template <int index, class P, class Policy>
+__device__ __forceinline__ void multiply_width(Sums<P>& sums, GemmShared<Policy>& shared, Ring<Policy::kStages>& ring,
+                                               int warpgroup, const Span<P>& span, const Steps& steps) {
+  constexpr int width = known_width<P>(index);
+  if constexpr (width < P::kTokens) {
+    if (span.index != index) {
+      multiply_width<index + 1>(sums, shared, ring, warpgroup, span, steps);
+      return;
+    }
+  }
+  multiply_known<width>(sums, shared, ring, warpgroup, steps);
+}
+
 // Scales of a thread's two rows, of one 128 of K after another. Each lane has those of one step of the next 32, loaded
 // 32 steps ahead: a load of what all lanes need would be waited for before the tensor cores start, at each step.
 class BlockScales {
