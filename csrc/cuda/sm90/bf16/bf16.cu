@@ -1,10 +1,9 @@
 // A layer of bfloat16 weights on many tokens: sort and gather, both GEMMs in one persistent kernel, combine. As
 // prefill.cu, but that weights are copied as the checkpoint has them, by tensor maps, and are wgmma's A operand as they
 // lie in shared memory, so that accumulators have nearly all of the registers: 256 rows by up to 192 tokens.
-#include "bf16.h"
 
 #include "../gemm/gemm_kernel.cuh"
-#include "../launch/driver.h"
+#include "../launch/launches.h"
 #include "../prefill/prefill_plan.h"
 
 namespace moeq::sm90 {

@@ -2,7 +2,7 @@
 
 #include <atomic>
 
-#include "driver.h"
+#include "launches.h"
 
 namespace moeq::sm90 {
 namespace {

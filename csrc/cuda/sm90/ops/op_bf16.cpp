@@ -1,5 +1,5 @@
 // moeq_C::experts_sm90_bf16: one layer of bfloat16 weights, as the checkpoint has them.
-#include "../bf16/bf16.h"
+#include "../problem/problem.h"
 #include "op_layer.h"
 
 namespace moeq::sm90 {

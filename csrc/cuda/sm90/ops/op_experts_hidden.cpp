@@ -1,6 +1,5 @@
 // moeq_C::experts_hidden_sm90: router and experts of few tokens, in one launch where the kernel takes them.
 #include "../decode_few/decode_few_routed.h"
-#include "op_router_product.h"
 #include "op_tiled_weights.h"
 
 namespace moeq::sm90 {

@@ -1,6 +1,5 @@
 // moeq_C::route_sm90 and route_hidden_sm90: the routing launch by itself, and router product and routing in one.
 #include "op_layer.h"
-#include "op_router_product.h"
 #include "../../../boxed.h"
 #include "../problem/problem.h"
 #include "../routing/route_hidden.h"

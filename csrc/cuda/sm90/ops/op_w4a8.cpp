@@ -1,7 +1,6 @@
 // moeq_C::experts_sm90_w4a8: one layer of NVFP4, MXFP4, INT4 or e4m3 weights on fp8 activations.
 #include "op_layer.h"
 #include "../layout/w4a8_layout.h"
-#include "../problem/int4_problem.h"
 #include "../problem/tiled_problem.h"
 #include "op_tiled_weights.h"
 

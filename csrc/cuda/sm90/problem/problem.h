@@ -84,6 +84,11 @@ struct Problem {
 // Writes ids and weights [tokens, top_k] from p.router; an error for a failed launch.
 cudaError_t route_run(const Problem& p, int32_t* ids, float* weights);
 
+// A layer of bfloat16 weights as the checkpoint has them: w13 [experts, rows, hidden], w2 [experts, hidden, inter].
+// As prefill_run does, of a problem without scales and without quantization; `format` says nothing here.
+size_t bf16_workspace(const Problem& p);
+cudaError_t bf16_run(const Problem& p);
+
 // What a stream's launches have of the GPU: all multiprocessors, those of a green context, or a share under MPS. Of
 // the current device's stream. Asked at each call, as a stream's handle may be used again for another context's.
 cudaError_t partition_of(cudaStream_t stream, Partition& partition);

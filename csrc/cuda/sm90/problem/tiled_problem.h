@@ -101,6 +101,16 @@ struct W4a8Problem : Problem {
 
 inline bool has_mx_scales(const W4a8Problem& p) { return p.weights == Weights::kPacked && p.format == Format::kMxfp4; }
 
+// INT4 weights that fp8 tensor cores multiply (w4a8_int4.cu): the tiles of layout.h, whose scales are those of 128
+// values of K or more. With zero points, or with float16 scales.
+inline bool has_zero_points(const W4a8Problem& p) {
+  return p.format == Format::kInt4Zero || p.format == Format::kInt4ZeroBf16;
+}
+
+inline bool has_int4(const W4a8Problem& p) {
+  return p.weights == Weights::kPacked && (p.format == Format::kInt4Per64 || has_zero_points(p));
+}
+
 // Sizes depend on shapes alone. An error is that of a failed launch; nothing synchronizes.
 size_t w4a8_workspace(const W4a8Problem& p);
 cudaError_t w4a8_run(const W4a8Problem& p);

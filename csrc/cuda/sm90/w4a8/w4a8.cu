@@ -2,14 +2,12 @@
 // factor, GEMM1 quantizes.
 #include <type_traits>
 
-#include "w4a8_int4.h"
 #include "w4a8_kernel.cuh"
 #include "w4a8_shared.cuh"
 #include "../decode_few/decode_few.h"
 #include "../device/async.cuh"
 #include "../device/scans.cuh"
 #include "../prefill/prefill_plan.h"
-#include "../problem/int4_problem.h"
 
 namespace moeq::sm90::w4a8 {
 namespace {

@@ -1,5 +1,4 @@
 // The kernels of INT4 weights.
-#include "w4a8_int4.h"
 #include "w4a8_kernel.cuh"
 
 namespace moeq::sm90::w4a8 {

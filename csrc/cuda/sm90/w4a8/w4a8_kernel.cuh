@@ -100,4 +100,8 @@ Variant<GemmArgs> variant_of(Finish finish, bool wide) {
   return wide ? variant_of<Policy<kMaxWidth>>(finish) : variant_of<Policy<kMaxSingle>>(finish);
 }
 
+// The kernels of INT4 weights (w4a8_int4.cu). zeros: weights have zero points, or float16 scales. widest: of
+// widest_of_int4.
+Variant<GemmArgs> int4_variant(bool zeros, Finish finish, int widest);
+
 }  // namespace moeq::sm90::w4a8
