@@ -87,7 +87,7 @@ cudaError_t rows_run(const RowsProblem& p, Shape shape);
 
 // A layer of weights of at most 8 bits on fp8 activations.
 //
-// weights: kPacked: NVFP4 or, as `format` says, MXFP4 codes and block scales, or INT4 (int4_problem.h). kRows: e4m3
+// weights: kPacked: NVFP4 or, as `format` says, MXFP4 codes and block scales, or INT4 (has_int4). kRows: e4m3
 // with a scale for each row, half of the rows, or matrix. kBlocks: e4m3 with a scale for 128 x 128, and activations
 // with one for 128 of a row. w4a8_layout.h says how they lie.
 //
