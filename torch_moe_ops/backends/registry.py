@@ -45,6 +45,20 @@ class RemoteExperts(NamedTuple):
     run: Callable[[ExpertsCall, dict[str, Any], Tensor], None]
 
 
+class AcceptedCalls(NamedTuple):
+    """Calls that need not be checked, as they are like one that was (prepared/accepted.py).
+
+    accept: (call as the op got it, the same as `run` gets it, its result, a number of whatever the call has that is no
+        tensor) -> whether calls like it may be run so.
+    run: (hidden states, ids, weights, the tensors of WEIGHT_FIELDS, the number) -> the result, or None where the call
+        is not like one that was accepted with that number, in everything that the op checks, or where anything comes
+        between a caller and an op.
+    """
+
+    accept: Callable[[ExpertsCall, ExpertsCall, Tensor, int], bool]
+    run: Callable[..., Tensor | None]
+
+
 @dataclass(frozen=True)
 class Backend:
     """One way to run the experts.
@@ -70,6 +84,7 @@ class Backend:
         do not run it, or here: never.
     run_backward: (call, sizes, gradient of the output, which gradients are wanted) -> them, as gradients/experts.py has
         it; None where it does not run, or here: experts are decoded in chunks.
+    accepted: of calls that repeat; None: each is checked.
     one_input_scale: tokens are quantized once, so `prepare` takes the largest a13_input_scale for all experts.
     auto: `prepare` may take it unasked.
     accuracy: "strict" where results are within the bounds that docs/numerics.md has for strict backends, "standard"
@@ -96,6 +111,7 @@ class Backend:
     few_rows: Callable[[Any, Any, Tensor, Tensor | None, Any, Tensor], bool] | None = None
     rows_by_slot: Callable[[Any], Any] | None = None
     run_backward: Callable[[ExpertsCall, Sizes, Tensor, Any], Any] | None = None
+    accepted: AcceptedCalls | None = None
     one_input_scale: bool = False
     accuracy: str = STRICT
     of_the_field: bool = False

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from torch_moe_ops.core.kernel_facts import OWN_ARGUMENTS, arguments_of
+from torch_moe_ops.core.kernel_facts import ARGUMENTS
 
 _SOURCES = Path(__file__).resolve().parents[2]
 _INSTALL = "pip install --force-reinstall --no-deps --no-build-isolation "
@@ -59,11 +59,11 @@ def load(module: str, build_hint: str) -> Extension:
 
 def of_these_sources(extension: Extension, build: str) -> Extension:
     """The same, or absent where its ops take other arguments than Python gives: calls would mix them up."""
-    for op in OWN_ARGUMENTS:
+    for op, arguments in ARGUMENTS.items():
         compiled = getattr(torch.ops.moeq_C, op, None) if extension.loaded else None
         if compiled is None:
             continue
-        if tuple(a.name for a in compiled.default._schema.arguments) != arguments_of(op):
+        if tuple(a.name for a in compiled.default._schema.arguments) != arguments:
             reason = f"{extension.module} was compiled from other sources (moeq_C::{op} has other arguments): {build}"
             warnings.warn(reason, RuntimeWarning, stacklevel=2)
             return Extension(extension.module, reason)

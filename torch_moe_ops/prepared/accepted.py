@@ -1,0 +1,129 @@
+"""Eager calls of prepared weights that are like an earlier one in everything that the op checks: run without checks.
+
+What an earlier call was like is kept, not its tensors, and not by layer: names and constants here, dtypes and sizes of
+all tensors where they are compared (Backend.accepted). Layers of a model share what is kept, copies and pickles have
+nothing of it, and what happens to a tensor or its memory between two calls is seen by the second one. Whatever is
+unusual is None here: the op does it, or refuses it by name.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from operator import attrgetter
+from typing import Any
+
+from torch import _C, Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+from torch.overrides import has_torch_function_unary
+
+from torch_moe_ops.backends.registry import BACKENDS
+from torch_moe_ops.core.call import WEIGHT_FIELDS
+from torch_moe_ops.core.schemes import SCHEMES
+from torch_moe_ops.ops.binder import Binder
+from torch_moe_ops.ops.checks import check_experts, check_topk
+from torch_moe_ops.ops.plan import MAX_KEPT, plan_of
+from torch_moe_ops.ops.run import completed
+from torch_moe_ops.prepared.fields import PreparedFields
+
+# What the routed ops are given of prepared weights beside tensors.
+NAMES = (
+    *("scheme", "backend", "act_format", "activation", "swiglu_alpha", "swiglu_beta", "swiglu_limit"),
+    *("num_experts", "local_expert_offset", "router_weight_on_input", "weight_policy"),
+)
+TAKEN_BY = frozenset(name for name, backend in BACKENDS.items() if backend.accepted is not None)
+MAX_TRIES = 8  # of one set of names: layers of other sizes, tokens of other dtypes
+
+_names_of = attrgetter(*NAMES)
+_weights_of = attrgetter(*WEIGHT_FIELDS)
+_PLAIN = frozenset((Tensor, Parameter, type(None)))
+_is_grad_enabled, _profiler_enabled = _C.is_grad_enabled, _C._autograd._profiler_enabled
+_binder_of = cache(Binder)
+
+
+class _Kept:
+    """Of one set of names: its number, never another's, and what runs calls, where one was accepted."""
+
+    __slots__ = ("number", "run", "tries")
+
+    def __init__(self, number: int):
+        self.number = number
+        self.tries = 0
+        self.run: Callable[..., Tensor | None] | None = None
+
+
+_KEPT: dict[tuple[Any, ...], _Kept] = {}
+_LEARNING = threading.Lock()
+
+
+def run(w: PreparedFields, hidden_states: Any, topk_ids: Any, topk_weights: Any) -> Tensor | None:
+    """The result of the layer's routed op, without options; None where it has to be called."""
+    kept = _KEPT.get(_names_of(w))
+    if kept is None or kept.run is None:
+        return None
+    weights = _weights_of(w)
+    if not _is_plain(hidden_states, topk_ids, topk_weights, weights):
+        return None
+    return kept.run(hidden_states, topk_ids, topk_weights, *weights, kept.number)
+
+
+def _is_plain(hidden_states: Any, topk_ids: Any, topk_weights: Any, weights: tuple[Any, ...]) -> bool:
+    """Whether nobody wants a gradient or to see functions and ops called; modes of the dispatcher it tells itself."""
+    return (
+        type(hidden_states) is Tensor
+        and type(topk_ids) is Tensor
+        and type(topk_weights) is Tensor
+        and not _is_grad_enabled()
+        and forward_ad._current_level < 0
+        and not has_torch_function_unary(hidden_states)  # a mode's
+        and not _profiler_enabled()
+        and _PLAIN.issuperset(map(type, weights))
+    )
+
+
+def learned(w: PreparedFields, args: tuple[Any, ...], result: Tensor) -> Tensor:
+    """`result`, which the layer's routed op has returned for these arguments; the call is kept where it may recur."""
+    names = _names_of(w)
+    kept = _KEPT.get(names)
+    has_room = len(_KEPT) < MAX_KEPT if kept is None else kept.tries < MAX_TRIES
+    if not has_room or not _LEARNING.acquire(blocking=False):  # another thread learns, or did when there was a fork
+        return result
+    try:
+        # The op has just done all of this: it can fail only where another thread changes the tensors meanwhile.
+        with suppress(Exception):
+            if _may_recur(w, *args[:4]):
+                kept = _KEPT.setdefault(names, _Kept(len(_KEPT)))
+                kept.tries += 1
+                kept.run = _accepted(w, args, result, kept.number) or kept.run
+    finally:
+        _LEARNING.release()
+    return result
+
+
+def _may_recur(w: PreparedFields, hidden_states: Any, _: Any, topk_ids: Any, topk_weights: Any) -> bool:
+    """Whether calls like this one are compared at all, and nobody records what is asked of tensors here."""
+    tokens = hidden_states, topk_ids, topk_weights
+    if not _is_plain(*tokens, _weights_of(w)):
+        return False
+    if _C._get_tracing_state() is not None or _C._len_torch_dispatch_stack():
+        return False
+    if _C._functorch.maybe_current_level() is not None:
+        return False
+    return bool(len(hidden_states)) and all(t.is_contiguous() for t in tokens)
+
+
+def _accepted(
+    w: PreparedFields, args: tuple[Any, ...], result: Tensor, number: int
+) -> Callable[..., Tensor | None] | None:
+    """What runs calls like this one, which is checked once more; None where its backend does not take them."""
+    op = f"{SCHEMES[w.scheme].op_prefix}moe_routed"
+    call = _binder_of(op).bind(args, {})
+    plan = plan_of(op, call)
+    table = check_experts(op, call, plan, True)
+    check_topk(op, call)
+    calls = plan.backend.accepted
+    ready = completed(call, plan, table, result.dtype)
+    return calls.run if calls is not None and calls.accept(call, ready, result, number) else None
