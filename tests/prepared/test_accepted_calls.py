@@ -384,7 +384,7 @@ CHANGES: dict[str, Callable[[Tensor], Any]] = {
     "the same memory, from the second expert on": lambda t: t.set_(
         torch.cat([t, t]).untyped_storage(), t[0].numel(), tuple(t.shape)
     ),
-    "other strides": lambda t: t.set_(t.untyped_storage(), 0, t.shape, t.stride()[::-1]),
+    "other strides": lambda t: setattr(t, "data", t.movedim(0, -1).contiguous().movedim(-1, 0)),
     "every other element": lambda t: setattr(t, "data", torch.stack([t, t], -1)[..., 0]),
     "fewer experts": lambda t: t.resize_(t.shape[0] - 1, *t.shape[1:]),
     "nothing": lambda t: t.resize_(0),

@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
 from operator import attrgetter
 from typing import Any
 
@@ -22,11 +21,8 @@ from torch.overrides import has_torch_function_unary
 
 from torch_moe_ops.backends.registry import BACKENDS
 from torch_moe_ops.core.call import WEIGHT_FIELDS
+from torch_moe_ops.core.checked_calls import checked_call
 from torch_moe_ops.core.schemes import SCHEMES
-from torch_moe_ops.ops.binder import Binder
-from torch_moe_ops.ops.checks import check_experts, check_topk
-from torch_moe_ops.ops.plan import MAX_KEPT, plan_of
-from torch_moe_ops.ops.run import completed
 from torch_moe_ops.prepared.fields import PreparedFields
 
 # What the routed ops are given of prepared weights beside tensors.
@@ -35,13 +31,13 @@ NAMES = (
     *("num_experts", "local_expert_offset", "router_weight_on_input", "weight_policy"),
 )
 TAKEN_BY = frozenset(name for name, backend in BACKENDS.items() if backend.accepted is not None)
+MAX_KEPT = 512  # sets of names: far more than a process has that differ
 MAX_TRIES = 8  # of one set of names: layers of other sizes, tokens of other dtypes
 
 _names_of = attrgetter(*NAMES)
 _weights_of = attrgetter(*WEIGHT_FIELDS)
 _PLAIN = frozenset((Tensor, Parameter, type(None)))
 _is_grad_enabled, _profiler_enabled = _C.is_grad_enabled, _C._autograd._profiler_enabled
-_binder_of = cache(Binder)
 
 
 class _Kept:
@@ -119,11 +115,6 @@ def _accepted(
     w: PreparedFields, args: tuple[Any, ...], result: Tensor, number: int
 ) -> Callable[..., Tensor | None] | None:
     """What runs calls like this one, which is checked once more; None where its backend does not take them."""
-    op = f"{SCHEMES[w.scheme].op_prefix}moe_routed"
-    call = _binder_of(op).bind(args, {})
-    plan = plan_of(op, call)
-    table = check_experts(op, call, plan, True)
-    check_topk(op, call)
-    calls = plan.backend.accepted
-    ready = completed(call, plan, table, result.dtype)
-    return calls.run if calls is not None and calls.accept(call, ready, result, number) else None
+    calls = BACKENDS[w.backend].accepted
+    given, ready = checked_call(f"{SCHEMES[w.scheme].op_prefix}moe_routed", args, result)
+    return calls.run if calls is not None and calls.accept(given, ready, result, number) else None
