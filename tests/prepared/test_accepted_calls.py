@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,8 +25,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_moe_ops as moe
-from torch_moe_ops.backends import BACKENDS, cpu_accepted
+from torch_moe_ops.backends import BACKENDS, cpu, cpu_accepted
 from torch_moe_ops.core.call import WEIGHT_FIELDS
+from torch_moe_ops.core.checked_calls import checked_call
 from torch_moe_ops.core.schemas import arguments
 from torch_moe_ops.core.schemes import SCHEMES
 from torch_moe_ops.prepared import accepted, fused
@@ -546,7 +548,9 @@ def test_traces_see_the_op_and_nothing_else(known: bool) -> None:
         for pre_dispatch in (False, True):
             graphs = [make_fx(f, pre_dispatch=pre_dispatch, **given)(*batch) for f in (layer, traced_op)]
             assert graphs[0].code == graphs[1].code and "nvfp4_moe_routed" in graphs[0].code
-    scripts = [torch.jit.trace(f, batch, check_trace=False) for f in (layer, traced_op)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", torch.jit.TracerWarning)  # which says that something of a tensor was asked
+        scripts = [torch.jit.trace(f, batch, check_trace=False) for f in (layer, traced_op)]
     kinds = [[node.kind() for node in s.graph.nodes()] for s in scripts]
     assert kinds[0] == kinds[1] and "moeq::nvfp4_moe_routed" in kinds[0]
     assert _ran(w, *batch) == known
@@ -677,6 +681,30 @@ def test_keeping_raises_nothing_and_knows_nothing_then(monkeypatch: pytest.Monke
     assert _ran(w, *batch)
 
 
+def test_tensors_that_are_made_of_those_of_a_layer_are_not_compared() -> None:
+    """The kernels' terms of such a call are others' at the next one, even if they are like them."""
+    batch = make_batch(CASE)
+    w = _layer()
+    args = (
+        batch[0],
+        None,
+        *batch[1:],
+        *w.op_weights(),
+        *(getattr(w, n) for n in ("backend", "act_format", "activation")),
+    )
+    args += (*w.constants(), w.num_experts, w.local_expert_offset, False, w.weight_policy, None)
+    given, ready = checked_call("nvfp4_moe_routed", args, batch[0])
+    assert all(a is b for a, b in zip(given[:17], ready[:17], strict=True))
+    for field in (*accepted.WEIGHT_FIELDS, "topk_ids", "topk_weights", "hidden_states"):
+        if getattr(ready, field) is not None:
+            assert not cpu.accept(given, ready._replace(**{field: getattr(ready, field).clone()}), batch[0], 511), field
+    assert not cpu.accept(given, ready, batch[0].float(), 511)
+    weighted = given._replace(router_weight_on_input=True), ready._replace(router_weight_on_input=True)
+    assert not cpu.accept(*weighted, batch[0], 511)
+    for number in (-1, 512, 2**40):
+        assert not cpu.accept(given, ready, batch[0], number)
+
+
 def test_a_call_that_fails_is_not_kept() -> None:
     x, ids, weights = make_batch(CASE)
     w = _layer()
@@ -711,6 +739,8 @@ def test_odd_calls_leave_room_for_others() -> None:
             moe.fused_moe_routed(x, ids, weights, w)
         with _Seen():
             moe.fused_moe_routed(x, ids, weights, w)
+        torch.func.vmap(lambda x: moe.fused_moe_routed(x, ids, weights, w))(x[None])
+    assert accepted._names_of(w) not in accepted._KEPT
     _known(w, x, ids, weights)
 
 

@@ -23,7 +23,7 @@ _ELSEWHERE = (
     *("CompositeExplicitAutograd", "NestedTensorCPU", "NestedTensorCUDA", "Meta", "Python", "Functionalize"),
     *("Conjugate", "Negative", "ZeroTensor", "Tracer", "PreDispatch", "PythonDispatcher", "PythonTLSSnapshot"),
     *("FuncTorchBatched", "FuncTorchGradWrapper", "FuncTorchDynamicLayerBackMode", "FuncTorchDynamicLayerFrontMode"),
-    *("Batched", "BatchedNestedTensor"),
+    *("Batched", "BatchedNestedTensor", "Named"),
 )
 _TOKENS = ("hidden_states", "hidden_states_scale", "topk_ids", "topk_weights")
 _COMPARED = (*_TOKENS, *WEIGHT_FIELDS)
@@ -62,6 +62,8 @@ if extension.has_cpu_extension():
     _LIB = torch.library.Library("moeq_C", "FRAGMENT")
     for _name, _result in (("experts_accepted", None), ("accept_experts", False)):
         for _key in _ELSEWHERE:
+            if torch._C._parse_dispatch_key(_key) is None:  # as this torch has no tensors with names
+                continue
             _LIB.impl(_name, lambda *args, result=_result: result, _key)
         _LIB.impl(_name, torch.library.fallthrough_kernel, "Autograd")
     _op = torch.ops.moeq_C.experts_accepted.default

@@ -27,6 +27,7 @@ NEEDED: Names = {
         "_increment_version",
         "_len_torch_dispatch_stack",
         "_overlaps",
+        "_parse_dispatch_key",
         "is_grad_enabled",
         "parse_schema",
     ),
