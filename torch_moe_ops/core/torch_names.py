@@ -28,6 +28,7 @@ NEEDED: Names = {
         "_len_torch_dispatch_stack",
         "_overlaps",
         "_parse_dispatch_key",
+        "_set_grad_enabled",
         "is_grad_enabled",
         "parse_schema",
     ),

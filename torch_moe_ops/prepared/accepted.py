@@ -37,7 +37,8 @@ MAX_TRIES = 8  # of one set of names: layers of other sizes, tokens of other dty
 _names_of = attrgetter(*NAMES)
 _weights_of = attrgetter(*WEIGHT_FIELDS)
 _PLAIN = frozenset((Tensor, Parameter, type(None)))
-_is_grad_enabled, _profiler_enabled = _C.is_grad_enabled, _C._autograd._profiler_enabled
+_is_grad_enabled, _set_grad_enabled, _requires_grad = _C.is_grad_enabled, _C._set_grad_enabled, _C._any_requires_grad
+_profiler_enabled = _C._autograd._profiler_enabled
 
 
 class _Kept:
@@ -63,16 +64,23 @@ def run(w: PreparedFields, hidden_states: Any, topk_ids: Any, topk_weights: Any)
     weights = _weights_of(w)
     if not _is_plain(hidden_states, topk_ids, topk_weights, weights):
         return None
-    return kept.run(hidden_states, topk_ids, topk_weights, *weights, kept.number)
+    if not _is_grad_enabled():
+        return kept.run(hidden_states, topk_ids, topk_weights, *weights, kept.number)
+    if _requires_grad(hidden_states, topk_weights, *weights):
+        return None
+    _set_grad_enabled(False)  # without which the kernels refuse
+    try:
+        return kept.run(hidden_states, topk_ids, topk_weights, *weights, kept.number)
+    finally:
+        _set_grad_enabled(True)
 
 
 def _is_plain(hidden_states: Any, topk_ids: Any, topk_weights: Any, weights: tuple[Any, ...]) -> bool:
-    """Whether nobody wants a gradient or to see functions and ops called; modes of the dispatcher it tells itself."""
+    """Whether nobody wants a tangent or to see functions and ops called; modes of the dispatcher it tells itself."""
     return (
         type(hidden_states) is Tensor
         and type(topk_ids) is Tensor
         and type(topk_weights) is Tensor
-        and not _is_grad_enabled()
         and forward_ad._current_level < 0
         and not has_torch_function_unary(hidden_states)  # a mode's
         and not _profiler_enabled()
@@ -101,8 +109,8 @@ def learned(w: PreparedFields, args: tuple[Any, ...], result: Tensor) -> Tensor:
 
 def _may_recur(w: PreparedFields, hidden_states: Any, _: Any, topk_ids: Any, topk_weights: Any) -> bool:
     """Whether calls like this one are compared at all, and nobody records what is asked of tensors here."""
-    tokens = hidden_states, topk_ids, topk_weights
-    if not _is_plain(*tokens, _weights_of(w)):
+    tokens, weights = (hidden_states, topk_ids, topk_weights), _weights_of(w)
+    if not _is_plain(*tokens, weights) or (_is_grad_enabled() and _requires_grad(*tokens, *weights)):
         return False
     if _C._get_tracing_state() is not None or _C._len_torch_dispatch_stack():
         return False
