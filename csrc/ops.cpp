@@ -242,6 +242,7 @@ STABLE_TORCH_LIBRARY(moeq_C, m) {
   const std::string arguments = arguments_of(moeq::ExpertsCall::kSchema);
   m.def(("accept_experts" + arguments.substr(0, arguments.size() - 1) + ", int names) -> bool").c_str());
   m.def(moeq::ExpertsAcceptedCall::kSchema);
+  m.def("new_accepted_names() -> int");
   m.def("run_host_job(int job) -> ()");
   m.def("enqueue_host_job(int job, int stream) -> ()");
   m.def("replace_host_job(int job, int by) -> ()");
@@ -265,6 +266,7 @@ STABLE_TORCH_LIBRARY_IMPL(moeq_C, CompositeExplicitAutograd, m) {
   m.impl("run_host_job", TORCH_BOX(&run_job));
   m.impl("enqueue_host_job", TORCH_BOX(&enqueue_job));
   m.impl("replace_host_job", TORCH_BOX(&replace_host_job));
+  m.impl("new_accepted_names", TORCH_BOX(&new_accepted_names));
   m.impl("drop_host_job", TORCH_BOX(&drop_host_job));
   m.impl("use_cpu_isa", TORCH_BOX(&use_isa));
   m.impl("cpu_isa_refusal", TORCH_BOX(&isa_refusal));

@@ -44,6 +44,7 @@ bool is_matrix(const Tensor& tensor, int32_t dtype) {
 // Written once each, in order, and never freed: readers need no lock.
 std::atomic<const AcceptedCall*> accepted[kAcceptedNames][kAcceptedPerNames];
 std::mutex writing;
+std::atomic<int64_t> given_names{0};
 
 }  // namespace
 
@@ -110,6 +111,11 @@ ExpertsCall AcceptedCall::on(const ExpertsAcceptedCall& given, Tensor out) const
                   names_.local_expert_offset,
                   false};
   return ExpertsCall{std::move(layer), names_.scheme, names_.act_format};
+}
+
+int64_t new_accepted_names() {
+  const int64_t number = given_names.fetch_add(1);
+  return number < kAcceptedNames ? number : -1;
 }
 
 bool add_accepted(const ExpertsCall& call, int64_t names) {

@@ -52,6 +52,10 @@ class AcceptedCall {
 constexpr int64_t kAcceptedNames = 512;  // numbers from 0 on
 constexpr int kAcceptedPerNames = 8;
 
+// A number that no names have had in this process, or -1 where there are no more. Who has lost what it stood for (a
+// module that is loaded anew) gets another one.
+int64_t new_accepted_names();
+
 // Keeps what a call was like, for good, under the number of its names. False where there is no room, or where it is not
 // one on unquantized hidden states whose output is like them, with routing weights on the output.
 bool add_accepted(const ExpertsCall& call, int64_t names);

@@ -692,7 +692,7 @@ def test_keeping_raises_nothing_and_knows_nothing_then(monkeypatch: pytest.Monke
         raise MemoryError("on purpose")
 
     with monkeypatch.context() as patch:
-        patch.setattr(accepted, "_accepted", fails)
+        patch.setattr(accepted, "checked_call", fails)
         _same(w, *batch)
     assert not _ran(w, *batch)
     _same(w, *batch)
@@ -767,6 +767,19 @@ def test_numbers_are_of_one_set_of_names_each() -> None:
     assert len(set(numbers)) == len(numbers)
     text = (ROOT / "csrc" / "cpu" / "accepted.h").read_text()
     assert f"kAcceptedNames = {accepted.MAX_KEPT};" in text and f"kAcceptedPerNames = {accepted.MAX_TRIES};" in text
+
+
+def test_a_module_that_is_loaded_anew_gives_no_number_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make_batch(CASE)
+    w = _known(_layer(), *batch)
+    known = {kept.number for kept in accepted._KEPT.values()}
+    monkeypatch.setattr(accepted, "_KEPT", {})
+    for other in (dataclasses.replace(_layer(), local_expert_offset=1), w):
+        assert not _ran(other, *batch)
+        _same(other, *batch)
+        _same(other, *batch)
+        assert _ran(other, *batch)
+    assert not {kept.number for kept in accepted._KEPT.values()} & known
 
 
 def test_threads_at_once() -> None:

@@ -140,6 +140,8 @@ register(
         restore=cpu_pack.restore,
         run=run,
         notes=_notes,
-        accepted=AcceptedCalls(accept, cpu_accepted.run_accepted) if extension.has_cpu_extension() else None,
+        accepted=AcceptedCalls(cpu_accepted.new_names, accept, cpu_accepted.run_accepted)
+        if extension.has_cpu_extension()
+        else None,
     )
 )

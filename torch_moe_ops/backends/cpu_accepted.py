@@ -31,6 +31,11 @@ _in_call = itemgetter(*(INDEX[name] for name in _COMPARED))
 _in_terms = itemgetter(*(KERNEL_FIELDS.index(name) for name in _COMPARED))
 
 
+def new_names() -> int:
+    """As AcceptedCalls has it: by the extension, which knows calls by these numbers as long as the process lives."""
+    return torch.ops.moeq_C.new_accepted_names()  # type: ignore[no-any-return]
+
+
 def accept(given: ExpertsCall, terms: tuple[Any, ...], out: Tensor, names: int) -> bool:
     """Let the kernels know what a call was like that has run.
 

@@ -48,13 +48,15 @@ class RemoteExperts(NamedTuple):
 class AcceptedCalls(NamedTuple):
     """Calls that need not be checked, as they are like one that was (prepared/accepted.py).
 
-    accept: (call as the op got it, the same as `run` gets it, its result, a number of whatever the call has that is no
-        tensor) -> whether calls like it may be run so.
+    new_names: a number for whatever a set of calls has that is no tensor, never given twice; -1: there are no more.
+    accept: (call as the op got it, the same as `run` gets it, its result, the number of its names) -> whether calls
+        like it may be run so.
     run: (hidden states, ids, weights, the tensors of WEIGHT_FIELDS, the number) -> the result, or None where the call
         is not like one that was accepted with that number, in everything that the op checks, or where anything comes
         between a caller and an op.
     """
 
+    new_names: Callable[[], int]
     accept: Callable[[ExpertsCall, ExpertsCall, Tensor, int], bool]
     run: Callable[..., Tensor | None]
 

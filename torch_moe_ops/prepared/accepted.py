@@ -99,9 +99,7 @@ def learned(w: PreparedFields, args: tuple[Any, ...], result: Tensor) -> Tensor:
         # The op has just done all of this: it can fail only where another thread changes the tensors meanwhile.
         with suppress(Exception):
             if _may_recur(w, *args[:4]):
-                kept = _KEPT.setdefault(names, _Kept(len(_KEPT)))
-                kept.tries += 1
-                kept.run = _accepted(w, args, result, kept.number) or kept.run
+                _learn(w, names, args, result)
     finally:
         _LEARNING.release()
     return result
@@ -119,10 +117,13 @@ def _may_recur(w: PreparedFields, hidden_states: Any, _: Any, topk_ids: Any, top
     return bool(len(hidden_states)) and all(t.is_contiguous() for t in tokens)
 
 
-def _accepted(
-    w: PreparedFields, args: tuple[Any, ...], result: Tensor, number: int
-) -> Callable[..., Tensor | None] | None:
-    """What runs calls like this one, which is checked once more; None where its backend does not take them."""
-    calls = BACKENDS[w.backend].accepted
+def _learn(w: PreparedFields, names: tuple[Any, ...], args: tuple[Any, ...], result: Tensor) -> None:
+    calls, kept = BACKENDS[w.backend].accepted, _KEPT.get(names)
+    if calls is None:
+        return
+    if kept is None:
+        kept = _KEPT[names] = _Kept(calls.new_names())
+    kept.tries += 1
     given, ready = checked_call(f"{SCHEMES[w.scheme].op_prefix}moe_routed", args, result)
-    return calls.run if calls is not None and calls.accept(given, ready, result, number) else None
+    if calls.accept(given, ready, result, kept.number):
+        kept.run = calls.run
