@@ -49,7 +49,7 @@ class AcceptedCall {
   } names_;
 };
 
-constexpr int64_t kAcceptedNames = 512;  // numbers from 0 on
+constexpr int64_t kAcceptedNames = 2048;  // numbers from 0 on
 constexpr int kAcceptedPerNames = 8;
 
 // A number that no names have had in this process, or -1 where there are no more. Who has lost what it stood for (a

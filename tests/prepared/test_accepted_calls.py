@@ -674,7 +674,7 @@ def test_the_compiled_op_refuses_what_it_does_not_know() -> None:
     with torch.no_grad():
         assert op(*tensors, number).equal(_op(w, *batch))
     with torch.no_grad():
-        for unknown in (-1, 511, 512, 2**40):
+        for unknown in (-1, 2047, 2048, 2**40):
             assert op(*tensors, unknown) is None
         assert op(batch[0].to("meta"), *tensors[1:], number) is None
     with torch.enable_grad():
@@ -715,11 +715,13 @@ def test_tensors_that_are_made_of_those_of_a_layer_are_not_compared() -> None:
     assert all(a is b for a, b in zip(given[:17], ready[:17], strict=True))
     for field in (*accepted.WEIGHT_FIELDS, "topk_ids", "topk_weights", "hidden_states"):
         if getattr(ready, field) is not None:
-            assert not cpu.accept(given, ready._replace(**{field: getattr(ready, field).clone()}), batch[0], 511), field
-    assert not cpu.accept(given, ready, batch[0].float(), 511)
+            assert not cpu.accept(given, ready._replace(**{field: getattr(ready, field).clone()}), batch[0], 2047), (
+                field
+            )
+    assert not cpu.accept(given, ready, batch[0].float(), 2047)
     weighted = given._replace(router_weight_on_input=True), ready._replace(router_weight_on_input=True)
-    assert not cpu.accept(*weighted, batch[0], 511)
-    for number in (-1, 512, 2**40):
+    assert not cpu.accept(*weighted, batch[0], 2047)
+    for number in (-1, 2048, 2**40):
         assert not cpu.accept(given, ready, batch[0], number)
 
 

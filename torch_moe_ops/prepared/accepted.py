@@ -31,7 +31,7 @@ NAMES = (
     *("num_experts", "local_expert_offset", "router_weight_on_input", "weight_policy"),
 )
 TAKEN_BY = frozenset(name for name, backend in BACKENDS.items() if backend.accepted is not None)
-MAX_KEPT = 512  # sets of names: far more than a process has that differ
+MAX_KEPT = 2048  # sets of names: far more than a process has that differ
 MAX_TRIES = 8  # of one set of names: layers of other sizes, tokens of other dtypes
 
 _names_of = attrgetter(*NAMES)
