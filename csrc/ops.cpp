@@ -15,6 +15,7 @@
 
 #include "boxed.h"
 #include "check.h"
+#include "cpu/accepted.h"
 #include "cpu/bind.h"
 #include "cpu/dispatch.h"
 #include "cpu/experts.h"
@@ -183,13 +184,34 @@ int64_t host_job(const moeq::ExpertsCall& call) {
   return add_host_job(std::move(job));
 }
 
+// None where the call is not like an accepted one, or might need a gradient: Python has to look at it.
+OptionalTensor experts_accepted(const moeq::ExpertsAcceptedCall& given) {
+  if (aoti_torch_grad_mode_is_enabled()) return std::nullopt;
+  const AcceptedCall* accepted = find_accepted(given);
+  if (accepted == nullptr) return std::nullopt;
+  Tensor out = matrix_like(given.hidden_states);
+  experts(accepted->on(given, out));
+  return out;
+}
+
 // As boxed.h does it for calls that return nothing.
 template <class Types>
-struct BoxedJob;
+struct BoxedExperts;
 
 template <class... T>
-struct BoxedJob<std::tuple<T...>> {
-  static int64_t run(T... arguments) { return host_job(moeq::ExpertsCall{std::move(arguments)...}); }
+struct BoxedExperts<std::tuple<T...>> {
+  static int64_t job(T... arguments) { return host_job(moeq::ExpertsCall{std::move(arguments)...}); }
+  static bool accept(T... arguments, int64_t names) {
+    return add_accepted(moeq::ExpertsCall{std::move(arguments)...}, names);
+  }
+};
+
+template <class Types>
+struct BoxedAccepted;
+
+template <class... T>
+struct BoxedAccepted<std::tuple<T...>> {
+  static OptionalTensor run(T... arguments) { return experts_accepted({std::move(arguments)...}); }
 };
 
 void* as_data(int64_t number) { return reinterpret_cast<void*>(static_cast<intptr_t>(number)); }
@@ -216,6 +238,11 @@ STABLE_TORCH_LIBRARY(moeq_C, m) {
   m.def(moeq::ExpertsCall::kSchema);
   // A call of `experts` that is run later: its number.
   m.def(("host_job" + arguments_of(moeq::ExpertsCall::kSchema) + " -> int").c_str());
+  // Says that a call of `experts` with these names was checked (cpu/accepted.h); false: there is no room to know it.
+  const std::string arguments = arguments_of(moeq::ExpertsCall::kSchema);
+  m.def(("accept_experts" + arguments.substr(0, arguments.size() - 1) + ", int names) -> bool").c_str());
+  m.def(moeq::ExpertsAcceptedCall::kSchema);
+  m.def("new_accepted_names() -> int");
   m.def("run_host_job(int job) -> ()");
   m.def("enqueue_host_job(int job, int stream) -> ()");
   m.def("replace_host_job(int job, int by) -> ()");
@@ -229,7 +256,9 @@ STABLE_TORCH_LIBRARY(moeq_C, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(moeq_C, CPU, m) {
   m.impl("experts", MOEQ_BOX(moeq::ExpertsCall, experts));
-  m.impl("host_job", TORCH_BOX(&BoxedJob<moeq::ExpertsCall::Types>::run));
+  m.impl("host_job", TORCH_BOX(&BoxedExperts<moeq::ExpertsCall::Types>::job));
+  m.impl("accept_experts", TORCH_BOX(&BoxedExperts<moeq::ExpertsCall::Types>::accept));
+  m.impl("experts_accepted", TORCH_BOX(&BoxedAccepted<moeq::ExpertsAcceptedCall::Types>::run));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(moeq_C, CompositeExplicitAutograd, m) {
@@ -237,6 +266,7 @@ STABLE_TORCH_LIBRARY_IMPL(moeq_C, CompositeExplicitAutograd, m) {
   m.impl("run_host_job", TORCH_BOX(&run_job));
   m.impl("enqueue_host_job", TORCH_BOX(&enqueue_job));
   m.impl("replace_host_job", TORCH_BOX(&replace_host_job));
+  m.impl("new_accepted_names", TORCH_BOX(&new_accepted_names));
   m.impl("drop_host_job", TORCH_BOX(&drop_host_job));
   m.impl("use_cpu_isa", TORCH_BOX(&use_isa));
   m.impl("cpu_isa_refusal", TORCH_BOX(&isa_refusal));

@@ -248,6 +248,12 @@ def router() -> str:
     return header("Of the kernel for hidden states of routers.", ['"calls.h"'], limits, body)
 
 
+def accepted() -> str:
+    fields = {name: _annotated(ExpertsCall, name) for name in facts.ACCEPTED_TENSORS} | {"names": "int"}
+    op = _op("experts_accepted", "", fields, fields, (), "Tensor?")
+    return header("Of calls that need not be checked again (cpu/accepted.h).", ['"calls.h"'], space("moeq", op))
+
+
 def _router() -> Fields:
     return {name: _annotated(facts.Router, name) for name in facts.Router._fields}
 
@@ -263,7 +269,7 @@ def _struct(name: str, bases: str, fields: Fields) -> Iterator[str]:
     yield "};"
 
 
-def _op(op: str, bases: str, fields: Fields, own: Fields, filled: tuple[str, ...]) -> list[str]:
+def _op(op: str, bases: str, fields: Fields, own: Fields, filled: tuple[str, ...], result: str = "()") -> list[str]:
     """An op's arguments as a struct, which knows its schema and the types of all arguments, in order."""
     *opening, end = _struct(f"{constant(op)[1:]}Call", bases, own)
     mutable = {
@@ -272,7 +278,7 @@ def _op(op: str, bases: str, fields: Fields, own: Fields, filled: tuple[str, ...
     }
     schema = [f"{mutable.get(name, TYPES[kind][1])} {name}" for name, kind in fields.items()]
     types = [TYPES[kind][0] for kind in fields.values()]
-    *first, last = wrapped(f"{op}({', '.join(schema)}) -> ()", '      "', '"')
+    *first, last = wrapped(f"{op}({', '.join(schema)}) -> {result}", '      "', '"')
     return [
         *opening,
         "  static constexpr const char* kSchema =",
@@ -287,7 +293,7 @@ def _op(op: str, bases: str, fields: Fields, own: Fields, filled: tuple[str, ...
 def headers() -> dict[str, str]:
     """The text of each file."""
     files = {"activations.h": activations(), "calls.h": calls(), "cpu.h": cpu(), "sm90.h": sm90()}
-    return files | {"router.h": router(), "sm90_act_formats.h": act_formats()}
+    return files | {"accepted.h": accepted(), "router.h": router(), "sm90_act_formats.h": act_formats()}
 
 
 def main() -> None:

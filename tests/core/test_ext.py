@@ -38,11 +38,18 @@ def test_a_module_that_loads_has_no_reason(tmp_path: Path, monkeypatch: pytest.M
 def test_an_extension_of_other_sources_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = extension.Extension("torch_moe_ops._C", "")
     assert extension.of_these_sources(loaded, "build it") is loaded
-    monkeypatch.setitem(extension.OWN_ARGUMENTS, "experts", {"act_format": "str", "scheme": "str"})
+    monkeypatch.setitem(extension.ARGUMENTS, "experts", extension.ARGUMENTS["experts"][::-1])
     with pytest.warns(RuntimeWarning, match="compiled from other sources"):
         other = extension.of_these_sources(loaded, "build it")
     text = "torch_moe_ops._C was compiled from other sources (moeq_C::experts has other arguments): build it"
     assert not other.loaded and other.reason == text
+    assert extension.of_these_sources(loaded, "build it", ("experts",)) is not loaded  # other arguments, still
+    monkeypatch.undo()
+    assert extension.of_these_sources(loaded, "build it", ("experts",)) is loaded
+    with pytest.warns(RuntimeWarning, match="compiled from other sources"):
+        older = extension.of_these_sources(loaded, "build it", ("experts", "of_tomorrow"))
+    text = "torch_moe_ops._C was compiled from other sources (it has no moeq_C::of_tomorrow): build it"
+    assert not older.loaded and older.reason == text
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_moe_ops.backends import cpu_accepted
 from torch_moe_ops.backends.cpu_panels import pack as cpu_pack
 from torch_moe_ops.backends.cpu_panels.isa import cpu_integer_isa, cpu_isa
-from torch_moe_ops.backends.registry import Backend, available, formats, one_of, register, written_for
+from torch_moe_ops.backends.registry import AcceptedCalls, Backend, available, formats, one_of, register, written_for
 from torch_moe_ops.core import extension
 from torch_moe_ops.core.call import ExpertsCall, for_kernels_with
 from torch_moe_ops.core.kernel_facts import own_of
@@ -29,6 +30,11 @@ FORMATS = written_for(cpu_pack.KERNEL_SCHEMES, cpu_pack.KERNEL_ACT_FORMATS)
 def run(call: ExpertsCall, out: Tensor) -> None:
     """Hand a checked call to the kernels, in their own terms."""
     torch.ops.moeq_C.experts(out, *_in_their_terms(call))
+
+
+def accept(given: ExpertsCall, ready: ExpertsCall, out: Tensor, names: int) -> bool:
+    """As AcceptedCalls has it."""
+    return cpu_accepted.accept(given, _in_their_terms(ready), out, names)
 
 
 def host_job(call: ExpertsCall, out: Tensor) -> int:
@@ -134,5 +140,8 @@ register(
         restore=cpu_pack.restore,
         run=run,
         notes=_notes,
+        accepted=AcceptedCalls(cpu_accepted.new_names, accept, cpu_accepted.run_accepted)
+        if extension.has_cpu_extension()
+        else None,
     )
 )

@@ -45,6 +45,22 @@ class RemoteExperts(NamedTuple):
     run: Callable[[ExpertsCall, dict[str, Any], Tensor], None]
 
 
+class AcceptedCalls(NamedTuple):
+    """Calls that need not be checked, as they are like one that was (prepared/accepted.py).
+
+    new_names: a number for whatever a set of calls has that is no tensor, never given twice; -1: there are no more.
+    accept: (call as the op got it, the same as `run` gets it, its result, the number of its names) -> whether calls
+        like it may be run so.
+    run: (hidden states, ids, weights, the tensors of WEIGHT_FIELDS, the number) -> the result, or None where the call
+        is not like one that was accepted with that number, in everything that the op checks, or where anything comes
+        between a caller and an op.
+    """
+
+    new_names: Callable[[], int]
+    accept: Callable[[ExpertsCall, ExpertsCall, Tensor, int], bool]
+    run: Callable[..., Tensor | None]
+
+
 @dataclass(frozen=True)
 class Backend:
     """One way to run the experts.
@@ -70,6 +86,7 @@ class Backend:
         do not run it, or here: never.
     run_backward: (call, sizes, gradient of the output, which gradients are wanted) -> them, as gradients/experts.py has
         it; None where it does not run, or here: experts are decoded in chunks.
+    accepted: of calls that repeat; None: each is checked.
     one_input_scale: tokens are quantized once, so `prepare` takes the largest a13_input_scale for all experts.
     auto: `prepare` may take it unasked.
     accuracy: "strict" where results are within the bounds that docs/numerics.md has for strict backends, "standard"
@@ -96,6 +113,7 @@ class Backend:
     few_rows: Callable[[Any, Any, Tensor, Tensor | None, Any, Tensor], bool] | None = None
     rows_by_slot: Callable[[Any], Any] | None = None
     run_backward: Callable[[ExpertsCall, Sizes, Tensor, Any], Any] | None = None
+    accepted: AcceptedCalls | None = None
     one_input_scale: bool = False
     accuracy: str = STRICT
     of_the_field: bool = False

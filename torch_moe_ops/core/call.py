@@ -58,6 +58,8 @@ INDEX: dict[str, int] = {name: i for i, name in enumerate(FIELDS)}
 # it, so that the two sides cannot differ. The rest is about the choice of a kernel.
 _OF_THE_CHOICE = ("scheme", "backend", "act_format", "num_experts", "weight_policy", "out_dtype")
 KERNEL_FIELDS: tuple[str, ...] = tuple(name for name in FIELDS if name not in _OF_THE_CHOICE)
+# The tensors of a layer among them.
+WEIGHT_FIELDS: tuple[str, ...] = KERNEL_FIELDS[KERNEL_FIELDS.index("w13") : KERNEL_FIELDS.index("a2_gscale") + 1]
 for_kernels = itemgetter(*(INDEX[name] for name in KERNEL_FIELDS))
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from torch_moe_ops.core.kernel_facts import OWN_ARGUMENTS, arguments_of
+from torch_moe_ops.core.kernel_facts import ARGUMENTS
 
 _SOURCES = Path(__file__).resolve().parents[2]
 _INSTALL = "pip install --force-reinstall --no-deps --no-build-isolation "
@@ -57,13 +57,19 @@ def load(module: str, build_hint: str) -> Extension:
     return Extension(module, "")
 
 
-def of_these_sources(extension: Extension, build: str) -> Extension:
-    """The same, or absent where its ops take other arguments than Python gives: calls would mix them up."""
-    for op in OWN_ARGUMENTS:
+def of_these_sources(extension: Extension, build: str, needs: tuple[str, ...] = ()) -> Extension:
+    """The same, or absent where its ops take other arguments than Python gives, as calls would mix them up, or where it
+    lacks one that it needs to have."""
+    for op in needs:
+        if extension.loaded and not hasattr(torch.ops.moeq_C, op):
+            reason = f"{extension.module} was compiled from other sources (it has no moeq_C::{op}): {build}"
+            warnings.warn(reason, RuntimeWarning, stacklevel=2)
+            return Extension(extension.module, reason)
+    for op, arguments in ARGUMENTS.items():
         compiled = getattr(torch.ops.moeq_C, op, None) if extension.loaded else None
         if compiled is None:
             continue
-        if tuple(a.name for a in compiled.default._schema.arguments) != arguments_of(op):
+        if tuple(a.name for a in compiled.default._schema.arguments) != arguments:
             reason = f"{extension.module} was compiled from other sources (moeq_C::{op} has other arguments): {build}"
             warnings.warn(reason, RuntimeWarning, stacklevel=2)
             return Extension(extension.module, reason)
@@ -72,7 +78,7 @@ def of_these_sources(extension: Extension, build: str) -> Extension:
 
 def _load_cpu() -> Extension:
     loaded = load("torch_moe_ops._C", "it is built by pip where a C++17 compiler and torch are found")
-    return of_these_sources(loaded, BUILD_CPU)
+    return of_these_sources(loaded, BUILD_CPU, ("experts_accepted", "accept_experts", "new_accepted_names"))
 
 
 def _load_cuda() -> Extension:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from torch_moe_ops.core import routing_methods
-from torch_moe_ops.core.call import KERNEL_FIELDS
+from torch_moe_ops.core.call import KERNEL_FIELDS, WEIGHT_FIELDS
 
 
 class CpuPanels:
@@ -164,6 +164,8 @@ OWN_ARGUMENTS: dict[str, dict[str, str]] = {
 TAKES_ROUTER = ("experts_sm90", "experts_hidden_sm90")
 # What they fill besides `out`.
 FILLS = {"experts_hidden_sm90": ("topk_ids", "topk_weights", "router_logits"), "experts_sm90_rows": ("rows", "kept")}
+# Tensors of a call that is like an accepted one; the number of the names of both follows (csrc/cpu/accepted.h).
+ACCEPTED_TENSORS = ("hidden_states", "topk_ids", "topk_weights", *WEIGHT_FIELDS)
 own_of = {op: itemgetter(*names) for op, names in OWN_ARGUMENTS.items() if len(names) > 1}  # of a dictionary
 
 
@@ -171,3 +173,8 @@ def arguments_of(op: str) -> tuple[str, ...]:
     """The names of a compiled op's arguments, in order."""
     router = Router._fields if op in TAKES_ROUTER else ()
     return ("out", *KERNEL_FIELDS, *router, *OWN_ARGUMENTS[op])
+
+
+# Of every compiled op that runs experts.
+ARGUMENTS: dict[str, tuple[str, ...]] = {op: arguments_of(op) for op in OWN_ARGUMENTS}
+ARGUMENTS["experts_accepted"] = (*ACCEPTED_TENSORS, "names")

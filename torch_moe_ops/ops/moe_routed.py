@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torch_moe_ops.core.call import FIELDS, ExpertsCall
 from torch_moe_ops.core.check import fail
+from torch_moe_ops.core.checked_calls import checked_by
 from torch_moe_ops.core.schemas import SCHEMAS
 from torch_moe_ops.ops import run
 from torch_moe_ops.ops.bind import attach
@@ -89,6 +90,15 @@ def define_out(op: str, checked: Checked) -> None:
     attach(f"{op}.out", make(devices=False), make(devices=True), fake)
 
 
+def _checked(op: str, args: tuple[Any, ...], out: Tensor) -> tuple[ExpertsCall, ExpertsCall]:
+    call = Binder(op).bind(args, _NOTHING)
+    plan = plan_of(op, call)
+    table = check_experts(op, call, plan, True)
+    check_topk(op, call)
+    return call, run.completed(call, plan, table, out.dtype)
+
+
+checked_by(_checked)
 for _op in SCHEMAS:
     if _op.endswith("moe_routed"):
         define(_op)

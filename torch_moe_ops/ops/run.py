@@ -48,6 +48,12 @@ _MADE_CONTIGUOUS = (
 )
 
 
+_small_of = itemgetter(*(FIELDS.index(n) for n in _MADE_CONTIGUOUS))
+_CONSTANTS = FIELDS.index("swiglu_alpha")
+assert FIELDS[_CONSTANTS : _CONSTANTS + 3] == ("swiglu_alpha", "swiglu_beta", "swiglu_limit")
+assert FIELDS[-1] == "out_dtype"
+
+
 def run_experts(
     call: ExpertsCall, plan: Plan, table: Table, out: Tensor, routing: tuple[Any, ...] | None = None
 ) -> None:
@@ -74,18 +80,18 @@ def run_experts(
 
 def completed(call: ExpertsCall, plan: Plan, table: Table, dtype: torch.dtype) -> ExpertsCall:
     """A checked call as backends get it: contiguous, codes as e4m3, constants as numbers, `dtype` of the output."""
-    small = {name: t.contiguous() for name in _MADE_CONTIGUOUS if (t := getattr(call, name)) is not None}
+    made: dict[str, Any] = {}
+    for name, tensor in zip(_MADE_CONTIGUOUS, _small_of(call)):  # noqa: B905 (hot)
+        if tensor is not None and not tensor.is_contiguous():
+            made[name] = tensor.contiguous()
     for name in table.e4m3:
-        codes = small.get(name, getattr(call, name))
+        codes = made.get(name, getattr(call, name))
         if codes.dtype is torch.uint8:
-            small[name] = codes.view(torch.float8_e4m3fn)
-    return call._replace(
-        **small,
-        swiglu_alpha=plan.alpha,
-        swiglu_beta=plan.beta,
-        swiglu_limit=plan.limit,
-        out_dtype=dtype,
-    )
+            made[name] = codes.view(torch.float8_e4m3fn)
+    # As call._replace does it, in a third of the time.
+    constants = plan.alpha, plan.beta, plan.limit
+    ready = tuple.__new__(ExpertsCall, (*call[:_CONSTANTS], *constants, *call[_CONSTANTS + 3 : -1], dtype))
+    return ready._replace(**made) if made else ready
 
 
 _TENSORS = (*(n for n in FIELDS if n.startswith(("hidden", "topk", "w13", "w2", "g1", "g2", "a1", "a2"))),)

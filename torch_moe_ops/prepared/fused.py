@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torch_moe_ops.core.schemas import FAMILIES
 from torch_moe_ops.core.schemes import SCHEMES
+from torch_moe_ops.prepared import accepted
 from torch_moe_ops.prepared.lora import Lora, run_with_lora
 from torch_moe_ops.prepared.prepared_weights import PreparedWeights
 from torch_moe_ops.prepared.same_tokens import check_owners, check_tokens
@@ -148,11 +149,17 @@ def fused_moe_routed(
         return _routed_with_lora(hidden_states, topk_ids, topk_weights, w, lora, lora_ids, out_dtype, lora_merged)
     if isinstance(hidden_states, Tensor) and hidden_states.ndim > 2:
         return _routed_of_rows(hidden_states, topk_ids, topk_weights, w, hidden_states_scale, out_dtype, out)
+    topk_ids, topk_weights = _int32(topk_ids), _float32(topk_weights)
+    has_options = out is not None or out_dtype is not None or hidden_states_scale is not None
+    plain = type(w) is PreparedWeights and not has_options and not _is_compiling()
+    key = accepted.key_of(w) if plain else None
+    if key is not None and (result := accepted.run(w, key, hidden_states, topk_ids, topk_weights)) is not None:
+        return result
     args = (
         hidden_states,
         hidden_states_scale,
-        _int32(topk_ids),
-        _float32(topk_weights),
+        topk_ids,
+        topk_weights,
         *w.op_weights(),
         w.backend,
         w.act_format,
@@ -165,6 +172,8 @@ def fused_moe_routed(
         w.weight_policy,
         out_dtype,
     )
+    if key is not None:
+        return accepted.learned(w, key, args, _ROUTED[w.scheme](*args))
     if out is None:
         return _ROUTED[w.scheme](*args)
     _ROUTED[w.scheme].out(*args, out=out)
