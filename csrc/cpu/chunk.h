@@ -94,9 +94,13 @@ class Chunk {
   bool tiled() const { return dot_.tile != nullptr; }
   int rows_at_once() const { return dot_.rows > 0 ? dot_.rows : isa_.tile; }
   bool takes_tiles(const Segment& segment) const { return tiled() && segment.end - segment.begin >= dot_.tile_rows; }
-  // Panels of a tile call.
-  int64_t panels_at_once(const Segment& segment) const {
-    return segment.end - segment.begin <= dot_.few_rows ? kTileCallPanels : 2;
+  // Panels of a tile call: of gate and up as many each.
+  int64_t panels_at_once(const Segment& segment, int64_t halves) const {
+    const int64_t rows = segment.end - segment.begin;
+    if (rows <= dot_.few_rows) return kTileCallPanels;
+    int64_t wanted = dot_.panels == nullptr ? 2 : dot_.panels(rows);
+    if (wanted % halves != 0) wanted *= halves;
+    return wanted * rows <= 2 * kTileCallRows ? wanted : 2;  // as many sums as there is room for
   }
   // Where a slot's operand lies; the row from which it is made.
   int64_t input_row(int64_t slot) const {

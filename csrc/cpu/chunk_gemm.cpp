@@ -47,7 +47,7 @@ struct TileSums {
 // Panels that blocks and tiles take at once. Few rows meet more of them, where every thread has plenty to do.
 int64_t Chunk::fewest_panels(const Segment& segment, int64_t panels, int64_t halves) const {
   if (!takes_tiles(segment)) return 1;
-  if (segment.end - segment.begin > dot_.few_rows) return 2 / halves;
+  if (segment.end - segment.begin > dot_.few_rows) return panels_at_once(segment, halves) / halves;
   const int64_t groups = static_cast<int64_t>(routing_.segments.size()) * panels * halves / kFewRowPanels;
   return (groups >= kGroupsOfAThread * parallel_.threads ? kFewRowPanels : 2) / halves;
 }
@@ -204,7 +204,7 @@ void Chunk::first_gemm_tiles(const PanelTask& task, const PanelTask* next) const
   const Weight& w13 = args_.w13;
   const int64_t expert = task.segment->expert;
   const int halves = static_cast<int>(halves_);
-  const int64_t step = panels_at_once(*task.segment) / halves;
+  const int64_t step = panels_at_once(*task.segment, halves_) / halves;
   TileSums sums;
   PanelBias gate_bias;
   PanelBias up_bias;
@@ -236,7 +236,7 @@ void Chunk::first_gemm_tiles(const PanelTask& task, const PanelTask* next) const
 
 void Chunk::second_gemm_tiles(const PanelTask& task, const PanelTask* next) const {
   const int64_t expert = task.segment->expert;
-  const int64_t step = panels_at_once(*task.segment);
+  const int64_t step = panels_at_once(*task.segment, 1);
   TileSums sums;
   PanelBias bias;
   ScaleCall scale{};

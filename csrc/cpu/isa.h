@@ -28,7 +28,7 @@ constexpr int kTileCallPanels = 16;  // panels of one with few rows
 // The same by matrix tiles: some panels of an expert, decoded once for all of its rows.
 struct TileCall {
   const DotCall* panels;  // of each: codes, scale, zero_point, units, group_units and out [count, 16]
-  int num_panels;         // 1 or 2; up to kTileCallPanels where the Dot wants more for few rows
+  int num_panels;         // at most what the Dot wants, of gate and up each where both are there; kTileCallPanels
   const uint8_t* rows;    // bf16 or int8 operands, `row_bytes` apart, with zeros for at least 32 bytes behind K
   int64_t row_bytes;
   int count;                  // rows, 1..kTileCallRows
@@ -62,6 +62,7 @@ struct Dot {
   int64_t tile_rows = 1;                     // rows of an expert from which on `tile` serves them
   int rows = 0;                              // that suit a call of `fn`; 0: as many as the table says
   int few_rows = 0;                          // up to which a call of `tile` takes kTileCallPanels panels
+  int (*panels)(int64_t rows) = nullptr;     // that suit a call of `tile` for an expert of more; null: 2
 };
 
 // What decides which dot product runs.

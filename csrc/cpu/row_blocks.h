@@ -1,8 +1,9 @@
-// Blocks of up to eight rows times one or two panels, by bf16 products of AVX-512: where an expert has several rows.
+// Blocks of up to eight rows times up to four panels, by bf16 products of AVX-512: where an expert has several rows.
 //
 // Eight rows of one panel are eight chains of sums, and an instruction that adds to one waits for the one before: with
-// a second panel beside it twice as many are under way, and an operand that was loaded is multiplied twice. Each row
-// sees the operations of dot.h in their order, so that its bits are those of a row by itself.
+// a second panel beside it twice as many are under way, and an operand that was loaded is multiplied twice. Fewer rows
+// have more panels beside them. Each row sees the operations of dot.h in their order, so that its bits are those of a
+// row by itself.
 #pragma once
 
 #include "dot.h"
@@ -15,6 +16,26 @@ constexpr int kBlockRows = 8;
 // which two panels side by side get less of than one after the other.
 template <class W>
 constexpr int64_t kFirstBlockRows = W::Codes::kUnitBytes > 256 ? 6 : 4;
+
+// Blocks of an expert's rows, as even as can be.
+constexpr int64_t blocks_of(int64_t rows) { return (rows + kBlockRows - 1) / kBlockRows; }
+
+// Panels that blocks of so many rows take side by side: 14 to 21 chains. The wider weights are, the sooner memory is
+// the limit, which more streams get less of.
+template <class W>
+int panels_of(int64_t rows) {
+  const int64_t number = blocks_of(rows);
+  const int64_t smallest = rows / number;
+  const int64_t largest = (rows + number - 1) / number;
+  if (W::Codes::kUnitBytes > 256 || smallest > 6 || smallest < 4) return 2;
+  if (largest > 4) return 3;
+  return W::Codes::kUnitBytes > 128 ? 2 : 4;
+}
+
+// Whether such blocks come about, other than at the end of very many rows.
+constexpr bool is_block(int panels, int rows) {
+  return panels <= 2 || (panels == 3 && rows >= 4 && rows <= 7) || (panels == 4 && rows == 4);
+}
 
 // Rows are `stride` bytes apart. Their addresses are sums of few registers, made anew for every unit: kept as eight
 // pointers they would not all find one.
@@ -78,8 +99,8 @@ void block(const DotCall* calls, StridedRows rows) {
   Sums<Panels, Rows> acc;
   Sums<Panels, Rows> part;
   // The same units of the panels that follow.
-  const int64_t ahead = Panels == 2 ? 2 * (calls[1].codes - calls[0].codes) : W::kPrefetchBytes;
-  const int64_t scales_ahead = Panels == 2 ? 2 * (calls[1].scale - calls[0].scale) : 0;
+  const int64_t ahead = Panels > 1 ? Panels * (calls[1].codes - calls[0].codes) : W::kPrefetchBytes;
+  const int64_t scales_ahead = Panels > 1 ? Panels * (calls[1].scale - calls[0].scale) : 0;
   clear(acc);
   over_chains<W>(
       calls[0], [&]() __attribute__((always_inline)) { clear(part); },
@@ -89,7 +110,14 @@ void block(const DotCall* calls, StridedRows rows) {
           prefetch_later<W>(calls[panel.value].codes + unit * W::Codes::kUnitBytes + ahead);
         });
         const uint8_t* x = rows.first + unit * kUnit * 2;
-        if constexpr (Panels == 2) {
+        if constexpr (Panels == 4) {
+          const typename W::Codes codes[] = {
+              {calls[0], unit, group}, {calls[1], unit, group}, {calls[2], unit, group}, {calls[3], unit, group}};
+          multiply_unit(part, codes, rows, x);
+        } else if constexpr (Panels == 3) {
+          const typename W::Codes codes[] = {{calls[0], unit, group}, {calls[1], unit, group}, {calls[2], unit, group}};
+          multiply_unit(part, codes, rows, x);
+        } else if constexpr (Panels == 2) {
           const typename W::Codes codes[] = {{calls[0], unit, group}, {calls[1], unit, group}};
           multiply_unit(part, codes, rows, x);
         } else {
@@ -118,15 +146,15 @@ inline void prefetch_results(const TileCall& call) {
   }
 }
 
-// All rows of a call, in blocks as even as can be.
-template <class W>
-void blocks(const TileCall& call) {
-  prefetch_results(call);
-  const int number = (call.count + kBlockRows - 1) / kBlockRows;
-  DotCall calls[2] = {call.panels[0], call.panels[call.num_panels - 1]};
-  for (int i = 0, first = 0; i < number; ++i) {
-    const int last = call.count * (i + 1) / number;
-    const int count = last - first;
+// Some panels side by side, times all rows of a call.
+template <class W, int Panels>
+void blocks_of_panels(const TileCall& call, const DotCall* panels) {
+  DotCall calls[Panels];
+  for (int panel = 0; panel < Panels; ++panel) calls[panel] = panels[panel];
+  const int64_t number = blocks_of(call.count);
+  for (int64_t i = 0, first = 0; i < number; ++i) {
+    const int64_t last = call.count * (i + 1) / number;
+    const int count = static_cast<int>(last - first);
     for (DotCall& panel : calls) {
       panel.count = count;
       for (int row = 0; row < count; ++row) {
@@ -137,11 +165,8 @@ void blocks(const TileCall& call) {
     const StridedRows rows(call.rows + first * call.row_bytes, call.row_bytes);
     unroll<kBlockRows>([&](auto index) {
       constexpr int kRows = decltype(index)::value + 1;
-      if (count != kRows) return;
-      if (call.num_panels == 2) {
-        block<W, 2, kRows>(calls, rows);
-      } else {
-        block<W, 1, kRows>(calls, rows);
+      if constexpr (is_block(Panels, kRows)) {
+        if (count == kRows) block<W, Panels, kRows>(calls, rows);
       }
     });
     for (DotCall& panel : calls) panel.out += count * kPanelRows;
@@ -150,10 +175,34 @@ void blocks(const TileCall& call) {
 }
 
 template <class W>
+void blocks(const TileCall& call) {
+  prefetch_results(call);
+  const int together = panels_of<W>(call.count);
+  for (int panel = 0; panel < call.num_panels;) {
+    const DotCall* panels = call.panels + panel;
+    const int left = call.num_panels - panel;
+    if (together == 4 && left >= 4) {
+      blocks_of_panels<W, 4>(call, panels);
+      panel += 4;
+    } else if (together == 3 && left >= 3) {
+      blocks_of_panels<W, 3>(call, panels);
+      panel += 3;
+    } else if (left >= 2) {
+      blocks_of_panels<W, 2>(call, panels);
+      panel += 2;
+    } else {
+      blocks_of_panels<W, 1>(call, panels);
+      panel += 1;
+    }
+  }
+}
+
+template <class W>
 Dot block_dot() {
   Dot dot{MOEQ_ISA::dot<W, OperandBf16>, OperandType::kBFloat16};
   dot.tile = blocks<W>;
   dot.tile_rows = kFirstBlockRows<W>;
+  dot.panels = panels_of<W>;
   return dot;
 }
 

@@ -186,10 +186,19 @@ struct Nvfp4Tiles : Moderate<SingleRow::kProducts> {
         : ScaledFloats<Codes4<E2m1>>{Codes4<E2m1>(call, unit, group), scales_of(call.scale + group * kPanelRows)} {}
   };
 
+#ifdef MOEQ_BF16
+  // Moved up by 20 bits a byte is a float with its value times 2^-120.
+  static MOEQ_INLINE F32 scales_of(const uint8_t* scale) {
+    const __m512i moved = _mm512_slli_epi32(_mm512_cvtepi8_epi32(load_bytes(scale)), 20);
+    const __m512i bits = _mm512_and_si512(moved, _mm512_set1_epi32((int)0x87f00000));
+    return {_mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(0x1p8f))};
+  }
+#else
   static MOEQ_INLINE F32 scales_of(const uint8_t* scale) {
     const float rest = 0x1p-104f;  // e4m3_scales divides by 256
     return mul(e4m3_scales(scale), broadcast(&rest));
   }
+#endif
 
 #ifdef MOEQ_BF16
   // Code times 256 as a half float, twice over, because the look-up reads five bits.
@@ -198,12 +207,17 @@ struct Nvfp4Tiles : Moderate<SingleRow::kProducts> {
                                                        0x0000, 0x5800, 0x5c00, 0x5e00, 0x6000, 0x6200, 0x6400, 0x6600,
                                                        0x8000, 0xd800, 0xdc00, 0xde00, 0xe000, 0xe200, 0xe400, 0xe600};
 
+  // Where in each quarter of a register the byte of a row goes: to the upper halves of both words.
+  alignas(64) static constexpr uint8_t kUpperBytes[64] = {
+      128, 0,  128, 0,  128, 1,  128, 1,  128, 2,  128, 2,  128, 3,  128, 3,  128, 4,  128, 4,  128, 5,
+      128, 5,  128, 6,  128, 6,  128, 7,  128, 7,  128, 8,  128, 8,  128, 9,  128, 9,  128, 10, 128, 10,
+      128, 11, 128, 11, 128, 12, 128, 12, 128, 13, 128, 13, 128, 14, 128, 14, 128, 15, 128, 15};
+
   // Scale over 256 of each row, twice: an e4m3 byte moved up by 7 is a half with that value.
   static MOEQ_INLINE __m512h row_scales(const uint8_t* scale) {
-    const __m512i wide = _mm512_cvtepi8_epi32(load_bytes(scale));
-    const __m512i both =
-        _mm512_or_si512(_mm512_slli_epi32(wide, 16), _mm512_and_si512(wide, _mm512_set1_epi32(0xffff)));
-    return (__m512h)_mm512_and_si512(_mm512_slli_epi16(both, 7), _mm512_set1_epi16((short)0xbf80));
+    const __m512i bytes = _mm512_broadcast_i32x4(load_bytes(scale));
+    const __m512i both = _mm512_shuffle_epi8(bytes, _mm512_load_si512(kUpperBytes));
+    return (__m512h)_mm512_and_si512(_mm512_srai_epi16(both, 1), _mm512_set1_epi16((short)0xbf80));
   }
 
   static MOEQ_INLINE void decode(const DotCall& call, int64_t unit, int64_t group, uint8_t* out) {

@@ -108,7 +108,10 @@ struct CodeProducts {
 
 // The same sums, with (code * value) * scale for (code * scale) * value: the same exact products, of fewer
 // multiplications the more panels there are.
-template <class Tiles, int Panels>
+//
+// kBehind: there are bytes behind the unit. Then a byte of each dword comes to its lowest place by a load from further
+// on, and one shift in two is left: shifts bound this loop, loads do not.
+template <class Tiles, int Panels, bool kBehind>
 MOEQ_INLINE void add_products(Chains<Panels, 1>& chains, const DotCall* weights, const WideRows& rows, int64_t unit,
                               int64_t group) {
   using Products = CodeProducts<typename Tiles::Table>;
@@ -121,19 +124,19 @@ MOEQ_INLINE void add_products(Chains<Panels, 1>& chains, const DotCall* weights,
   });
   unroll<2>([&](auto half) __attribute__((always_inline)) {
     constexpr int h = decltype(half)::value;
-    Words codes[Panels];
-    unroll<Panels>([&](auto panel) __attribute__((always_inline)) {
-      constexpr int i = decltype(panel)::value;
-      codes[i] = load_words(weights[i].codes + unit * kUnitBytes + 64 * h);
-    });
     unroll<4>([&](auto pair) __attribute__((always_inline)) {
       constexpr int p = decltype(pair)::value;
+      constexpr int kEvenShift = kBehind || h == 0 ? 4 * (p % 2) : 4 * p;
+      constexpr int kOddShift = kBehind || h == 0 ? kEvenShift : 16 + 4 * p;
       const Products even(x + 8 * h + 2 * p);
       const Products odd(x + 8 * h + 2 * p + 1);
       unroll<Panels>([&](auto panel) __attribute__((always_inline)) {
         constexpr int i = decltype(panel)::value;
-        chains.even[i][0] = fma(even.template of<4 * p>(codes[i]), scales[i], chains.even[i][0]);
-        chains.odd[i][0] = fma(odd.template of<16 + 4 * p>(codes[i]), scales[i], chains.odd[i][0]);
+        const uint8_t* codes = weights[i].codes + unit * kUnitBytes + 64 * h;
+        const Words evens = load_words(codes + (4 * p - kEvenShift) / 8);
+        const Words odds = load_words(codes + (16 + 4 * p - kOddShift) / 8);
+        chains.even[i][0] = fma(even.template of<kEvenShift>(evens), scales[i], chains.even[i][0]);
+        chains.odd[i][0] = fma(odd.template of<kOddShift>(odds), scales[i], chains.odd[i][0]);
       });
     });
   });
@@ -201,7 +204,11 @@ struct RowSums {
   MOEQ_INLINE void add_unit(Chains<Panels, Rows>& chains, bool scale_last, int64_t unit, int64_t group) const {
     if constexpr (kProducts) {
       if (__builtin_expect(rows.are_moderate, 1)) {
-        return add_products<typename P::Tiles, Panels>(chains, weights, rows, unit, group);
+        const bool is_last = unit + 1 == weights[0].units;
+        if (__builtin_expect(!is_last, 1)) {
+          return add_products<typename P::Tiles, Panels, true>(chains, weights, rows, unit, group);
+        }
+        return add_products<typename P::Tiles, Panels, false>(chains, weights, rows, unit, group);
       }
     }
     if constexpr (kScaleLast) {
