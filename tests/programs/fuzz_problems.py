@@ -123,7 +123,8 @@ def solve(backend: str, device: Device, seed: int, index: int, group: int, speci
     values = _rows(ids, offset, layer.sizes.experts) * raw.intermediate_size
     bounded_as = backend
     if backend == ROUNDS_WEIGHTS:  # of many tokens it may multiply codes (sm90/fp8_products.py)
-        many = w.act_format == "fp8" and tokens * layer.sizes.top_k >= fp8_products.LEAST_SLOTS * total
+        least = fp8_products.least_tokens(replace(w.problem, top_k=layer.sizes.top_k))
+        many = least is not None and tokens >= least
         bounded_as = "cuda_sm90_fp8" if many else "cuda_sm90"
     bound = layer_bound(bounded_as, w.act_format, layer.out_dtype, values, layer.sizes.activation)
     return Outcome(index, compare(out, want, bound), what)

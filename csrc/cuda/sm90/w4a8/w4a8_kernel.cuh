@@ -11,7 +11,7 @@
 
 namespace moeq::sm90::w4a8 {
 
-// The persistent kernel of one GEMM. Two warpgroups multiply, a warp of a third one loads.
+// The persistent kernel of one GEMM. Two warpgroups multiply, or three, a warp of another one loads.
 template <class Policy, Finish finish, class P>
 __device__ __forceinline__ void make_tile(const GemmArgs& args, GemmShared<Policy>& shared, Ring<Policy::kStages>& ring,
                                           const Work& work, int warpgroup, const Ring<kWorkSlots>& works) {
