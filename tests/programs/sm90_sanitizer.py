@@ -113,7 +113,7 @@ TOKENS: dict[str, tuple[Fields, ...]] = {
         {"tokens": 32, "top_k": 8, "experts": 200},  # a block multiplies rows of three experts
         {"tokens": 31, "top_k": 7, "experts": 8, "hidden": 8192},  # room for four rows, an expert has 27
     ),
-    "slim": ({"tokens": 50}, {"tokens": 51, "inter": 192}),  # the second: W4A8's blocks wait for each other
+    "slim": ({"tokens": 50},),
     "narrow": ({"tokens": 70, "hidden": 192},),
     "wide": ({"tokens": 170, "inter": 192},),
 }

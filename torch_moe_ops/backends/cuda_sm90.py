@@ -102,6 +102,9 @@ def _kernel(call: ExpertsCall, out: Tensor, top_k: int, of_prefill: bool = False
     gathers = not of_prefill and may_gather(
         call.scheme, call.act_format, call.activation, has_bias, call.router_weight_on_input
     )
+    if gathers and call.act_format != "none":  # tokens that are codes, or have a scale for each expert, are for others
+        by_expert = call.a1_gscale is not None and call.a1_gscale.ndim > 0
+        gathers = call.hidden_states_scale is None and not by_expert
     kernel = choice_of(out.get_device(), call.scheme, call.act_format, *sizes, gathers).kernel(tokens)
     return max(kernel, _LEAST_OF_PREFILL) if of_prefill else kernel
 

@@ -205,10 +205,13 @@ __device__ __forceinline__ void await_rows(const Fixed& fixed, Place& place) {
 }
 
 // This warp has no more to do with the last entry's rows. It has waited for all rows until now, so that no phase of
-// `landed` can pass it.
-template <class Fixed>
+// `landed` can pass it. What it has written of rows that it rounds is written before others are copied to their place.
+template <class Format, class Fixed>
 __device__ __forceinline__ void leave_rows(const Fixed& fixed, Place& place) {
   await_rows(fixed, place);
+  if constexpr (kRoundsToE4m3<Format>) {
+    fence_async_proxy();
+  }
   __syncwarp();
   if (lane_of_warp() == 0) {
     barrier_arrive(shared_address(&fixed.left[(place.run - 1) % 2]));
@@ -226,7 +229,7 @@ __device__ __forceinline__ void find_row(const Args& args, Fixed& fixed, uint8_t
   }
   if constexpr (kGathers<Fixed>) {
     if (gemm == 0 && place.run > 0) {
-      leave_rows(fixed, place);
+      leave_rows<Format>(fixed, place);
     }
   }
   place.known = operand;

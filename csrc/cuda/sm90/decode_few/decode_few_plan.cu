@@ -202,11 +202,11 @@ bool choose_parts(Plan& plan) {
   const bool of_rows = args.fp8.rounding[1] == ActScale::kToken;
   const bool sees_rows = of_rows && (plan.codes == Codes::kFp8Rows || plan.codes == Codes::kPacked);
   const bool whole_rows = args.p.a2 == ActScale::kToken || sees_rows;
-  // Largest magnitudes of rows of which blocks see a part, two in the place of a pair.
-  const bool sends_maxima = of_rows && plan.codes == Codes::kBesideFp8;
+  const bool gathers = plan.kind == Kind::kGathered;
+  // Largest magnitudes of rows of which blocks see a part, two in the place of a pair. Of gathered ones they see all.
+  const bool sends_maxima = of_rows && plan.codes == Codes::kBesideFp8 && !gathers;
   const int64_t maxima = sends_maxima ? ceil_div(args.slots * args.row_tiles[0], 2) : 0;
   const int grid = plan.grid;
-  const bool gathers = plan.kind == Kind::kGathered;
   const int64_t exchange_pairs = pairs_for(plan.kind) - maxima;
   args.half_pairs = static_cast<int>(pairs_for(plan.kind));
   const int64_t hidden_pairs =

@@ -1,6 +1,4 @@
 // A layer on many tokens: sort and prepare, both GEMMs in one persistent kernel, combine.
-#include <algorithm>
-
 #include "../gemm/gemm_args.cuh"
 #include "../launch/launches.h"
 #include "prefill_plan.h"
@@ -13,7 +11,6 @@ struct Plan {
   OperandArgs operand;
   RequantizeArgs requantize;
   GemmArgs gemm;
-  float* row_factor;   // of RoundingArgs, the others of which the operand's `zeros` are; null: somebody else rounds
   CombineArgs combine;
   size_t bytes;
 };
@@ -79,33 +76,8 @@ bool is_apart(const RoundedProblem& p) {
   return p.a2 != ActScale::kNone && !rounds_to_mx(p);
 }
 
-// Thread blocks that wait for each other, at most: 23 (gpt-oss) gain nothing.
-constexpr int kMostInGang = 16;
-constexpr int kTurnWords = sizeof(GangTurns) / sizeof(uint32_t);
-static_assert(kTurnWords % 4 == 0, "zeros are written 16 bytes at a time");
-
-RoundingVariants rounding_variants_of(const Problem& p) {
-  return p.format == Format::kNvfp4 ? rounding_variants<Nvfp4Format>() : rounding_variants<Mxfp4Format>();
-}
-
-// Whether GEMM1 may round the intermediate row by row, if the launch has enough thread blocks.
-bool may_round_rows(const RoundedProblem& p) {
-  const bool has_kernel = (p.format == Format::kNvfp4 || p.format == Format::kMxfp4) && finish_of(p) == Finish::kSwiglu;
-  const bool by_row = p.act_format == ActFormat::kFp8 && p.a2 == ActScale::kToken;
-  return has_kernel && by_row && p.a1 != ActScale::kNone && p.remote.ranks == 0;
-}
-
-bool rounds_rows(const RoundedProblem& p, Shape shape) {
-  if (!may_round_rows(p)) return false;
-  const Variant<RoundingArgs> variant = rounding_variants_of(p).of_shape[static_cast<int>(shape)];
-  if (variant.kernel == nullptr) return false;
-  const int gang = ceil_div(row_tiles13(p.inter, p.gated), variant.block_tiles);
-  const int blocks = p.partition.multiprocessors * variant.blocks;
-  return gang <= blocks && gang <= kMostInGang && blocks / gang <= kMostGangs;
-}
-
 // `p.tokens` of at most one piece.
-Plan make_plan(const RoundedProblem& p, Shape shape, bool in_gemm) {
+Plan make_plan(const RoundedProblem& p, Shape shape) {
   Plan plan{};
   plan.shape = shape;
   Arena arena(p.workspace);
@@ -123,11 +95,7 @@ Plan make_plan(const RoundedProblem& p, Shape shape, bool in_gemm) {
   gemm.operand = operand.operand;
   gemm.mx = rounds_to_mx(p);
   float* h_factor = nullptr;
-  if (in_gemm) {
-    operand.zero_words = kTurnWords + gemm.blocks13 * rows;
-    operand.zeros = arena.take<uint32_t>(operand.zero_words);
-    gemm.h_factor = plan.row_factor = arena.take<float>(rows);
-  } else if (is_apart(p)) {
+  if (is_apart(p)) {
     gemm.h_wide = arena.take<float>(int64_t{rows} * gemm.inter_padded);
     h_factor = p.act_format == ActFormat::kMxfp8 ? nullptr : arena.take<float>(rows);
     gemm.h_factor = h_factor;
@@ -158,31 +126,11 @@ cudaError_t launch_apart(const Plan& plan) {
   return error == cudaSuccess ? launch_gemms(args, plan.shape) : error;
 }
 
-// GEMM1 rounds: thread blocks wait for each other.
-cudaError_t launch_rounding(const Plan& plan) {
-  static KnownDevices known[kFormats][kShapes];
-  const Problem& p = plan.gemm.problem;
-  const int shape = static_cast<int>(plan.shape);
-  const Variant<RoundingArgs> variant = rounding_variants_of(p).of_shape[shape];
-  const void* kernel = reinterpret_cast<const void*>(variant.kernel);
-  const cudaError_t error = allow_shared_memory(kernel, variant.shared_bytes, known[static_cast<int>(p.format)][shape]);
-  if (error != cudaSuccess) return error;
-  RoundingArgs args{plan.gemm};
-  args.turns = reinterpret_cast<GangTurns*>(plan.operand.zeros);
-  args.maxima = plan.operand.zeros + kTurnWords;
-  args.row_factor = plan.row_factor;
-  const int grid = p.partition.multiprocessors * variant.blocks;
-  return launch_together(kernel, args, grid, variant.threads, variant.shared_bytes, p.stream);
-}
-
 cudaError_t run_piece(const RoundedProblem& p, Shape shape) {
-  const bool in_gemm = rounds_rows(p, shape);
-  const Plan plan = make_plan(p, shape, in_gemm);
+  const Plan plan = make_plan(p, shape);
   cudaError_t error = launch_schedule(plan.operand);
   if (error == cudaSuccess) error = launch_operand(plan.operand);
-  if (error == cudaSuccess) {
-    error = in_gemm ? launch_rounding(plan) : is_apart(p) ? launch_apart(plan) : launch_gemms(plan.gemm, shape);
-  }
+  if (error == cudaSuccess) error = is_apart(p) ? launch_apart(plan) : launch_gemms(plan.gemm, shape);
   if (error == cudaSuccess) error = launch_combine(plan.combine);
   return error;
 }
@@ -201,8 +149,7 @@ size_t prefill_workspace(const RoundedProblem& p, Shape shape) {
   RoundedProblem piece = p;
   piece.tokens = tokens_of_piece(p);
   piece.workspace = nullptr;
-  const size_t apart = make_plan(piece, shape, false).bytes;
-  return may_round_rows(piece) ? std::max(apart, make_plan(piece, shape, true).bytes) : apart;
+  return make_plan(piece, shape).bytes;
 }
 
 cudaError_t prefill_run(const RoundedProblem& p, Shape shape) {

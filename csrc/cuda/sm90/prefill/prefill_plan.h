@@ -147,32 +147,7 @@ struct OperandArgs {
   int max_width;  // tokens of a tile
   ActFormat act_format;
   RemoteRows remote;
-  uint32_t* zeros;      // words that become 0, for the kernel behind; null: none
-  int zero_words;       // a multiple of 4
 };
-
-constexpr int kMostGangs = 288, kGangTurns = 8;
-
-// How thread blocks that multiply parts of the same rows agree on the next ones; zeros in the beginning.
-struct GangTurns {
-  int next_tile, unused[3];
-  uint64_t told[kMostGangs][kGangTurns];   // a round << 32 | a tile of tokens
-};
-
-// What the persistent kernel that rounds the intermediate row by row gets (gemm_e4m3.cu).
-struct RoundingArgs : GemmArgs {
-  GangTurns* turns;
-  uint32_t* maxima;    // [blocks13, rows]: largest magnitudes; zeros in the beginning
-  float* row_factor;   // [rows]: h_factor
-};
-
-struct RoundingVariants {
-  Variant<RoundingArgs> of_shape[kShapes];   // without a kernel: there is none
-};
-
-// Of NVFP4 and MXFP4.
-template <class Format>
-RoundingVariants rounding_variants();
 
 // The intermediate where GEMM1 does not round it: with a scale of its own per row, or to e4m3.
 struct RequantizeArgs {
