@@ -69,7 +69,7 @@ constexpr int kMaxTokens = 8;
 constexpr int kMaxTokensPacked = 16;
 // A number beside SM90_KERNELS: decode, but experts may gather their rows.
 constexpr int kGatheredKernel = 4;
-// Of W4A16, which may be so many then.
+// That may be so many then.
 constexpr int kGatheredTokens = 32;
 // Tokens * top_k of these.
 constexpr int kGatheredSlots = 256;

@@ -53,7 +53,7 @@ class Sm90Few:
     MAX_TOKENS = 8  # that all lie in shared memory
     MAX_TOKENS_PACKED = 16  # of policy packed, which the other kernel does not decode
     GATHERED_KERNEL = 4  # a number beside SM90_KERNELS: decode, but experts may gather their rows
-    GATHERED_TOKENS = 32  # of W4A16, which may be so many then
+    GATHERED_TOKENS = 32  # that may be so many then
     GATHERED_SLOTS = 256  # tokens * top_k of these
 
 

@@ -45,8 +45,8 @@ Key = tuple[tuple[Any, ...], tuple[type, ...]]
 
 
 def key_of(w: PreparedFields) -> Key | None:
-    """The names of a layer as calls are looked up by, with their types: 1 and 1.0 are not the same to an op. To be taken
-    before a call's arguments. None where calls are not compared."""
+    """The names of a layer as calls are looked up by, with their types: 1 and 1.0 are not the same to an op. To be
+    taken before a call's arguments. None where calls are not compared."""
     names = _names_of(w)
     return (names, tuple(map(type, names))) if type(w.backend) is str and w.backend in TAKEN_BY else None
 
