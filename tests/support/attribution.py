@@ -21,6 +21,7 @@ HOOKS = (
     ("torch_moe_ops.backends.cuda_sm90", "run_kernel"),
     ("torch_moe_ops.backends.cuda_sm90_bf16", "run_kernel"),
     ("torch_moe_ops.backends.cuda_sm90_w4a8", "run"),
+    ("torch_moe_ops.backends.sm90.fp8_products", "run"),
     ("torch_moe_ops.backends.triton_engine.launch", "run_experts"),
 )
 
@@ -46,9 +47,14 @@ class Watch:
                 owner = importlib.import_module(module)
             except ImportError:  # Triton is not there
                 continue
-            function = getattr(owner, name)
-            self.before.append((owner, name, function))
-            setattr(owner, name, _watched(function, self.seen))
+            self._put(owner, name, _watched(getattr(owner, name), self.seen))
+        # Calls that are like an accepted one take none of these ways.
+        owner = importlib.import_module("torch_moe_ops.prepared.accepted")
+        self._put(owner, "run", _watched_accepted(owner.run, self.seen))
+
+    def _put(self, owner: Any, name: str, watched: Any) -> None:
+        self.before.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, watched)
 
     def taken(self) -> set[Ran]:
         """What ran since this was asked before."""
@@ -71,6 +77,18 @@ def _watched(function: Callable[..., Any], seen: set[Ran]) -> Callable[..., Any]
                 Ran(call.backend, call.scheme, call.act_format, call.weight_policy, where_of(call.backend, device))
             )
         return function(*args, **kwargs)
+
+    return watched
+
+
+def _watched_accepted(function: Callable[..., Any], seen: set[Ran]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def watched(w: Any, *args: Any) -> Any:
+        result = function(w, *args)
+        if result is not None:
+            where = where_of(w.backend, result.device)
+            seen.add(Ran(w.backend, w.scheme, w.act_format, w.weight_policy, where))
+        return result
 
     return watched
 

@@ -212,22 +212,27 @@ def judge(pair: Pair, fmt: Format, form: str, seen: list[list[Seen]]) -> Verdict
     states: a wrong input of the second layer is not held against it twice."""
     replays = len(seen[0])
     right, repeated, eager = ([True] * replays for _ in range(3))
-    worst = 0.0
-    bound = layer_bound(pair.first.w.backend, fmt.act_format, LAYER.dtype, _values(pair, seen))
+    worst, bound = 0.0, float("inf")  # those of the result that comes nearest to its bound
     for layer, of_layer in zip((pair.first, pair.second), seen, strict=True):
         wanted = expected(layer, form, [s.inputs for s in of_layer])
         for i, (s, want) in enumerate(zip(of_layer, wanted, strict=True)):
             error = relative_l2(s.out, want)
-            worst = max(worst, error) if error == error else float("inf")
-            right[i] &= error < bound
+            error = error if error == error else float("inf")
+            allowed = layer_bound(pair.first.w.backend, fmt.act_format, LAYER.dtype, _values(pair, s, want))
+            if error / allowed >= worst / bound:
+                worst, bound = error, allowed
+            right[i] &= error < allowed
             repeated[i] &= torch.equal(s.out, s.again)
             eager[i] &= torch.equal(s.out, s.eager)
     return Verdict(replays, sum(right), sum(repeated), sum(eager), worst, bound)
 
 
-def _values(pair: Pair, seen: list[list[Seen]]) -> int:
-    """Values of the intermediate behind one replay's output."""
-    return seen[0][0].inputs.ids.numel() * pair.first.w.intermediate_size
+def _values(pair: Pair, seen: Seen, want: Tensor) -> int:
+    """Values of the intermediate behind a result: of as many tokens as it has, or as have weight in it. Three layers behind
+    each other leave a result whose largest token may be all of it, as far as a distance can tell."""
+    of_tokens = want.double().pow(2).sum(1)
+    weighty = float(of_tokens.sum() ** 2 / of_tokens.pow(2).sum().clamp(min=1e-300))
+    return max(1, int(weighty * seen.inputs.ids.shape[1] * pair.first.w.intermediate_size))
 
 
 def expected(layer: Layer, form: str, batches: list[Inputs]) -> list[Tensor]:

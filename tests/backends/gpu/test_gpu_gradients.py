@@ -99,7 +99,8 @@ def test_halves_of_tokens_have_the_bits_of_all(f: Format, monkeypatch: pytest.Mo
     monkeypatch.setattr(cuda_sm90, "_LEAST_TOKENS", 1)
     whole = moe.fused_moe_routed(*batch, w)
     found = moe.fused_moe_routed(batch[0].requires_grad_(), *batch[1:], w)
-    assert runs == [1500, 768, 732]
+    # On fp8 tensor cores (sm90/fp8_products.py) a call is one, whatever follows.
+    assert runs == ([] if (f.scheme, f.act_format) == ("int4", "fp8") else [1500, 768, 732])
     assert torch.equal(found, whole)
 
 

@@ -147,7 +147,7 @@ def test_what_explain_says() -> None:
     notes = BACKENDS["cuda_sm90"].notes
     assert notes(problem) == (
         "decode kernel up to 8 tokens, while its buffers fit an SM, slim tiles of the prefill kernel up to 384, "
-        "wide tiles of the prefill kernel beyond (by rules)"
+        "narrow tiles of the prefill kernel up to 1280, wide tiles of the prefill kernel beyond (by rules)"
     )
     assert "decode kernel up to 8 tokens" in notes(dataclasses.replace(problem, scheme="mxfp8", top_k=None))
     wrong = dataclasses.replace(problem, hidden_size=2056)
