@@ -63,7 +63,7 @@ bool add_accepted(const ExpertsCall& call, int64_t names);
 // What fits a call, or null.
 const AcceptedCall* find_accepted(const ExpertsAcceptedCall& given);
 
-// A contiguous matrix of the same size and dtype.
+// A matrix of the size, strides and dtype of this one, which is contiguous.
 Tensor matrix_like(const Tensor& tensor);
 
 }  // namespace moeq::cpu
