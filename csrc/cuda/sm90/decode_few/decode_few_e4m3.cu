@@ -5,16 +5,21 @@
 
 namespace moeq::sm90::few {
 
+static Codes codes_of(const RoundedProblem& p) {
+  if (p.format == Format::kFp8) {
+    return p.scales13.blocks ? Codes::kFp8Groups : Codes::kFp8Rows;
+  }
+  return p.act_format == ActFormat::kMxfp8 ? Codes::kBesideMxfp8 : Codes::kBesideFp8;
+}
+
 cudaError_t make_e4m3_plan(const RoundedProblem& p, Plan& plan, bool& fits) {
-  // Tokens whose scale depends on the expert, or that are codes already, are for the prefill kernels.
-  fits = !has_bytes(p.format) && p.a1 != ActScale::kNone && p.a1 != ActScale::kExpert && p.a2 != ActScale::kNone;
+  // Tokens whose scale depends on the expert, or that are codes already, are for the prefill kernels, as is MXFP8.
+  fits = p.format != Format::kMxfp8 && p.a1 != ActScale::kNone && p.a1 != ActScale::kExpert && p.a2 != ActScale::kNone;
   if (!fits) {
     return cudaSuccess;
   }
-  Fp8 fp8{};
-  fp8.rounding[0] = p.a1, fp8.rounding[1] = p.a2;
-  fp8.gscale[0] = p.a1_gscale, fp8.gscale[1] = p.a2_gscale;
-  const Codes codes = p.act_format == ActFormat::kMxfp8 ? Codes::kBesideMxfp8 : Codes::kBesideFp8;
+  const Fp8 fp8 = {{p.scales13, p.scales2}, {p.a1, p.a2}, {p.a1_gscale, p.a2_gscale}, {}};
+  const Codes codes = codes_of(p);
   return make_plan(without_e4m3(p), codes, fp8, plan, fits);
 }
 
@@ -35,6 +40,9 @@ static const void* e4m3_kernel_of(Format format, Kind kind) {
 }
 
 cudaError_t run_e4m3(Plan& plan) {
+  if (are_fp8(plan.codes)) {
+    return run_fp8(plan);
+  }
   static KnownDevices known[kFormats][kKinds];
   const Format format = plan.args.p.format;
   return launch(plan, e4m3_kernel_of(format, plan.kind), known[static_cast<int>(format)][static_cast<int>(plan.kind)]);

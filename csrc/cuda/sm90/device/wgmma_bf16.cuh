@@ -1,5 +1,5 @@
-// The tensor cores' products of bfloat16: K-steps of weights in registers or in shared memory, and those of adapters,
-// each with a branch over the widths of a tile of tokens.
+// The tensor cores' products of bfloat16, and of float16 for weights of 8 bits: K-steps of weights in registers or in
+// shared memory, and those of adapters, each with a branch over the widths of a tile of tokens.
 #pragma once
 #include <cstdint>
 
@@ -94,10 +94,14 @@ namespace moeq::sm90 {
 // The upper word of the operand's description: atoms of 1024 bytes one after another, swizzled over 128 bytes.
 constexpr uint32_t kTokenOperandHigh = 1u << 30 | 1024 / 16;
 
+// Of a product's factors. Float16 holds all values of e4m3 codes, too, and takes fewer operations to make of them.
+enum class Factors { kBfloat16, kFloat16 };
+
 // clang-format off
+#define MOEQ_TYPES "bf16.bf16"   // until it is defined anew, as macros are expanded where they are used
 // One product of 16 in K. `end`: what the instruction says of b's order, and of a's where it is in shared memory.
 #define MOEQ_PRODUCT_ON(width, sums, a, b, adds, end) \
-  "wgmma.mma_async.sync.aligned.m64n" #width "k16.f32.bf16.bf16 {" sums "}, " a ", " b ", " adds ", 1, 1, " end "; "
+  "wgmma.mma_async.sync.aligned.m64n" #width "k16.f32." MOEQ_TYPES " {" sums "}, " a ", " b ", " adds ", 1, 1, " end "; "
 #define MOEQ_PRODUCT(width, sums, a, b, end) MOEQ_PRODUCT_ON(width, sums, a, b, "1", end)
 #define MOEQ_STEP(width, sums, a0, a1, a2, a3, b0, b1, b2, b3, end)                                        \
   MOEQ_PRODUCT(width, sums, a0, b0, end) MOEQ_PRODUCT(width, sums, a1, b1, end)                            \
@@ -124,30 +128,36 @@ constexpr uint32_t kTokenOperandHigh = 1u << 30 | 1024 / 16;
 // Asynchronous, one group. The branch is inside the assembly because the compiler gives the accumulators of each
 // instruction that it sees registers of their own, and there are not enough. It also means that the compiler takes `a`
 // for dead once the statement is over, while it is still read: see `keep`.
-template <int max_width>
+template <int max_width, Factors factors = Factors::kBfloat16>
 __device__ __forceinline__ void multiply_step(float* d, const uint32_t (&a)[4][4], uint32_t b, int index);
 
 #define MOEQ_ONE_STEP(width, ...) \
   MOEQ_WIDTH(width, MOEQ_STEP(width, MOEQ_D##width, __VA_ARGS__, "b0", "b1", "b2", "b3", "0"))
 
+#define MOEQ_MULTIPLY_STEP_96 \
+  asm volatile(                                                                                            \
+    MOEQ_BEGIN MOEQ_TOKENS("%64", "%66") MOEQ_BRANCH("%65", MOEQ_LABELS_96)                                \
+    MOEQ_TO_96(MOEQ_ONE_STEP, "{%48, %49, %50, %51}", "{%52, %53, %54, %55}",                              \
+               "{%56, %57, %58, %59}", "{%60, %61, %62, %63}") MOEQ_END                                    \
+    : MOEQ_OUT16(0), MOEQ_OUT16(16), MOEQ_OUT16(32)                                                        \
+    : MOEQ_IN16(a), "r"(b), "r"(index), "r"(kTokenOperandHigh))
+
 template <>
 __device__ __forceinline__ void multiply_step<96>(float* d, const uint32_t (&a)[4][4], uint32_t b, int index) {
-  asm volatile(
-    MOEQ_BEGIN MOEQ_TOKENS("%64", "%66") MOEQ_BRANCH("%65", MOEQ_LABELS_96)
-    MOEQ_TO_96(MOEQ_ONE_STEP, "{%48, %49, %50, %51}", "{%52, %53, %54, %55}",
-               "{%56, %57, %58, %59}", "{%60, %61, %62, %63}") MOEQ_END
-    : MOEQ_OUT16(0), MOEQ_OUT16(16), MOEQ_OUT16(32)
-    : MOEQ_IN16(a), "r"(b), "r"(index), "r"(kTokenOperandHigh));
+  MOEQ_MULTIPLY_STEP_96;
 }
+
+#define MOEQ_MULTIPLY_STEP_72 \
+  asm volatile(                                                                                            \
+    MOEQ_BEGIN MOEQ_TOKENS("%52", "%54") MOEQ_BRANCH("%53", MOEQ_LABELS_72)                                \
+    MOEQ_TO_72(MOEQ_ONE_STEP, "{%36, %37, %38, %39}", "{%40, %41, %42, %43}",                              \
+               "{%44, %45, %46, %47}", "{%48, %49, %50, %51}") MOEQ_END                                    \
+    : MOEQ_OUT16(0), MOEQ_OUT16(16), MOEQ_OUT4(32)                                                         \
+    : MOEQ_IN16(a), "r"(b), "r"(index), "r"(kTokenOperandHigh))
 
 template <>
 __device__ __forceinline__ void multiply_step<72>(float* d, const uint32_t (&a)[4][4], uint32_t b, int index) {
-  asm volatile(
-    MOEQ_BEGIN MOEQ_TOKENS("%52", "%54") MOEQ_BRANCH("%53", MOEQ_LABELS_72)
-    MOEQ_TO_72(MOEQ_ONE_STEP, "{%36, %37, %38, %39}", "{%40, %41, %42, %43}",
-               "{%44, %45, %46, %47}", "{%48, %49, %50, %51}") MOEQ_END
-    : MOEQ_OUT16(0), MOEQ_OUT16(16), MOEQ_OUT4(32)
-    : MOEQ_IN16(a), "r"(b), "r"(index), "r"(kTokenOperandHigh));
+  MOEQ_MULTIPLY_STEP_72;
 }
 
 template <>
@@ -183,7 +193,7 @@ __device__ __forceinline__ void multiply_two_steps<96>(float* d, const uint32_t 
 
 // The same, from zero. `add` is never true, which the compiler must not know: results that nothing is added to would get
 // registers of their own.
-template <int max_width>
+template <int max_width, Factors factors = Factors::kBfloat16>
 __device__ __forceinline__ void start_two_steps(float* d, const uint32_t (&a)[2][4][4], uint32_t b, int index);
 
 #define MOEQ_FIRST_STEP(width, sums, a0, a1, a2, a3, b0, b1, b2, b3, end)                                  \
@@ -194,17 +204,20 @@ __device__ __forceinline__ void start_two_steps(float* d, const uint32_t (&a)[2]
   MOEQ_WIDTH(width, MOEQ_FIRST_STEP(width, MOEQ_D##width, a0, a1, a2, a3, "b0", "b1", "b2", "b3", "0")     \
                     MOEQ_STEP(width, MOEQ_D##width, __VA_ARGS__, "b4", "b5", "b6", "b7", "0"))
 
+#define MOEQ_START_TWO_STEPS_32 \
+  asm volatile(                                                                                            \
+    MOEQ_BEGIN MOEQ_FROM_ZERO("%49") MOEQ_TOKENS("%48", "%50")                                             \
+    MOEQ_NEXT_TOKENS_32("%48", "%50")                                                                      \
+    MOEQ_BRANCH("%49", MOEQ_LABELS_32)                                                                     \
+    MOEQ_TO_32(MOEQ_FIRST_TWO_STEPS, "{%16, %17, %18, %19}", "{%20, %21, %22, %23}",                       \
+               "{%24, %25, %26, %27}", "{%28, %29, %30, %31}",                                             \
+               "{%32, %33, %34, %35}", "{%36, %37, %38, %39}", "{%40, %41, %42, %43}", "{%44, %45, %46, %47}") MOEQ_END \
+    : MOEQ_OUT16(0)                                                                                        \
+    : MOEQ_IN16(a[0]), MOEQ_IN16(a[1]), "r"(b), "r"(index), "r"(kTokenOperandHigh))
+
 template <>
 __device__ __forceinline__ void start_two_steps<32>(float* d, const uint32_t (&a)[2][4][4], uint32_t b, int index) {
-  asm volatile(
-    MOEQ_BEGIN MOEQ_FROM_ZERO("%49") MOEQ_TOKENS("%48", "%50")
-    MOEQ_NEXT_TOKENS_32("%48", "%50")
-    MOEQ_BRANCH("%49", MOEQ_LABELS_32)
-    MOEQ_TO_32(MOEQ_FIRST_TWO_STEPS, "{%16, %17, %18, %19}", "{%20, %21, %22, %23}",
-               "{%24, %25, %26, %27}", "{%28, %29, %30, %31}",
-               "{%32, %33, %34, %35}", "{%36, %37, %38, %39}", "{%40, %41, %42, %43}", "{%44, %45, %46, %47}") MOEQ_END
-    : MOEQ_OUT16(0)
-    : MOEQ_IN16(a[0]), MOEQ_IN16(a[1]), "r"(b), "r"(index), "r"(kTokenOperandHigh));
+  MOEQ_START_TWO_STEPS_32;
 }
 
 // One step of two tiles of weights: d[2][max_width / 2].
@@ -227,30 +240,36 @@ __device__ __forceinline__ void multiply_two_tiles<32>(float* d, const uint32_t 
 }
 
 // One step from zero, too.
-template <int max_width>
+template <int max_width, Factors factors = Factors::kBfloat16>
 __device__ __forceinline__ void start_step(float* d, const uint32_t (&a)[4][4], uint32_t b, int index);
 
 #define MOEQ_STEP_FROM_ZERO(width, ...) \
   MOEQ_WIDTH(width, MOEQ_FIRST_STEP(width, MOEQ_D##width, __VA_ARGS__, "b0", "b1", "b2", "b3", "0"))
 
+#define MOEQ_START_STEP_96 \
+  asm volatile(                                                                                            \
+    MOEQ_BEGIN MOEQ_FROM_ZERO("%65") MOEQ_TOKENS("%64", "%66") MOEQ_BRANCH("%65", MOEQ_LABELS_96)          \
+    MOEQ_TO_96(MOEQ_STEP_FROM_ZERO, "{%48, %49, %50, %51}", "{%52, %53, %54, %55}",                        \
+               "{%56, %57, %58, %59}", "{%60, %61, %62, %63}") MOEQ_END                                    \
+    : MOEQ_OUT16(0), MOEQ_OUT16(16), MOEQ_OUT16(32)                                                        \
+    : MOEQ_IN16(a), "r"(b), "r"(index), "r"(kTokenOperandHigh))
+
 template <>
 __device__ __forceinline__ void start_step<96>(float* d, const uint32_t (&a)[4][4], uint32_t b, int index) {
-  asm volatile(
-    MOEQ_BEGIN MOEQ_FROM_ZERO("%65") MOEQ_TOKENS("%64", "%66") MOEQ_BRANCH("%65", MOEQ_LABELS_96)
-    MOEQ_TO_96(MOEQ_STEP_FROM_ZERO, "{%48, %49, %50, %51}", "{%52, %53, %54, %55}",
-               "{%56, %57, %58, %59}", "{%60, %61, %62, %63}") MOEQ_END
-    : MOEQ_OUT16(0), MOEQ_OUT16(16), MOEQ_OUT16(32)
-    : MOEQ_IN16(a), "r"(b), "r"(index), "r"(kTokenOperandHigh));
+  MOEQ_START_STEP_96;
 }
+
+#define MOEQ_START_STEP_72 \
+  asm volatile(                                                                                            \
+    MOEQ_BEGIN MOEQ_FROM_ZERO("%53") MOEQ_TOKENS("%52", "%54") MOEQ_BRANCH("%53", MOEQ_LABELS_72)          \
+    MOEQ_TO_72(MOEQ_STEP_FROM_ZERO, "{%36, %37, %38, %39}", "{%40, %41, %42, %43}",                        \
+               "{%44, %45, %46, %47}", "{%48, %49, %50, %51}") MOEQ_END                                    \
+    : MOEQ_OUT16(0), MOEQ_OUT16(16), MOEQ_OUT4(32)                                                         \
+    : MOEQ_IN16(a), "r"(b), "r"(index), "r"(kTokenOperandHigh))
 
 template <>
 __device__ __forceinline__ void start_step<72>(float* d, const uint32_t (&a)[4][4], uint32_t b, int index) {
-  asm volatile(
-    MOEQ_BEGIN MOEQ_FROM_ZERO("%53") MOEQ_TOKENS("%52", "%54") MOEQ_BRANCH("%53", MOEQ_LABELS_72)
-    MOEQ_TO_72(MOEQ_STEP_FROM_ZERO, "{%36, %37, %38, %39}", "{%40, %41, %42, %43}",
-               "{%44, %45, %46, %47}", "{%48, %49, %50, %51}") MOEQ_END
-    : MOEQ_OUT16(0), MOEQ_OUT16(16), MOEQ_OUT4(32)
-    : MOEQ_IN16(a), "r"(b), "r"(index), "r"(kTokenOperandHigh));
+  MOEQ_START_STEP_72;
 }
 
 template <>
@@ -262,6 +281,38 @@ __device__ __forceinline__ void start_step<32>(float* d, const uint32_t (&a)[4][
     : MOEQ_OUT16(0)
     : MOEQ_IN16(a), "r"(b), "r"(index), "r"(kTokenOperandHigh));
 }
+
+// What weights of 8 bits take of these, of float16.
+#undef MOEQ_TYPES
+#define MOEQ_TYPES "f16.f16"
+
+template <>
+__device__ __forceinline__ void multiply_step<96, Factors::kFloat16>(float* d, const uint32_t (&a)[4][4], uint32_t b, int index) {
+  MOEQ_MULTIPLY_STEP_96;
+}
+
+template <>
+__device__ __forceinline__ void multiply_step<72, Factors::kFloat16>(float* d, const uint32_t (&a)[4][4], uint32_t b, int index) {
+  MOEQ_MULTIPLY_STEP_72;
+}
+
+template <>
+__device__ __forceinline__ void start_two_steps<32, Factors::kFloat16>(float* d, const uint32_t (&a)[2][4][4], uint32_t b, int index) {
+  MOEQ_START_TWO_STEPS_32;
+}
+
+template <>
+__device__ __forceinline__ void start_step<96, Factors::kFloat16>(float* d, const uint32_t (&a)[4][4], uint32_t b, int index) {
+  MOEQ_START_STEP_96;
+}
+
+template <>
+__device__ __forceinline__ void start_step<72, Factors::kFloat16>(float* d, const uint32_t (&a)[4][4], uint32_t b, int index) {
+  MOEQ_START_STEP_72;
+}
+
+#undef MOEQ_TYPES
+#define MOEQ_TYPES "bf16.bf16"
 
 // Waits for all products. What is done with these sums stays behind it.
 template <int max_width>
@@ -304,6 +355,11 @@ __device__ __forceinline__ void multiply_shared<192>(float* d, uint32_t a, uint3
 }
 
 #undef MOEQ_TWO_SHARED
+#undef MOEQ_MULTIPLY_STEP_96
+#undef MOEQ_MULTIPLY_STEP_72
+#undef MOEQ_START_TWO_STEPS_32
+#undef MOEQ_START_STEP_96
+#undef MOEQ_START_STEP_72
 #undef MOEQ_STEP_FROM_ZERO
 #undef MOEQ_TWO_TILES
 #undef MOEQ_FIRST_TWO_STEPS
@@ -323,6 +379,7 @@ __device__ __forceinline__ void multiply_shared<192>(float* d, uint32_t a, uint3
 #undef MOEQ_STEP
 #undef MOEQ_PRODUCT
 #undef MOEQ_PRODUCT_ON
+#undef MOEQ_TYPES
 // clang-format on
 
 // The tensor cores' part of adapters: a branch over the widths of a tile of tokens, as wgmma_bf16.cuh has it.

@@ -1,5 +1,6 @@
-// The persistent kernels of both GEMMs for weights of 8 bits: each end of GEMM1. Weights lie in the tiles of
-// w4a8_layout.h, 64 rows by 128 values of K; a stage has one of each tile of rows, and both steps of tokens.
+// The persistent kernels of both GEMMs for weights of 8 bits, beside 16-bit activations and beside e4m3 ones: each end
+// of GEMM1. Weights lie in the tiles of w4a8_layout.h, 64 rows by 128 values of K; a stage has one of each tile of rows,
+// and both steps of tokens.
 //
 // A step of 128 in K starts from zero and is added to the sums in float32, times the scales of its rows and tokens.
 // Wide tiles of tokens are multiplied in halves of 72 for that, one after the other.
@@ -13,14 +14,17 @@ namespace moeq::sm90 {
 
 template <>
 inline constexpr bool kHasNeighbours<ByteFormat> = true;
+template <>
+inline constexpr bool kHasNeighbours<W8a8Format> = true;
 
 constexpr int kByteSlim = 32, kByteNarrow = 96, kByteWide = 144;
 constexpr int kMxfp8ScaleBytes = 2 * tile_scale_bytes(Format::kMxfp8);  // of a tile
 
-template <int width>
+template <class F, int width>
 struct ByteConfig {
   static_assert(width == kByteSlim || width == kByteNarrow || width == kByteWide);
-  using Format = ByteFormat;
+  using Format = F;
+  static constexpr Factors kFactors = kIsW8a8<F> ? Factors::kFloat16 : Factors::kBfloat16;
   static constexpr bool kOverlaps = width != kByteSlim;  // a half is decoded while the one before is multiplied
   static constexpr int kMaxWidth = width;
   static constexpr int kPartWidth = width == kByteWide ? width / 2 : width;  // tokens that are multiplied at a time
@@ -34,14 +38,46 @@ struct ByteConfig {
   static constexpr int kConsumerRegisters = kOverlaps ? 232 : 104;
 };
 
+// Scales of weights, where they lie in tiles.
+template <class C>
+struct BesideOperands {
+  uint8_t scales[C::kWeightStages][Sizes<C>::kBlockTiles][kMxfp8ScaleBytes];
+};
+
+// Those of 128 values of tokens, where a stage begins with them, and what intermediates are rounded with.
 template <int width>
-struct GemmOperands<ByteConfig<width>> {
-  using C = ByteConfig<width>;
+struct BesideOperands<ByteConfig<W8a8Format, width>> {
+  using C = ByteConfig<W8a8Format, width>;
+  float token_scales[C::kTokenStages][width];
+  GroupRounding<C> rounding;
+};
+
+template <class F, int width>
+struct GemmOperands<ByteConfig<F, width>> {
+  using C = ByteConfig<F, width>;
   uint8_t tokens[C::kTokenStages][C::kTokenSteps][Sizes<C>::kTokenStepBytes];
   uint8_t codes[C::kWeightStages][Sizes<C>::kBlockTiles][w4a8::kFp8Bytes];
   uint8_t staging[C::kConsumers][C::kMaxWidth * 128];
-  uint8_t scales[C::kWeightStages][Sizes<C>::kBlockTiles][kMxfp8ScaleBytes];  // where they lie in tiles
+  BesideOperands<C> beside;
 };
+
+template <int width>
+__device__ __forceinline__ uint32_t scales_of_stage(GemmShared<ByteConfig<W8a8Format, width>>& shared, int stage) {
+  return shared_address(shared.beside.token_scales[stage]);
+}
+
+// Where tokens have no scales of groups, all are 1: nobody copies others.
+template <int width>
+__device__ __forceinline__ void prepare_consumers(const GemmArgs& args,
+                                                  GemmShared<ByteConfig<W8a8Format, width>>& shared) {
+  using C = ByteConfig<W8a8Format, width>;
+  clear_maxima(shared.beside.rounding);
+  float* scales = &shared.beside.token_scales[0][0];
+  if (args.operand_scale == nullptr) {
+    for (int i = threadIdx.x; i < C::kTokenStages * width; i += 128 * C::kConsumers) scales[i] = 1.0f;
+  }
+  synchronize_consumers<C>();
+}
 
 // A warpgroup's share of a tile of 8-bit weights: 128 rows, decoded in registers, times `width` tokens in shared
 // memory.
@@ -61,9 +97,9 @@ struct ByteRows {
 };
 
 // Where a warpgroup is in the rings, from tile to tile, and what its weights are multiplied by.
-template <int width>
-struct Consumer<ByteConfig<width>> {
-  using C = ByteConfig<width>;
+template <class F, int width>
+struct Consumer<ByteConfig<F, width>> {
+  using C = ByteConfig<F, width>;
   Ring<C::kTokenStages> tokens;
   Ring<C::kWeightStages> weights;
   uint32_t codes, exponents;  // of this thread in the first tile of the first stage
@@ -75,7 +111,7 @@ struct Consumer<ByteConfig<width>> {
   __device__ Consumer(GemmShared<C>& shared, int warpgroup) {
     const int thread = threadIdx.x % 128, tile = warpgroup * C::kWarpgroupTiles;
     codes = shared_address(shared.codes[0][tile]) + thread / 32 * 2048 + matrix_row(thread % 32);
-    exponents = shared_address(shared.scales[0][tile]) + exponents_offset(thread);
+    if constexpr (!kIsW8a8<F>) exponents = shared_address(shared.beside.scales[0][tile]) + exponents_offset(thread);
   }
 
   __device__ __forceinline__ uint32_t codes_of(int m) const {
@@ -93,15 +129,15 @@ struct Consumer<ByteConfig<width>> {
 
   // What sums of a step of 128 are multiplied by.
   __device__ __forceinline__ float2 factors(int m, int step) const {
-    if (in_tiles) return make_float2(kMxfp8AccumulatorScale, kMxfp8AccumulatorScale);
+    if (!kIsW8a8<F> && in_tiles) return make_float2(kMxfp8AccumulatorScale, kMxfp8AccumulatorScale);
     return make_float2(__ldg(of_expert + rows[m].at[0] + step * k_step),
                        __ldg(of_expert + rows[m].at[1] + step * k_step));
   }
 };
 
-template <int width>
-__device__ __forceinline__ void begin_tile(Consumer<ByteConfig<width>>& at, const GemmArgs& args, const Work& work) {
-  using C = ByteConfig<width>;
+template <class F, int width>
+__device__ __forceinline__ void begin_tile(Consumer<ByteConfig<F, width>>& at, const GemmArgs& args, const Work& work) {
+  using C = ByteConfig<F, width>;
   const Problem& p = args.problem;
   at.in_tiles = p.format == Format::kMxfp8;
   if (at.in_tiles) return;
@@ -116,17 +152,31 @@ __device__ __forceinline__ void begin_tile(Consumer<ByteConfig<width>>& at, cons
   }
 }
 
+// The same as float16.
+__device__ __forceinline__ E4m3Halves decode_e4m3_to_half(uint32_t codes) {
+  const uint2 values = decode4_to_half(codes);
+  return {values.x, values.y};
+}
+
 // 64 rows by 64 of K of tile m of the stage at hand.
 template <class C>
 __device__ __forceinline__ void decode_half(uint32_t (&fragments)[4][4], const Consumer<C>& at, int m, int half) {
   const uint32_t from = at.codes_of(m) ^ half * 64;
   const uint4 low = load_matrices(from), high = load_matrices(from + 1024);
   const uint32_t low_words[4] = {low.x, low.y, low.z, low.w}, high_words[4] = {high.x, high.y, high.z, high.w};
-  const Raises raise = at.raises(m, half);
+  constexpr bool kHalf = C::kFactors == Factors::kFloat16;
+  Raises raise;
+  if constexpr (!kHalf) raise = at.raises(m, half);
 #pragma unroll
   for (int step = 0; step < 4; step++) {
-    const E4m3Halves l = decode_e4m3_in_order(low_words[step], raise.low);
-    const E4m3Halves h = decode_e4m3_in_order(high_words[step], raise.high);
+    E4m3Halves l, h;
+    if constexpr (kHalf) {
+      l = decode_e4m3_to_half(low_words[step]);
+      h = decode_e4m3_to_half(high_words[step]);
+    } else {
+      l = decode_e4m3_in_order(low_words[step], raise.low);
+      h = decode_e4m3_in_order(high_words[step], raise.high);
+    }
     uint32_t (&to)[4] = fragments[step];
     to[0] = l.first, to[1] = h.first, to[2] = l.second, to[3] = h.second;
   }
@@ -135,14 +185,29 @@ __device__ __forceinline__ void decode_half(uint32_t (&fragments)[4][4], const C
 template <class C>
 using PartSums = float[C::kPartWidth / 2];
 
-// Sums of a step, from token `first` of the tile on, added times the scales of their rows. Those beyond a tile's tokens
-// are never looked at.
+// Two neighbouring tokens' scales. Volatile: they are loaded where they are used, as there are few registers.
+__device__ __forceinline__ float2 load_two_scales(uint32_t at) {
+  float2 scales;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(scales.x), "=f"(scales.y) : "r"(at) : "memory");
+  return scales;
+}
+
+// Sums of a step, from token `first` of the tile on, added times the scales of their rows and, where there are some
+// (`scales`: of this lane's first tokens of the stage), of their tokens. Those beyond a tile's tokens are never looked
+// at.
 template <class C>
-__device__ __forceinline__ void add_scaled(TileSums<C>& sums, const PartSums<C>& part, int first, float2 factor) {
+__device__ __forceinline__ void add_scaled(TileSums<C>& sums, const PartSums<C>& part, int first, float2 factor,
+                                           uint32_t scales) {
 #pragma unroll
-  for (int i = 0; i < C::kPartWidth / 2; i++) {
-    float& sum = sums[first / 2 + i];
-    sum = __fmaf_rn(part[i], i / 2 % 2 == 0 ? factor.x : factor.y, sum);
+  for (int group = 0; group < C::kPartWidth / 8; group++) {
+    float2 of_tokens = {1.0f, 1.0f};
+    if constexpr (kIsW8a8<typename C::Format>) of_tokens = load_two_scales(scales + (first + group * 8) * 4);
+#pragma unroll
+    for (int i = 4 * group; i < 4 * group + 4; i++) {
+      float& sum = sums[first / 2 + i];
+      const float product = kIsW8a8<typename C::Format> ? part[i] * (i % 2 == 0 ? of_tokens.x : of_tokens.y) : part[i];
+      sum = __fmaf_rn(product, i / 2 % 2 == 0 ? factor.x : factor.y, sum);
+    }
   }
 }
 
@@ -162,6 +227,10 @@ struct ByteMultiplication {
     barrier_wait(shared_address(&shared.tokens_full[ring.slot]), ring.parity);
     return shared_address(shared.tokens[ring.slot]) / 16 | 1 << 16;
   }
+  // Those of this lane's tokens, of the stage at hand.
+  __device__ __forceinline__ uint32_t token_scales() const {
+    return scales_of_stage(shared, at.tokens.slot) + lane % 4 * 2 * static_cast<int>(sizeof(float));
+  }
   // All codes of the stage have been read.
   __device__ __forceinline__ void leave_weights() {
     __syncwarp();
@@ -169,24 +238,25 @@ struct ByteMultiplication {
     at.weights.advance();
   }
   __device__ __forceinline__ void leave_tokens() {
+    if (kIsW8a8<typename C::Format>) __syncwarp();  // all lanes have read scales
     arrive_once_a_warp(shared_address(&shared.tokens_empty[at.tokens.slot]), lane);
     at.tokens.advance();
   }
   // Both tiles of a step, one after the other: two blocks of a multiprocessor fill each other's gaps.
   __device__ __forceinline__ void in_turn(Accumulators<C>& sums, int step) {
     wait_for_weights();
-    const uint32_t tokens = wait_for_tokens(at.tokens);
+    const uint32_t tokens = wait_for_tokens(at.tokens), scales = token_scales();
 #pragma unroll
     for (int m = 0; m < C::kWarpgroupTiles; m++) {
       const float2 factor = at.factors(m, step);
       decode_half(fragments[0], at, m, 0);
       decode_half(fragments[1], at, m, 1);
       if (m == C::kWarpgroupTiles - 1) leave_weights();
-      start_two_steps<C::kPartWidth>(part, fragments, tokens, width / 8 - 1);
+      start_two_steps<C::kPartWidth, C::kFactors>(part, fragments, tokens, width / 8 - 1);
       wait_for_sums<C::kPartWidth>(part);
       keep(fragments[0]);
       keep(fragments[1]);
-      add_scaled<C>(sums[m], part, 0, factor);
+      add_scaled<C>(sums[m], part, 0, factor, scales);
     }
     leave_tokens();
   }
@@ -205,24 +275,24 @@ struct ByteMultiplication {
     constexpr int kPart = C::kPartWidth, kPartRows = kPart * 128 / 16, kLast = C::kWarpgroupTiles - 1;
     const bool has_more = kPart < C::kMaxWidth && width > kPart;  // tokens than a part
     const int first = (has_more ? kPart : width) / 8 - 1, second = (width - kPart) / 8 - 1;
-    const uint32_t tokens = wait_for_tokens(at.tokens);
+    const uint32_t tokens = wait_for_tokens(at.tokens), scales = token_scales();
     uint32_t others = 0;
 #pragma unroll
     for (int m = 0; m < C::kWarpgroupTiles; m++) {
       const float2 factor = at.factors(m, step);
-      start_step<kPart>(part, fragments[0], tokens, first);
+      start_step<kPart, C::kFactors>(part, fragments[0], tokens, first);
       decode_half(fragments[1], at, m, 1);
       if (m == 0) others = wait_for_second_half(tokens);
-      multiply_step<kPart>(part, fragments[1], others, first);
+      multiply_step<kPart, C::kFactors>(part, fragments[1], others, first);
       if (m == kLast) {
         leave_weights();
         if (!last) wait_for_weights();
       }
       if (has_more) {
         wait_for_sums<kPart>(part);
-        add_scaled<C>(sums[m], part, 0, factor);
-        start_step<kPart>(part, fragments[0], tokens + kPartRows, second);
-        multiply_step<kPart>(part, fragments[1], others + kPartRows, second);
+        add_scaled<C>(sums[m], part, 0, factor, scales);
+        start_step<kPart, C::kFactors>(part, fragments[0], tokens + kPartRows, second);
+        multiply_step<kPart, C::kFactors>(part, fragments[1], others + kPartRows, second);
       }
       wgmma_wait<1>();
       keep(fragments[0]);
@@ -230,9 +300,9 @@ struct ByteMultiplication {
       wait_for_sums<kPart>(part);
       keep(fragments[1]);
       if (has_more) {
-        add_scaled<C>(sums[m], part, C::kMaxWidth - kPart, factor);
+        add_scaled<C>(sums[m], part, C::kMaxWidth - kPart, factor, scales);
       } else {
-        add_scaled<C>(sums[m], part, 0, factor);
+        add_scaled<C>(sums[m], part, 0, factor, scales);
       }
     }
     leave_tokens();
@@ -240,11 +310,11 @@ struct ByteMultiplication {
   }
 };
 
-template <int tokens>
-__device__ __forceinline__ void multiply_tile(Accumulators<ByteConfig<tokens>>& sums,
-                                              GemmShared<ByteConfig<tokens>>& shared, Consumer<ByteConfig<tokens>>& at,
-                                              const Work& work) {
-  using C = ByteConfig<tokens>;
+template <class F, int tokens>
+__device__ __forceinline__ void multiply_tile(Accumulators<ByteConfig<F, tokens>>& sums,
+                                              GemmShared<ByteConfig<F, tokens>>& shared,
+                                              Consumer<ByteConfig<F, tokens>>& at, const Work& work) {
+  using C = ByteConfig<F, tokens>;
   ByteMultiplication<C> multiplication{shared, at, work.width, static_cast<int>(threadIdx.x % 32), {}, {}};
   clear<C>(sums);
   const int steps = work.k_tiles / 2;
@@ -263,12 +333,12 @@ __device__ __forceinline__ void multiply_tile(Accumulators<ByteConfig<tokens>>& 
 }
 
 // By one thread. The last tile of rows stands in for those beyond.
-template <int width>
-__device__ __forceinline__ void load_weights(const GemmArgs& args, GemmShared<ByteConfig<width>>& shared) {
-  using C = ByteConfig<width>;
+template <class F, int width>
+__device__ __forceinline__ void load_weights(const GemmArgs& args, GemmShared<ByteConfig<F, width>>& shared) {
+  using C = ByteConfig<F, width>;
   constexpr int kTiles = Sizes<C>::kBlockTiles;
   const Problem& p = args.problem;
-  const int scale_bytes = p.format == Format::kMxfp8 ? kMxfp8ScaleBytes : 0;
+  const int scale_bytes = !kIsW8a8<F> && p.format == Format::kMxfp8 ? kMxfp8ScaleBytes : 0;
   Ring<kWorkSlots> work_ring;
   Ring<C::kWeightStages> ring;
   while (true) {
@@ -290,8 +360,9 @@ __device__ __forceinline__ void load_weights(const GemmArgs& args, GemmShared<By
       for (int i = 0; i < kTiles; i++) {
         const int64_t from = int64_t{min(i, real - 1)} * steps + step;
         copy_bulk(shared_address(shared.codes[ring.slot][i]), codes + from * w4a8::kFp8Bytes, w4a8::kFp8Bytes, full);
-        if (scale_bytes != 0) {
-          copy_bulk(shared_address(shared.scales[ring.slot][i]), scales + from * scale_bytes, scale_bytes, full);
+        if constexpr (!kIsW8a8<F>) {
+          if (scale_bytes == 0) continue;
+          copy_bulk(shared_address(shared.beside.scales[ring.slot][i]), scales + from * scale_bytes, scale_bytes, full);
         }
       }
       ring.advance();
@@ -299,15 +370,23 @@ __device__ __forceinline__ void load_weights(const GemmArgs& args, GemmShared<By
   }
 }
 
-template <>
-struct ConfigsOf<ByteFormat> {
-  using Slim = ByteConfig<kByteSlim>;
-  using Narrow = ByteConfig<kByteNarrow>;
-  using Wide = ByteConfig<kByteWide>;
+template <class F>
+struct ByteConfigs {
+  using Slim = ByteConfig<F, kByteSlim>;
+  using Narrow = ByteConfig<F, kByteNarrow>;
+  using Wide = ByteConfig<F, kByteWide>;
 };
+template <>
+struct ConfigsOf<ByteFormat> : ByteConfigs<ByteFormat> {};
+template <>
+struct ConfigsOf<W8a8Format> : ByteConfigs<W8a8Format> {};
 
 template GemmVariants gemm_variants<ByteFormat, Finish::kSwiglu>();
 template GemmVariants gemm_variants<ByteFormat, Finish::kGated>();
 template GemmVariants gemm_variants<ByteFormat, Finish::kPlain>();
+
+template GemmVariants gemm_variants<W8a8Format, Finish::kSwiglu>();
+template GemmVariants gemm_variants<W8a8Format, Finish::kGated>();
+template GemmVariants gemm_variants<W8a8Format, Finish::kPlain>();
 
 }  // namespace moeq::sm90

@@ -47,10 +47,24 @@ __device__ __forceinline__ void activate_plain(const Problem& p, const Work& wor
   }
 }
 
-// GEMM1 where there is no gate.
+// What is activated, rounded in groups of 128.
 template <class C>
-__device__ __forceinline__ void finish_plain(const GemmArgs& args, const Work& work, Accumulators<C>& acc,
-                                             const Staging& s) {
+__device__ __forceinline__ void store_plain_groups(const GemmArgs& args, GemmShared<C>& shared, const Work& work,
+                                                   Accumulators<C>& acc, const Staging& s) {
+  round_groups<C, false>(args, shared.beside.rounding, work, acc, s);
+#pragma unroll
+  for (int m = 0; m < C::kWarpgroupTiles; m++) {
+    s.synchronize();   // nobody reads the staging any more
+    stage_tile<C, Factors::kFloat16>(work, acc[m], s);
+    s.synchronize();
+    store_intermediate<C, kTileK>(args, work, s, (first_tile<C>(work, s) + m) * kTileK);
+  }
+}
+
+// GEMM1 where there is no gate. Where groups of 128 are rounded, both tiles have to be activated before.
+template <class C>
+__device__ __forceinline__ void finish_plain(const GemmArgs& args, GemmShared<C>& shared, const Work& work,
+                                             Accumulators<C>& acc, const Staging& s) {
   const Problem& p = args.problem;
 #pragma unroll
   for (int m = 0; m < C::kWarpgroupTiles; m++) {
@@ -74,12 +88,17 @@ __device__ __forceinline__ void finish_plain(const GemmArgs& args, const Work& w
       });
       continue;
     }
-    if (Sizes<C>::kQuantizes && p.a2 != ActScale::kNone) {
-      quantize_plain<C>(work, acc[m], gscale_of_intermediate(p, work.expert));
+    if constexpr (!kIsW8a8<typename C::Format>) {
+      if (Sizes<C>::kQuantizes && p.a2 != ActScale::kNone) {
+        quantize_plain<C>(work, acc[m], gscale_of_intermediate(p, work.expert));
+      }
+      stage_tile<C>(work, acc[m], s);
+      s.synchronize();
+      store_intermediate<C, kTileK>(args, work, s, tile * kTileK);
     }
-    stage_tile<C>(work, acc[m], s);
-    s.synchronize();
-    store_intermediate<C, kTileK>(args, work, s, tile * kTileK);
+  }
+  if constexpr (kIsW8a8<typename C::Format>) {
+    if (args.h_wide == nullptr) store_plain_groups<C>(args, shared, work, acc, s);
   }
 }
 

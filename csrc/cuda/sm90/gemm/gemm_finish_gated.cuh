@@ -83,27 +83,6 @@ __device__ __forceinline__ void apply_activation(const GemmArgs& args, const Wor
 }
 #undef MOEQ_ACTIVATION
 
-// Maxima over the eight lanes that share lane % 4 of the magnitudes of 8 numbers each: number (lane / 4) is returned.
-// Every exchange halves what is left.
-__device__ __forceinline__ float maximum_of_lanes(const float (&x)[8], int lane) {
-  float four[4], two[2];
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const bool high = lane & 16;
-    const float other = __shfl_xor_sync(0xffffffffu, high ? x[i] : x[i + 4], 16);
-    four[i] = max_magnitude(fabsf(high ? x[i + 4] : x[i]), other);
-  }
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const bool high = lane & 8;
-    const float other = __shfl_xor_sync(0xffffffffu, high ? four[i] : four[i + 2], 8);
-    two[i] = max_magnitude(high ? four[i + 2] : four[i], other);
-  }
-  const bool high = lane & 4;
-  const float other = __shfl_xor_sync(0xffffffffu, high ? two[0] : two[1], 4);
-  return max_magnitude(high ? two[1] : two[0], other);
-}
-
 // The maxima of each token's half blocks, which a warp has: a block of 16 spans two neighbouring warps.
 template <class C>
 __device__ __forceinline__ void stage_maxima(GemmShared<C>& shared, const Work& work, const Accumulators<C>& acc,
@@ -216,7 +195,7 @@ __device__ __forceinline__ void stage_gated(const Work& work, const Accumulators
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const float* sums = acc[i / kGroups] + (first + i % kGroups) * 4;
-      packed[i] = pack_bf16(sums[0], sums[1]);
+      packed[i] = pack_16<kFactorsOf<C>>(sums[0], sums[1]);
     }
     store_transposed(to + first * 1024, packed[0], packed[1], packed[2], packed[3]);
   }
@@ -238,6 +217,7 @@ __device__ __forceinline__ void finish_gated(const GemmArgs& args, GemmShared<C>
   if constexpr (Sizes<C>::kQuantizesMx) {
     if (args.mx) quantize_gated_mx<C>(shared, work, acc, s);
   }
+  if constexpr (kIsW8a8<typename C::Format>) round_groups<C, true>(args, shared.beside.rounding, work, acc, s);
   stage_gated<C>(work, acc, s);
   s.synchronize();
   constexpr int columns = Sizes<C>::kGatedColumns;

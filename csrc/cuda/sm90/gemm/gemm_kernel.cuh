@@ -17,6 +17,7 @@ __device__ __forceinline__ void consume(const GemmArgs& args, GemmShared<C>& sha
     const Work work = wait_for_work(shared, work_ring);
     if (work.expert < 0) break;
     fetch_alphas<typename C::Format>(args.problem, work, staging);
+    staging.work_slot = work_ring.slot;
     int* slots = shared.slots[staging.warpgroup][work_ring.slot % 2];
     begin(work, staging, slots, work_ring.slot);
     Accumulators<C> acc;
@@ -55,8 +56,13 @@ __device__ __forceinline__ void run_block(const GemmArgs& args, const WeightArgs
   }
 }
 
+// By all threads that multiply, before the first piece of work.
+template <class C>
+__device__ __forceinline__ void prepare_consumers(const GemmArgs&, GemmShared<C>&) {}
+
 template <class C, Finish finish>
 __device__ __forceinline__ void consume_both(const GemmArgs& args, GemmShared<C>& shared) {
+  prepare_consumers(args, shared);
   const auto begin = [&](const Work& work, Staging& staging, int* slots, int) {
     if (work.second) prefetch_slots(args, work, staging, slots);
   };
@@ -66,7 +72,7 @@ __device__ __forceinline__ void consume_both(const GemmArgs& args, GemmShared<C>
                  finish_second<C>(args, shared, work, acc, staging, slots);
                } else {
                  if constexpr (finish == Finish::kPlain) {
-                   finish_plain<C>(args, work, acc, staging);
+                   finish_plain<C>(args, shared, work, acc, staging);
                  } else {
                    finish_gated<C, finish>(args, shared, work, acc, staging);
                  }

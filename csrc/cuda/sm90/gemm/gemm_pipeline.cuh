@@ -189,6 +189,12 @@ __device__ __forceinline__ void wait_for_intermediate(const GemmArgs& args, cons
   fence_async_proxy();
 }
 
+// Where a stage of tokens has their scales, of 128 values of K from its first one on (W8a8Format).
+template <class C>
+__device__ __forceinline__ uint32_t scales_of_stage(GemmShared<C>&, int) {
+  return 0;
+}
+
 // By one thread.
 template <class C>
 __device__ __forceinline__ void load_tokens(const GemmArgs& args, GemmShared<C>& shared) {
@@ -200,13 +206,20 @@ __device__ __forceinline__ void load_tokens(const GemmArgs& args, GemmShared<C>&
     const __nv_bfloat16* tokens = (work.second ? args.h : args.operand) + int64_t{work.first_row} * kTileK;
     const int64_t step = int64_t{args.rows} * kTileK;
     const int bytes = work.width * kTileK * 2;
+    const float* scales = work.second ? args.h_scale : args.operand_scale;
     if (work.second) wait_for_intermediate(args, work);
 #pragma unroll 1
     for (int k = 0; k < work.k_tiles; k += C::kTokenSteps) {
       barrier_wait(shared_address(&shared.tokens_empty[ring.slot]), ring.parity ^ 1);
       const uint32_t full = shared_address(&shared.tokens_full[ring.slot]);
       const int steps = min(C::kTokenSteps, work.k_tiles - k);
-      barrier_expect(full, steps * bytes);
+      const bool has_scales = kIsW8a8<typename C::Format> && scales != nullptr && k % 2 == 0;
+      const int scale_bytes = has_scales ? work.width * static_cast<int>(sizeof(float)) : 0;
+      barrier_expect(full, steps * bytes + scale_bytes);
+      if (has_scales) {
+        copy_bulk(scales_of_stage(shared, ring.slot), scales + int64_t{k / 2} * args.rows + work.first_row, scale_bytes,
+                  full);
+      }
 #pragma unroll
       for (int i = 0; i < C::kTokenSteps; i++) {
         if (i < steps) copy_bulk(shared_address(shared.tokens[ring.slot][i]), tokens + i * step, bytes, full);

@@ -3,6 +3,7 @@
 // A warpgroup stages 64 results (16-bit, 128 bytes) of each token, its 16-byte pieces swizzled by the token.
 #pragma once
 #include "gemm_mainloop.cuh"
+#include "../numerics/act_rounding.cuh"
 
 namespace moeq::sm90 {
 
@@ -10,6 +11,7 @@ struct Staging {
   uint32_t address;
   int warpgroup, thread, warp, lane;
   float alpha[2];   // of the work at hand: see fetch_alphas
+  int work_slot;    // where it is in the ring
 
   template <class C>
   __device__ Staging(GemmShared<C>& shared, int wg)
@@ -155,8 +157,19 @@ __device__ __forceinline__ float gscale_of_intermediate(const Problem& p, int ex
   return p.a2_gscale[p.a2 == ActScale::kExpert ? expert : 0];
 }
 
-// 64 rows of a tile as 16-bit results into the staging, where a thread has neighbours: a word of each token.
+template <Factors factors>
+__device__ __forceinline__ uint32_t pack_16(float low, float high) {
+  if constexpr (factors == Factors::kBfloat16) return pack_bf16(low, high);
+  const __half2 both = __floats2half2_rn(low, high);
+  return reinterpret_cast<const uint32_t&>(both);
+}
+
+// What the intermediate is stored as.
 template <class C>
+constexpr Factors kFactorsOf = kIsW8a8<typename C::Format> ? Factors::kFloat16 : Factors::kBfloat16;
+
+// 64 rows of a tile as 16-bit results into the staging, where a thread has neighbours: a word of each token.
+template <class C, Factors factors>
 __device__ __forceinline__ void stage_neighbours(const Work& work, const TileSums<C>& acc, const Staging& s) {
   const int piece = s.warp * 2 + s.lane / 16;
 #pragma unroll
@@ -166,16 +179,16 @@ __device__ __forceinline__ void stage_neighbours(const Work& work, const TileSum
     for (int b = 0; b < 2; b++) {
       const int token = s.lane % 4 * 2 + b;
       const uint32_t to = s.address + (group * 8 + token) * 128 + (piece ^ token) * 16 + s.lane / 4 % 4 * 4;
-      const uint32_t both = pack_bf16(acc[group * 4 + b], acc[group * 4 + 2 + b]);
+      const uint32_t both = pack_16<factors>(acc[group * 4 + b], acc[group * 4 + 2 + b]);
       asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(both) : "memory");
     }
   }
 }
 
 // 64 rows of a tile as 16-bit results into the staging.
-template <class C>
+template <class C, Factors factors = Factors::kBfloat16>
 __device__ __forceinline__ void stage_tile(const Work& work, const TileSums<C>& acc, const Staging& s) {
-  if constexpr (kHasNeighbours<typename C::Format>) return stage_neighbours<C>(work, acc, s);
+  if constexpr (kHasNeighbours<typename C::Format>) return stage_neighbours<C, factors>(work, acc, s);
   const uint32_t to = s.row(s.lane / 16, s.warp * 2 + s.lane / 8 % 2);
 #pragma unroll
   for (int pair = 0; pair < C::kMaxWidth / 16; pair++) {
@@ -197,6 +210,124 @@ __device__ __forceinline__ void transform(const Work& work, TileSums<C>& acc, co
     for (int i = 0; i < 4; i++) {
       float& value = acc[group * 4 + i];
       value = function(value, i / 2, group * 8 + s.lane % 4 * 2 + i % 2);
+    }
+  }
+}
+
+// Maxima over the eight lanes that share lane % 4 of the magnitudes of 8 numbers each: number (lane / 4) is returned.
+// Every exchange halves what is left.
+__device__ __forceinline__ float maximum_of_lanes(const float (&x)[8], int lane) {
+  float four[4], two[2];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const bool high = lane & 16;
+    const float other = __shfl_xor_sync(0xffffffffu, high ? x[i] : x[i + 4], 16);
+    four[i] = max_magnitude(fabsf(high ? x[i + 4] : x[i]), other);
+  }
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const bool high = lane & 8;
+    const float other = __shfl_xor_sync(0xffffffffu, high ? four[i] : four[i + 2], 8);
+    two[i] = max_magnitude(high ? four[i + 2] : four[i], other);
+  }
+  const bool high = lane & 4;
+  const float other = __shfl_xor_sync(0xffffffffu, high ? two[0] : two[1], 4);
+  return max_magnitude(high ? two[1] : two[0], other);
+}
+
+// Intermediates that become e4m3 codes with a scale for each 128 of a token: a thread block's, of both warpgroups, where
+// there are gates, else a warpgroup's.
+template <class C>
+struct GroupRounding {
+  // Largest magnitudes, as bits: those of a piece of work at its place in the ring. They are cleared two pieces later,
+  // when nobody reads them any more and nobody can be about to write them.
+  uint32_t maxima[kWorkSlots][C::kConsumers][C::kMaxWidth];
+  float2 scales[C::kConsumers][C::kMaxWidth];  // and their reciprocals; 0 where quotients are not made of those
+};
+
+template <class C>
+__device__ __forceinline__ void synchronize_consumers() {
+  named_barrier(1 + C::kConsumers, 128 * C::kConsumers);
+}
+
+// By all threads that multiply, before the first piece of work.
+template <class C>
+__device__ __forceinline__ void clear_maxima(GroupRounding<C>& rounding) {
+  uint32_t* maxima = &rounding.maxima[0][0][0];
+  for (int i = threadIdx.x; i < kWorkSlots * C::kConsumers * C::kMaxWidth; i += 128 * C::kConsumers) maxima[i] = 0;
+}
+
+// A thread's magnitudes of a token, of the rows of both its tiles. gated: what is no intermediate is left out.
+template <class C, bool gated>
+__device__ __forceinline__ float amax_of_token(const Accumulators<C>& acc, int group, int b) {
+  float amax = 0.0f;
+#pragma unroll
+  for (int m = 0; m < C::kWarpgroupTiles; m++) {
+    amax = max_magnitude(amax, acc[m][group * 4 + b]);
+    if (!gated) amax = max_magnitude(amax, acc[m][group * 4 + 2 + b]);
+  }
+  return amax;
+}
+
+template <class C, bool gated>
+__device__ __forceinline__ void find_maxima(uint32_t (&maxima)[C::kMaxWidth], const Work& work,
+                                            const Accumulators<C>& acc, const Staging& s) {
+#pragma unroll
+  for (int first = 0; first < C::kMaxWidth / 8; first += 4) {
+    if (first * 8 >= work.width) break;
+    float x[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const int group = first + i / 2;
+      x[i] = group < C::kMaxWidth / 8 ? amax_of_token<C, gated>(acc, group, i % 2) : 0.0f;
+    }
+    const int which = s.lane / 4, token = (first + which / 2) * 8 + s.lane % 4 * 2 + which % 2;
+    const uint32_t largest = bits_of(maximum_of_lanes(x, s.lane));
+    if (token < C::kMaxWidth) atomicMax(&maxima[token], largest);
+  }
+}
+
+// Scales from maxima, for this warpgroup, and to memory, once for a group.
+template <class C, bool gated>
+__device__ __forceinline__ void make_scales(const GemmArgs& args, GroupRounding<C>& rounding, const Work& work,
+                                            const Staging& s) {
+  const int of_block = gated ? 0 : s.warpgroup, group = gated ? work.row_block : work.row_block * C::kConsumers + of_block;
+  const bool stores = (!gated || s.warpgroup == 0) && group * 128 < args.inter_padded;
+  const uint32_t (&maxima)[C::kMaxWidth] = rounding.maxima[s.work_slot][of_block];
+  uint32_t (&cleared)[C::kMaxWidth] = rounding.maxima[(s.work_slot + 2) % kWorkSlots][s.warpgroup];
+  for (int token = s.thread; token < C::kMaxWidth; token += 128) {
+    cleared[token] = 0;
+    if (token >= work.width) continue;
+    const float scale = dynamic_rounding(maxima[token]).by;
+    rounding.scales[s.warpgroup][token] = make_float2(scale, w4a8::has_reciprocal(scale) ? __frcp_rn(scale) : 0.0f);
+    if (stores && token < work.rows) args.h_scale[int64_t{group} * args.rows + work.first_row + token] = scale;
+  }
+}
+
+__device__ __forceinline__ float quotient_by(float x, float2 scale) {
+  return scale.y == 0.0f ? __fdiv_rn(x, scale.x) : w4a8::quotient(x, scale.x, scale.y);
+}
+
+// The values of codes take the place of intermediates.
+template <class C, bool gated>
+__device__ __forceinline__ void round_groups(const GemmArgs& args, GroupRounding<C>& rounding, const Work& work,
+                                             Accumulators<C>& acc, const Staging& s) {
+  static_assert(C::kConsumers == 2 && C::kWarpgroupTiles == 2, "a block has 128 intermediates, or a warpgroup has");
+  find_maxima<C, gated>(rounding.maxima[s.work_slot][gated ? 0 : s.warpgroup], work, acc, s);
+  synchronize_consumers<C>();
+  make_scales<C, gated>(args, rounding, work, s);
+  s.synchronize();
+#pragma unroll
+  for (int group = 0; group < C::kMaxWidth / 8; group++) {
+    if (group * 8 >= work.width) break;
+    const int token = group * 8 + s.lane % 4 * 2;
+    const float2 first = rounding.scales[s.warpgroup][token], second = rounding.scales[s.warpgroup][token + 1];
+#pragma unroll
+    for (int i = 0; i < (gated ? 1 : 2) * C::kWarpgroupTiles; i++) {
+      float* values = acc[i % C::kWarpgroupTiles] + group * 4 + i / C::kWarpgroupTiles * 2;
+      const float2 rounded = round_two_to_e4m3(quotient_by(values[0], first), quotient_by(values[1], second));
+      values[0] = rounded.x;
+      values[1] = rounded.y;
     }
   }
 }

@@ -40,7 +40,8 @@ void check_kernel(bool decodes, const Problem& p) {
 }
 
 // Fills out [tokens, hidden] from ids and weights, or from logits. quantize_hidden, quantize_intermediate: to
-// act_format. hidden_states_scale: float32 [tokens, 1], which multiplies hidden states that are values of codes.
+// act_format. hidden_states_scale: float32 [tokens, 1], beside fp8 weights in blocks [tokens, hidden / 128], which
+// multiplies hidden states that are values of codes.
 void experts_sm90(const ExpertsSm90Call& call) {
   RoundedProblem p{};
   p.act_format = named<ActFormat>(kOp, "act_format", call.act_format);
@@ -59,7 +60,7 @@ void experts_sm90(const ExpertsSm90Call& call) {
     check_kernel(decodes, problem);
     bind_tiled_weights(kOp, problem, call);
     check_rounding(problem, layer);
-    problem.x_factor = floats_of(kOp, "hidden_states_scale", call.hidden_states_scale, problem.tokens, call.out);
+    problem.x_factor = factors_of(kOp, problem, layer);
   });
 }
 

@@ -110,17 +110,30 @@ inline void bind_tiled_weights(const char* op, Problem& p, const LayerCall& call
 
 // Of the weights that are bound: what the kernels of their format round activations to. Others would leave it out.
 inline void check_rounding(const RoundedProblem& p, const Layer& layer) {
-  const bool given = layer.call.hidden_states_scale.has_value();
+  const LayerCall& call = layer.call;
+  const bool given = call.hidden_states_scale.has_value();
   const bool rounds = layer.quantize_hidden || layer.quantize_intermediate || given;
   const bool known = p.format == Format::kNvfp4   ? p.act_format != ActFormat::kMxfp8
                      : p.format == Format::kMxfp4 ? p.act_format != ActFormat::kNvfp4
-                                                  : !has_bytes(p.format) && p.act_format == ActFormat::kFp8;
-  STD_TORCH_CHECK(
-      !rounds || known, "moeq_C::", layer.op,
-      ": quantize_hidden and quantize_intermediate must be False, and hidden_states_scale absent, unless "
-      "act_format is nvfp4 or fp8 beside nvfp4 weights, fp8 or mxfp8 beside mxfp4 weights, or fp8 beside int4 ones");
+                                                  : p.format != Format::kMxfp8 && p.act_format == ActFormat::kFp8;
+  STD_TORCH_CHECK(!rounds || known, "moeq_C::", layer.op,
+                  ": quantize_hidden and quantize_intermediate must be False, and hidden_states_scale absent, unless "
+                  "act_format is nvfp4 or fp8 beside nvfp4 weights, fp8 or mxfp8 beside mxfp4 weights, or fp8 beside "
+                  "int4 and fp8 ones");
   STD_TORCH_CHECK(!given || layer.quantize_intermediate, "moeq_C::", layer.op,
                   ": quantize_intermediate must be True where hidden_states_scale is given, got False");
+  if (p.format != Format::kFp8 || !rounds) return;
+  STD_TORCH_CHECK(layer.quantize_intermediate && (layer.quantize_hidden || given), "moeq_C::", layer.op,
+                  ": beside fp8 weights hidden states and intermediate must be quantized together, or not at all");
+  STD_TORCH_CHECK(!p.scales13.blocks || (!call.a1_gscale.has_value() && !call.a2_gscale.has_value()), "moeq_C::",
+                  layer.op, ": a1_gscale and a2_gscale must be absent beside weights with scales of blocks");
+}
+
+// Of hidden states that are values of codes; see RoundedProblem.
+inline const float* factors_of(const char* op, const RoundedProblem& p, const Layer& layer) {
+  const bool groups = p.format == Format::kFp8 && p.scales13.blocks;
+  const int64_t count = int64_t{p.tokens} * (groups ? ceil_div(p.hidden, 128) : 1);
+  return floats_of(op, "hidden_states_scale", layer.call.hidden_states_scale, count, layer.call.out);
 }
 
 }  // namespace moeq::sm90

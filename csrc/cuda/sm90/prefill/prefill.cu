@@ -8,6 +8,7 @@ namespace {
 
 struct Plan {
   Shape shape;
+  bool w8a8;
   OperandArgs operand;
   RequantizeArgs requantize;
   GemmArgs gemm;
@@ -27,7 +28,8 @@ GemmVariants variants_of(Finish finish) {
   }
 }
 
-GemmVariants variants_of(const Problem& p) {
+GemmVariants variants_of(const Problem& p, bool w8a8) {
+  if (w8a8) return variants_of<W8a8Format>(finish_of(p));
   if (has_bytes(p.format)) return variants_of<ByteFormat>(finish_of(p));
   switch (p.format) {
     case Format::kNvfp4:
@@ -49,12 +51,24 @@ GemmVariants variants_of(const Problem& p) {
   }
 }
 
-GemmVariant variant_for(const Problem& p, Shape shape) { return variants_of(p).of_shape[static_cast<int>(shape)]; }
+GemmVariant variant_for(const Problem& p, bool w8a8, Shape shape) {
+  return variants_of(p, w8a8).of_shape[static_cast<int>(shape)];
+}
+
+// Where 128 values of a row have a scale, of GEMM1's operand and of the intermediate.
+void place_group_scales(const RoundedProblem& p, Arena& arena, Plan& plan) {
+  GemmArgs& gemm = plan.gemm;
+  plan.operand.group_scale = arena.take<float>(int64_t{gemm.hidden_padded} / 128 * gemm.rows);
+  plan.operand.given_scale = p.x_factor;
+  gemm.operand_scale = plan.operand.group_scale;
+  gemm.h_scale = arena.take<float>(int64_t{gemm.inter_padded} / 128 * gemm.rows);
+}
 
 // Where rows of GEMM1's operand have factors of their own.
 void place_factors(const RoundedProblem& p, Arena& arena, Plan& plan) {
   OperandArgs& operand = plan.operand;
   GemmArgs& gemm = plan.gemm;
+  if (rounds_groups(p)) return place_group_scales(p, arena, plan);
   const bool nvfp4 = p.act_format == ActFormat::kNvfp4;
   if (nvfp4 && p.a1 == ActScale::kToken) operand.row_gscale = arena.take<float>(p.tokens);
   if (nvfp4 ? p.a1 == ActScale::kToken : p.act_format == ActFormat::kFp8 && p.a1 != ActScale::kNone) {
@@ -73,23 +87,25 @@ bool rounds_to_mx(const RoundedProblem& p) {
 // Whether a launch between the GEMMs rounds the intermediate, which they have in float32 then.
 bool is_apart(const RoundedProblem& p) {
   if (p.act_format == ActFormat::kNvfp4) return p.a2 == ActScale::kToken;
-  return p.a2 != ActScale::kNone && !rounds_to_mx(p);
+  return p.a2 != ActScale::kNone && !rounds_to_mx(p) && !rounds_groups(p);
 }
 
 // `p.tokens` of at most one piece.
 Plan make_plan(const RoundedProblem& p, Shape shape) {
   Plan plan{};
   plan.shape = shape;
+  plan.w8a8 = is_w8a8(p);
   Arena arena(p.workspace);
   const int slots = p.tokens * p.top_k;
   const Schedule schedule = take_sorted_schedule(arena, slots, p.experts);
-  const GemmVariant variant = variant_for(p, shape);
+  const GemmVariant variant = variant_for(p, plan.w8a8, shape);
   GemmArgs& gemm = plan.gemm;
   gemm = gemms_of(without_e4m3(p), schedule, variant.block_tiles);
   const int rows = gemm.rows;
   OperandArgs& operand = plan.operand;
   operand = {p,    schedule,           nullptr,           nullptr,      nullptr,
              rows, gemm.hidden_padded, variant.max_width, p.act_format, p.remote};
+  operand.half = plan.w8a8;
   operand.operand = arena.take<__nv_bfloat16>(int64_t{rows} * gemm.hidden_padded);
   place_factors(p, arena, plan);
   gemm.operand = operand.operand;
@@ -102,35 +118,36 @@ Plan make_plan(const RoundedProblem& p, Shape shape) {
   }
   gemm.h = arena.take<__nv_bfloat16>(int64_t{rows} * gemm.inter_padded);
   gemm.y = arena.take<uint8_t>(int64_t{slots} * p.hidden * result_bytes(p));
-  plan.requantize = {p, schedule, gemm.h_wide, gemm.h, h_factor, rows, gemm.inter_padded, p.act_format};
+  plan.requantize = {p, schedule, gemm.h_wide, gemm.h, h_factor, rows, gemm.inter_padded, p.act_format, plan.w8a8};
   plan.combine = {p, gemm.y, gemm.y_wide, schedule.overdue, p.remote};
   plan.bytes = arena.used();
   return plan;
 }
 
-cudaError_t launch_gemms(const GemmArgs& args, Shape shape) {
-  static KnownDevices known[kFormats][kFinishes][kShapes];
+cudaError_t launch_gemms(const Plan& plan, const GemmArgs& args) {
+  static KnownDevices known[kFormats + 1][kFinishes][kShapes];
   const Problem& p = args.problem;
-  return launch_variant(variant_for(p, shape), args, p,
-                        known[static_cast<int>(p.format)][static_cast<int>(finish_of(p))][static_cast<int>(shape)]);
+  const int format = plan.w8a8 ? kFormats : static_cast<int>(p.format), shape = static_cast<int>(plan.shape);
+  return launch_variant(variant_for(p, plan.w8a8, plan.shape), args, p,
+                        known[format][static_cast<int>(finish_of(p))][shape]);
 }
 
 // GEMM2 in a launch of its own, where the quantization between the two needs whole rows.
 cudaError_t launch_apart(const Plan& plan) {
   GemmArgs args = plan.gemm;
   args.second = false;
-  cudaError_t error = launch_gemms(args, plan.shape);
+  cudaError_t error = launch_gemms(plan, args);
   if (error == cudaSuccess) error = launch_requantize(plan.requantize);
   args.first = false;
   args.second = true;
-  return error == cudaSuccess ? launch_gemms(args, plan.shape) : error;
+  return error == cudaSuccess ? launch_gemms(plan, args) : error;
 }
 
 cudaError_t run_piece(const RoundedProblem& p, Shape shape) {
   const Plan plan = make_plan(p, shape);
   cudaError_t error = launch_schedule(plan.operand);
   if (error == cudaSuccess) error = launch_operand(plan.operand);
-  if (error == cudaSuccess) error = is_apart(p) ? launch_apart(plan) : launch_gemms(plan.gemm, shape);
+  if (error == cudaSuccess) error = is_apart(p) ? launch_apart(plan) : launch_gemms(plan, plan.gemm);
   if (error == cudaSuccess) error = launch_combine(plan.combine);
   return error;
 }
@@ -138,7 +155,7 @@ cudaError_t run_piece(const RoundedProblem& p, Shape shape) {
 // What belongs to a piece's tokens besides what every problem has.
 RoundedProblem with_own(const RoundedProblem& whole, RoundedProblem piece) {
   const int64_t first = (piece.topk_ids - whole.topk_ids) / whole.top_k;
-  if (whole.x_factor != nullptr) piece.x_factor += first;
+  if (whole.x_factor != nullptr) piece.x_factor += first * (rounds_groups(whole) ? ceil_div(whole.hidden, 128) : 1);
   piece.remote.first = static_cast<int>(first);
   return piece;
 }

@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kRowThreads) operand_kernel(const __grid_const
     }
     exchange(x, pieces);
   }
-  store_in_slots(args, token, block, real, pieces, [&](int64_t, int expert) {
+  store_in_slots(args, token, block, real, pieces, [&](int64_t, int expert, int) {
     if (p.a1 != ActScale::kExpert) return;
     float values[16];
 #pragma unroll
@@ -60,6 +60,18 @@ __global__ void __launch_bounds__(kRowThreads) row_gscale_kernel(const __grid_co
   if (threadIdx.x == 0) args.row_gscale[blockIdx.x] = nvfp4_dynamic_gscale(largest);
 }
 
+// 16 values, rounded unless they are values of codes already, and the scale of their group, where it has one.
+__device__ __forceinline__ float round_token(const OperandArgs& args, int token, int block, float (&x)[16],
+                                             const Rounding& of_row) {
+  if (args.given_scale != nullptr) {
+    const int groups = args.hidden_padded / 128;
+    return args.given_scale[int64_t{token} * groups + min(block / 8, groups - 1)];
+  }
+  if (args.group_scale != nullptr) return round_group(x);
+  if (args.problem.a1 != ActScale::kNone) round_block(x, args.act_format, of_row);
+  return 1.0f;
+}
+
 // Rounded to e4m3: values of codes, and what sums of their products lack. One block a token. With a gscale of each
 // expert a token is rounded for each of its slots.
 __global__ void __launch_bounds__(kRowThreads) e4m3_operand_kernel(const __grid_constant__ OperandArgs args) {
@@ -68,19 +80,24 @@ __global__ void __launch_bounds__(kRowThreads) e4m3_operand_kernel(const __grid_
   const Problem& p = args.problem;
   const int token = blockIdx.x, blocks = args.hidden_padded / 16;
   const bool mx = args.act_format == ActFormat::kMxfp8, by_slot = p.a1 == ActScale::kExpert;
+  const bool of_rows = !mx && args.group_scale == nullptr;
   const auto load = [&](int block, float (&values)[16]) { load_token(args, token, block * 16, values); };
   Rounding rounding{};
   if (p.a1 == ActScale::kTensor) rounding = given_rounding(p.a1_gscale[0]);
   RowBlocks row(blocks, load);
-  if (p.a1 == ActScale::kToken && !mx) rounding = dynamic_rounding(row.amax(load));
+  if (p.a1 == ActScale::kToken && of_rows) rounding = dynamic_rounding(row.amax(load));
   if (args.factor != nullptr && !by_slot && threadIdx.x == 0) args.factor[token] = rounding.factor;
   row.for_each(load, [&](int block, float (&x)[16]) {
     uint4 pieces[2];
+    float scale = 1.0f;
     if (!by_slot) {
-      round_block(x, args.act_format, rounding);
-      exchange(x, pieces);
+      scale = round_token(args, token, block, x, rounding);
+      exchange(x, pieces, args.half);
     }
-    store_in_slots(args, token, block, block < blocks, pieces, [&](int64_t slot, int expert) {
+    store_in_slots(args, token, block, block < blocks, pieces, [&](int64_t slot, int expert, int row) {
+      if (args.group_scale != nullptr && block % 8 == 0 && block < blocks && row >= 0) {
+        args.group_scale[int64_t{block / 8} * args.rows + row] = scale;
+      }
       if (!by_slot) return;
       const Rounding of_slot = given_rounding(expert >= 0 ? p.a1_gscale[expert] : 1.0f);
       if (block == 0) args.factor[slot] = of_slot.factor;
@@ -88,7 +105,7 @@ __global__ void __launch_bounds__(kRowThreads) e4m3_operand_kernel(const __grid_
 #pragma unroll
       for (int i = 0; i < 16; i++) values[i] = x[i];
       round_to_e4m3(values, of_slot);
-      exchange(values, pieces);
+      exchange(values, pieces, args.half);
     });
   });
 }
@@ -96,7 +113,7 @@ __global__ void __launch_bounds__(kRowThreads) e4m3_operand_kernel(const __grid_
 }  // namespace
 
 cudaError_t launch_operand(const OperandArgs& args) {
-  if (args.act_format != ActFormat::kNvfp4 && args.problem.a1 != ActScale::kNone) {
+  if (args.half || (args.act_format != ActFormat::kNvfp4 && args.problem.a1 != ActScale::kNone)) {
     return launch_dependent(e4m3_operand_kernel, args, args.problem.tokens, threads_for(args.hidden_padded), 0);
   }
   if (args.problem.a1 == ActScale::kToken) {

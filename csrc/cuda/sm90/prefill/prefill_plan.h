@@ -147,6 +147,9 @@ struct OperandArgs {
   int max_width;  // tokens of a tile
   ActFormat act_format;
   RemoteRows remote;
+  bool half;  // values of e4m3 codes are stored as float16
+  float* group_scale;  // [hidden_padded / 128, rows]: of 128 values of a row each; null: these have none
+  const float* given_scale;  // [tokens, hidden_padded / 128]: of codes that are given; null: they are made
 };
 
 // The intermediate where GEMM1 does not round it: with a scale of its own per row, or to e4m3.
@@ -159,6 +162,7 @@ struct RequantizeArgs {
   int rows;  // max_rows
   int inter_padded;
   ActFormat act_format;
+  bool half;  // as in OperandArgs
 };
 
 struct CombineArgs {

@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kRowThreads) e4m3_requantize_kernel(const __gr
   blocks.for_each(load, [&](int block, float (&values)[16]) {
     round_block(values, args.act_format, rounding);
     uint4 pieces[2];
-    exchange(values, pieces);
+    exchange(values, pieces, args.half);
     if (block < blocks.count) store_pieces(args.h + int64_t{block / 4} * args.rows * 64, row, pieces);
   });
 }

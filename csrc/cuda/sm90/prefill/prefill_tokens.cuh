@@ -14,16 +14,19 @@ inline int threads_for(int columns) {
 }
 
 // A thread has 16 values of K (8 pairs), its quad 64. Pair 2 * j + u of the quad's four threads makes piece 2 * j + u
-// of the row in the layout's order; of the eight pieces a thread gets the numbers threadIdx.x % 4 and that + 4.
-__device__ __forceinline__ void exchange(const float (&values)[16], uint4 (&pieces)[2]) {
+// of the row in the layout's order; of the eight pieces a thread gets the numbers threadIdx.x % 4 and that + 4. half_type:
+// as float16, which holds values of e4m3 codes.
+__device__ __forceinline__ void exchange(const float (&values)[16], uint4 (&pieces)[2], bool half_type = false) {
   const int c = threadIdx.x % 4;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     uint32_t mine[4], out[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const __nv_bfloat162 pair = __floats2bfloat162_rn(values[half * 8 + 2 * i], values[half * 8 + 2 * i + 1]);
-      mine[i] = *reinterpret_cast<const uint32_t*>(&pair);
+      const float first = values[half * 8 + 2 * i], second = values[half * 8 + 2 * i + 1];
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+      const __half2 half_pair = __floats2half2_rn(first, second);
+      mine[i] = half_type ? reinterpret_cast<const uint32_t&>(half_pair) : reinterpret_cast<const uint32_t&>(pair);
     }
 #pragma unroll
     for (int r = 0; r < 4; r++) {
@@ -112,6 +115,16 @@ __device__ __forceinline__ void round_block(float (&values)[16], ActFormat forma
   }
 }
 
+// A group of 128, of eight neighbouring threads; returns what values of codes lack.
+__device__ __forceinline__ float round_group(float (&values)[16]) {
+  float amax = amax_of(values);
+#pragma unroll
+  for (int step = 1; step < 8; step *= 2) amax = max_magnitude(amax, __shfl_xor_sync(0xffffffffu, amax, step));
+  const Rounding rounding = dynamic_rounding(bits_of(amax));
+  round_to_e4m3(values, rounding);
+  return rounding.factor;
+}
+
 // Where a token's row is: in this GPU's memory, or in another one's.
 __device__ __forceinline__ const __nv_bfloat16* row_of(const OperandArgs& args, int token) {
   const int64_t hidden = args.problem.hidden;
@@ -196,7 +209,7 @@ __device__ __forceinline__ void load_remote_units(const OperandArgs& args, int64
 }
 
 // Block `block` of 16 values of a token into the rows of its slots, by a quad; threads that are not `real` exchange
-// values, no more. `before(slot, expert)` may change the pieces; expert -1: foreign.
+// values, no more. `before(slot, expert, row)` may change the pieces; expert and row -1: foreign.
 template <class Before>
 __device__ __forceinline__ void store_in_slots(const OperandArgs& args, int token, int block, bool real,
                                                const uint4 (&pieces)[2], Before before) {
@@ -208,7 +221,7 @@ __device__ __forceinline__ void store_in_slots(const OperandArgs& args, int toke
     const auto [expert, rank] = args.schedule.rank[slot];
     const int row = expert >= 0 ? args.schedule.first_row[expert] + rank : -1;
     if (real && block == 0 && row >= 0) args.schedule.slot_of_row[row] = slot;
-    before(slot, expert);
+    before(slot, expert, row);
     if (real && row >= 0) store_pieces(k_tile, row, pieces);
   }
 }

@@ -33,13 +33,18 @@ __device__ __forceinline__ RemoteRow remote_row(const RemoteRows& remote, int to
 // ones, or to mxfp8.
 struct RoundedProblem : Problem {
   ActFormat act_format;    // what `a1` and `a2` round to; of mxfp8 they are kNone or kToken
-  const float* x_factor;   // [tokens]: multiplies GEMM1's sums, where x holds values of codes; null: 1
+  const float* x_factor;   // where x holds values of codes: [tokens], multiplies GEMM1's sums, or of groups
+                           // (rounds_groups) [tokens, hidden / 128], rounded up; null: 1
   RemoteRows remote;       // of prefill_run alone
 };
 
 inline bool rounds_to_e4m3(const RoundedProblem& p) {
   return p.act_format != ActFormat::kNvfp4 && (p.a1 != ActScale::kNone || p.a2 != ActScale::kNone);
 }
+
+// e4m3 weights beside e4m3 activations; those of 128 x 128 beside scales of 128 values of a row.
+inline bool is_w8a8(const RoundedProblem& p) { return p.format == Format::kFp8 && p.a2 != ActScale::kNone; }
+inline bool rounds_groups(const RoundedProblem& p) { return is_w8a8(p) && p.scales13.blocks; }
 
 // What kernels get that round to NVFP4 or not at all: someone else rounds to e4m3.
 inline Problem without_e4m3(const RoundedProblem& p) {
