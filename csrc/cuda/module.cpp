@@ -38,7 +38,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(moeq_C, m) {
 }
 
 // Importing is for its side effect only: loading the library runs the registrations.
-extern "C" PyObject* PyInit__C_cuda() {
+PyMODINIT_FUNC PyInit__C_cuda() {
   static PyModuleDef module = {
       PyModuleDef_HEAD_INIT, "_C_cuda", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
   return PyModule_Create(&module);

@@ -35,7 +35,7 @@ NEAR = {
 TIMES = {
     "scheme": "fp8_block", "act_format": "fp8", "weight_scales": None, "num_experts": 128, "top_k": 8,
     "hidden_size": 2048, "intermediate_size": 768,
-    "us": {"triton": {"1": 20.0, "64": 100.0}, "triton_fp8": {"1": 18.0, "64": 80.0}, "cuda_sm90_fp8": {"1": 30.0, "64": 50.0}},
+    "us": {"cuda_sm90": {"1": 20.0, "64": 100.0}, "triton_fp8": {"1": 18.0, "64": 80.0}, "cuda_sm90_fp8": {"1": 30.0, "64": 50.0}},
 }  # fmt: skip
 
 
@@ -127,13 +127,13 @@ def test_the_classes_of_backends() -> None:
 def test_without_results_standard_is_strict(monkeypatch: pytest.MonkeyPatch) -> None:
     results(monkeypatch, [], [], capability=None, device="")
     explanation = moe.explain(FP8)
-    assert explanation.chosen == "triton"
+    assert explanation.chosen == "cuda_sm90"
     assert "by name only: its distance is not measured" in explanation.accuracy["triton_fp8"]
 
 
 CASES = {
-    "near, and never slower on this layer": (near("triton_fp8"), [TIMES], "triton_fp8", "never slower than triton in 2"),
-    "slower at one number of tokens": (near("cuda_sm90_fp8"), [TIMES], "triton", "slower than triton in 1 of 2"),
+    "near, and never slower on this layer": (near("triton_fp8"), [TIMES], "triton_fp8", "never slower than cuda_sm90 in 2"),
+    "slower at one number of tokens": (near("cuda_sm90_fp8"), [TIMES], "cuda_sm90", "slower than cuda_sm90 in 1 of 2"),
     "the least time in the mean": (
         near("triton_fp8", "cuda_sm90_fp8"),
         [TIMES | {"us": TIMES["us"] | {"cuda_sm90_fp8": {"1": 20.5, "64": 50.0}}}],  # type: ignore[operator]
@@ -142,13 +142,13 @@ CASES = {
     ),
     "as fast in the mean, and beaten by less": (
         near("triton_fp8", "cuda_sm90_fp8"),
-        [TIMES | {"us": {"triton": {"1": 20.0, "64": 100.0}, "triton_fp8": {"1": 16.0, "64": 80.0}, "cuda_sm90_fp8": {"1": 20.5, "64": 63.5}}}],
+        [TIMES | {"us": {"cuda_sm90": {"1": 20.0, "64": 100.0}, "triton_fp8": {"1": 16.0, "64": 80.0}, "cuda_sm90_fp8": {"1": 20.5, "64": 63.5}}}],
         "triton_fp8",
         "0.80 of its time in the mean",
     ),
     "as fast in the mean, and the other one beaten by more": (
         near("triton_fp8", "cuda_sm90_fp8"),
-        [TIMES | {"us": {"triton": {"1": 20.0, "8": 90.0, "64": 100.0}, "triton_fp8": {"1": 16.0, "8": 72.0, "64": 80.0}, "cuda_sm90_fp8": {"1": 19.0, "8": 85.0, "64": 58.0}}}],
+        [TIMES | {"us": {"cuda_sm90": {"1": 20.0, "8": 90.0, "64": 100.0}, "triton_fp8": {"1": 16.0, "8": 72.0, "64": 80.0}, "cuda_sm90_fp8": {"1": 19.0, "8": 85.0, "64": 58.0}}}],
         "cuda_sm90_fp8",
         "0.80 of its time in the mean",
     ),
@@ -156,33 +156,33 @@ CASES = {
         near("cuda_sm90_fp8"),
         [TIMES | {"us": TIMES["us"] | {"cuda_sm90_fp8": {"1": 23.0, "64": 50.0}}}],  # type: ignore[operator]
         "cuda_sm90_fp8",
-        "up to 1.15 of triton's time in 1 of 2 timings on this layer, 0.50 to 1.15 in all, 0.76 in the mean",
+        "up to 1.15 of cuda_sm90's time in 1 of 2 timings on this layer, 0.50 to 1.15 in all, 0.76 in the mean",
     ),
     "slower a little, and little faster in the mean": (
         near("cuda_sm90_fp8"),
         [TIMES | {"us": TIMES["us"] | {"cuda_sm90_fp8": {"1": 22.0, "64": 60.0}}}],  # type: ignore[operator]
-        "triton",
-        "slower than triton in 1 of 2",
+        "cuda_sm90",
+        "slower than cuda_sm90 in 1 of 2",
     ),
     "slower than may be, and much faster in the mean": (
         near("cuda_sm90_fp8"),
         [TIMES | {"us": TIMES["us"] | {"cuda_sm90_fp8": {"1": 23.2, "64": 10.0}}}],  # type: ignore[operator]
-        "triton",
-        "slower than triton in 1 of 2",
+        "cuda_sm90",
+        "slower than cuda_sm90 in 1 of 2",
     ),
     "as far as may be": (near("triton_fp8", ratio=1.1), [TIMES], "triton_fp8", "at most 1.10 times vLLM's Triton"),
-    "too far": (near("triton_fp8", ratio=1.11), [TIMES], "triton", "by name only: that is more than 1.1 times"),
-    "no peer": (near("triton_fp8", ratio=None), [TIMES], "triton", "no kernel of the field"),
-    "one layer": (near("triton_fp8", layers=1), [TIMES], "triton", "measured on too few layers (1)"),
-    "other weights": (near("triton_fp8", scheme="fp8"), [TIMES], "triton", "is not measured"),
-    "not timed at all": (near("triton_fp8"), [], "triton", "no record says that it is faster"),
+    "too far": (near("triton_fp8", ratio=1.11), [TIMES], "cuda_sm90", "by name only: that is more than 1.1 times"),
+    "no peer": (near("triton_fp8", ratio=None), [TIMES], "cuda_sm90", "no kernel of the field"),
+    "one layer": (near("triton_fp8", layers=1), [TIMES], "cuda_sm90", "measured on too few layers (1)"),
+    "other weights": (near("triton_fp8", scheme="fp8"), [TIMES], "cuda_sm90", "is not measured"),
+    "not timed at all": (near("triton_fp8"), [], "cuda_sm90", "no record says that it is faster"),
     "not timed beside the strict one": (
         near("triton_fp8"),
-        [TIMES | {"us": {"triton_fp8": {"1": 1.0}, "triton": {"2": 9.0}}}],
-        "triton",
-        "was not timed beside triton",
+        [TIMES | {"us": {"triton_fp8": {"1": 1.0}, "cuda_sm90": {"2": 9.0}}}],
+        "cuda_sm90",
+        "was not timed beside cuda_sm90",
     ),
-    "one other layer": (near("triton_fp8"), [TIMES | {"num_experts": 8}], "triton", "no record says"),
+    "one other layer": (near("triton_fp8"), [TIMES | {"num_experts": 8}], "cuda_sm90", "no record says"),
     "two other layers": (
         near("triton_fp8"),
         [TIMES | {"num_experts": 8}, TIMES | {"hidden_size": 4096}],
@@ -191,13 +191,13 @@ CASES = {
     ),
     "two other layers, one slower": (
         near("triton_fp8"),
-        [TIMES | {"num_experts": 8}, TIMES | {"num_experts": 9, "us": {"triton": {"1": 1.0}, "triton_fp8": {"1": 1.1}}}],
-        "triton",
-        "slower than triton in 1 of 3",
+        [TIMES | {"num_experts": 8}, TIMES | {"num_experts": 9, "us": {"cuda_sm90": {"1": 1.0}, "triton_fp8": {"1": 1.1}}}],
+        "cuda_sm90",
+        "slower than cuda_sm90 in 1 of 3",
     ),
     "the layer itself decides before others": (
         near("triton_fp8"),
-        [TIMES, *(TIMES | {"num_experts": n, "us": {"triton": {"1": 1.0}, "triton_fp8": {"1": 2.0}}} for n in (8, 9))],
+        [TIMES, *(TIMES | {"num_experts": n, "us": {"cuda_sm90": {"1": 1.0}, "triton_fp8": {"1": 2.0}}} for n in (8, 9))],
         "triton_fp8",
         "on this layer",
     ),
@@ -228,7 +228,7 @@ def test_fp8_takes_one_backend_at_every_number_of_tokens(
     assert moe.explain(posed).chosen == "cuda_sm90_fp8"
 
 
-@pytest.mark.parametrize(("least", "chosen"), [(2, "triton_fp8"), (3, "triton")])
+@pytest.mark.parametrize(("least", "chosen"), [(2, "triton_fp8"), (3, "cuda_sm90")])
 def test_a_layer_counts_where_it_was_timed_at_several_numbers_of_tokens(
     least: int, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,10 +243,10 @@ def test_standard_takes_what_is_near_and_faster(case: str, monkeypatch: pytest.M
     results(monkeypatch, distances, times)
     explanation = moe.explain(FP8)
     assert explanation.chosen == chosen
-    name = distances[0]["backend"] if chosen == "triton" else chosen
+    name = distances[0]["backend"] if chosen == "cuda_sm90" else chosen
     assert text in explanation.accuracy[name]
-    assert moe.explain(dataclasses.replace(FP8, accuracy="strict")).chosen == "triton"
-    assert moe.explain(FP8, backend="triton").chosen == "triton", "asked for by name"
+    assert moe.explain(dataclasses.replace(FP8, accuracy="strict")).chosen == "cuda_sm90"
+    assert moe.explain(FP8, backend="cuda_sm90").chosen == "cuda_sm90", "asked for by name"
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_distances_count_for_the_activation_that_was_measured(
 ) -> None:
     results(monkeypatch, near("triton_fp8"), [TIMES])
     explanation = moe.explain(dataclasses.replace(FP8, **changes))
-    assert explanation.chosen == "triton" and moe.explain(FP8).chosen == "triton_fp8"
+    assert explanation.chosen == "cuda_sm90" and moe.explain(FP8).chosen == "triton_fp8"
     assert explanation.accuracy["triton_fp8"] == (
         "standard, 2.0e-03 to 6.0e-03 from the oracle, 9.0e-03 in the worst row with silu: at most 0.50 times vLLM's "
         "Triton kernel; by name only: its distance is measured with silu"
@@ -283,7 +283,7 @@ def test_each_activation_has_a_distance_of_its_own(monkeypatch: pytest.MonkeyPat
     own = {a: None if a == "silu" else ACTIVATIONS[a].constants for a in (*ratios, "relu2")}  # as `prepare` poses it
     found = {a: moe.explain(dataclasses.replace(FP8, activation=a, constants=c)) for a, c in own.items()}
     chosen = {a: explanation.chosen for a, explanation in found.items()}
-    assert chosen == {"silu": "triton", "gelu_tanh": "triton_fp8", "situ": "triton", "relu2": "triton"}
+    assert chosen == {"silu": "cuda_sm90", "gelu_tanh": "triton_fp8", "situ": "cuda_sm90", "relu2": "cuda_sm90"}
     assert "in the worst row: at most 0.80 times" in found["gelu_tanh"].accuracy["triton_fp8"]
     assert "more than 1.1 times as far" in found["situ"].accuracy["triton_fp8"]
     assert "no kernel of the field" in found["relu2"].accuracy["triton_fp8"]
@@ -294,7 +294,7 @@ def test_each_activation_has_a_distance_of_its_own(monkeypatch: pytest.MonkeyPat
     assert moe.explain(situ).chosen == "triton_fp8"
     for constants in ((1.0, 2.0, math.inf), None):  # None: those that change nothing, which are not situ's
         callers = dataclasses.replace(situ, constants=constants)
-        assert moe.explain(callers).chosen == "triton", "constants of the caller's were not measured"
+        assert moe.explain(callers).chosen == "cuda_sm90", "constants of the caller's were not measured"
 
 
 def test_a_scale_of_a_matrix_is_measured_as_that_of_two_halves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +304,7 @@ def test_a_scale_of_a_matrix_is_measured_as_that_of_two_halves(monkeypatch: pyte
         kind: moe.explain(dataclasses.replace(FP8, scheme="fp8", weight_scales=kind)).chosen
         for kind in ("half", "tensor", "channel", None)
     }
-    assert chosen == {"half": "triton_fp8", "tensor": "triton_fp8", "channel": "triton", None: "triton"}
+    assert chosen == {"half": "triton_fp8", "tensor": "triton_fp8", "channel": "cuda_sm90", None: "cuda_sm90"}
     # Where w13 is one half, a record says "tensor" itself.
     of_one_half = near("triton_fp8", scheme="fp8", weight_scales="tensor", activation="relu2_no_mul")
     results(monkeypatch, near_fp8 + of_one_half, [TIMES | {"scheme": "fp8"}])
@@ -313,14 +313,14 @@ def test_a_scale_of_a_matrix_is_measured_as_that_of_two_halves(monkeypatch: pyte
 
 
 def test_explain_shows_class_and_distance(monkeypatch: pytest.MonkeyPatch) -> None:
-    results(monkeypatch, near("triton_fp8") + near("triton", ratio=0.2, l2=[1e-3, 2e-3]), [TIMES])
+    results(monkeypatch, near("triton_fp8") + near("cuda_sm90", ratio=0.2, l2=[1e-3, 2e-3]), [TIMES])
     lines = {line.split()[1]: line.strip() for line in str(moe.explain(FP8)).splitlines()[1:]}
     assert lines["triton_fp8"].startswith("-> triton_fp8")
     assert (
         "standard, 2.0e-03 to 6.0e-03 from the oracle, 9.0e-03 in the worst row: at most 0.50 times vLLM's Triton kernel; "
-        "never slower than triton in 2 timings on this layer, 0.85 of its time in the mean" in lines["triton_fp8"]
+        "never slower than cuda_sm90 in 2 timings on this layer, 0.85 of its time in the mean" in lines["triton_fp8"]
     )
-    assert lines["triton"].startswith("ok triton") and "strict, 1.0e-03 to 2.0e-03 from the oracle" in lines["triton"]
+    assert lines["cuda_sm90"].startswith("ok cuda_sm90") and "strict, 1.0e-03 to 2.0e-03 from the oracle" in lines["cuda_sm90"]
     strict = dataclasses.replace(FP8, accuracy="strict")
     lines = {line.split()[1]: line for line in str(moe.explain(strict)).splitlines()}
     assert "accuracy='strict'" in str(moe.explain(strict)).splitlines()[0]

@@ -81,6 +81,16 @@ FORMATS: dict[str, tuple[Fields, ...]] = {
     ),
     "fp8": ({"weights": {"scales": "channel"}}, {"weights": {"scales": "half"}, "activation": "relu2_no_mul"}),
     "fp8_block": ({"bias": True, "activation": "swigluoai"}, {"hidden": 320, "foreign": True, "experts": 9}),
+    "fp8-a8": (
+        {"act_format": "fp8", "weights": {"scales": "channel"}},
+        {"act_format": "fp8", "weights": {"scales": "half"}, "a1": "expert", "a2": 30.0, "activation": "relu2_no_mul"},
+    ),
+    "fp8_block-a8": (
+        {"act_format": "fp8", "hidden": 320, "inter": 320, "activation": "relu2_no_mul"},
+        {"act_format": "fp8", "hidden": 320, "inter": 320, "foreign": True, "experts": 9, "top_k": 3},
+        {"act_format": "fp8", "bias": True, "activation": "swigluoai"},
+        {"act_format": "fp8", "inter": 192, "activation": "gelu"},
+    ),
     # Few steps along K for one token, too: under racecheck a kernel that reports many pairs outlasts its waits.
     "mxfp8": (
         {"hidden": 320, "inter": 192},

@@ -51,8 +51,12 @@ DECODE = 0  # of KERNELS
 DECODES = (DECODE, Sm90Few.GATHERED_KERNEL)
 _LEAST_OF_PREFILL = KERNELS.index("slim")
 _LEAST_TOKENS = 2048  # that are worth two calls where memory matters
-FORMATS: dict[str, tuple[str, ...]] = {"nvfp4": ("nvfp4", "none", "fp8"), "mxfp4": ("none", "fp8", "mxfp8")} | {
-    scheme: ("none",) for scheme in byte_formats.SCHEMES
+FORMATS: dict[str, tuple[str, ...]] = {
+    "nvfp4": ("nvfp4", "none", "fp8"),
+    "mxfp4": ("none", "fp8", "mxfp8"),
+    "fp8": ("none", "fp8"),
+    "fp8_block": ("none", "fp8"),
+    "mxfp8": ("none",),
 }
 # Their weights are rounded to bfloat16, which is more than docs/numerics.md allows a strict backend.
 ROUNDED_FORMATS: dict[str, tuple[str, ...]] = {"mxint4": ("none",), "int4": ("none", "fp8")}
@@ -166,8 +170,8 @@ def run_hidden(
 def _of_values(call: ExpertsCall, scale: Tensor) -> ExpertsCall:
     """A call on packed hidden states as one on the values of their codes, which bfloat16 holds.
 
-    Scales of blocks are within (code times scale has six significant bits, or four), those of rows beside them; the
-    alphas have the rest.
+    Scales of blocks of 16 or 32 are within (code times scale has six significant bits, or four), those of rows, and of
+    groups of 128 beside fp8_block weights, beside them; the alphas have the rest.
     """
     codes = call.hidden_states
     if call.act_format == "fp8":

@@ -34,14 +34,34 @@ def call_of(scheme: str) -> ExpertsCall:
     return in_tiles(make_call(scheme, hidden=128, inter=128, tokens=3))
 
 
+ROUNDED = ((True, True), (True, False), (False, True))
+
+
 @pytest.mark.parametrize("scheme", ("fp8", "fp8_block", "mxfp8"))
-@pytest.mark.parametrize("rounded", ((True, True), (True, False), (False, True)))
-def test_nothing_is_rounded_beside_these_weights(scheme: str, rounded: tuple[bool, bool]) -> None:
+@pytest.mark.parametrize("rounded", ROUNDED)
+def test_what_is_not_rounded_beside_these_weights(scheme: str, rounded: tuple[bool, bool]) -> None:
     call = call_of(scheme)
     assert run(call, "nvfp4", False, False).isfinite().all()
-    for act_format in ("nvfp4", "fp8", "mxfp8"):
+    for act_format in ("nvfp4", "fp8", "mxfp8") if scheme == "mxfp8" else ("nvfp4", "mxfp8"):
         with pytest.raises(RuntimeError, match=f"experts_sm90: {WHAT_ROUNDS}"):
             run(call, act_format, *rounded)
+
+
+@pytest.mark.parametrize("scheme", ("fp8", "fp8_block"))
+def test_hidden_states_and_intermediate_are_rounded_together_beside_fp8(scheme: str) -> None:
+    call = call_of(scheme)
+    assert run(call, "fp8", True, True).isfinite().all()
+    for rounded in ROUNDED[1:]:
+        with pytest.raises(RuntimeError, match="experts_sm90: beside fp8 weights hidden states and intermediate must"):
+            run(call, "fp8", *rounded)
+
+
+def test_blocks_have_no_given_scales() -> None:
+    call = call_of("fp8_block")._replace(a2_gscale=torch.tensor(30.0, device="cuda"))
+    with pytest.raises(RuntimeError, match="experts_sm90: a1_gscale and a2_gscale must be absent beside weights"):
+        run(call, "fp8", True, True)
+    with pytest.raises(RuntimeError, match="experts_sm90: hidden_states_scale must be contiguous"):
+        run(call_of("fp8_block"), "fp8", False, True, torch.ones(3, 2, device="cuda"))
 
 
 @pytest.mark.parametrize(
@@ -59,5 +79,6 @@ def test_given_scales_go_with_a_rounded_intermediate() -> None:
         RuntimeError, match="experts_sm90: quantize_intermediate must be True where hidden_states_scale"
     ):
         run(call, "fp8", False, False, scale)
+    assert run(call_of("fp8"), "fp8", False, True, scale).isfinite().all()
     with pytest.raises(RuntimeError, match=f"experts_sm90: {WHAT_ROUNDS}"):
-        run(call_of("fp8"), "fp8", False, True, scale)
+        run(call_of("mxfp8"), "fp8", False, True, scale)

@@ -1,4 +1,6 @@
-"""Weights of 8 bits beside 16-bit activations on `cuda_sm90`, against the oracle, on a GPU of compute capability 9.0."""
+"""Weights of 8 bits beside 16-bit and e4m3 activations on `cuda_sm90`, against the oracle.
+
+On a GPU of compute capability 9.0."""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ import torch
 from sm90_cases import SHAPES_OF_BYTES, in_tiles, make_call, relative_error, run_on, why_not_here
 from tolerances import layer_bound
 from torch import Tensor
+from triton_cases import packed_input
 
 from torch_moe_ops.core.call import ExpertsCall
 from torch_moe_ops.tuning.tuned_kernels import DECODE_MAX_SLOTS
@@ -16,8 +19,9 @@ from torch_moe_ops.tuning.tuned_kernels import DECODE_MAX_SLOTS
 REASON = why_not_here()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(REASON), reason=REASON or "it is there")]
 
-SCHEMES = ("fp8", "fp8_block", "mxfp8")
+SCHEMES = ("fp8", "fp8_block", "mxfp8", "fp8-a8", "fp8_block-a8")  # -a8: beside e4m3 activations
 schemes = pytest.mark.parametrize("scheme", SCHEMES)
+of_codes = pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme.endswith("-a8")])
 KERNELS = ("decode", "slim", "narrow", "wide")
 kernels = pytest.mark.parametrize("kernel", KERNELS)
 # Relative L2 of float32 results: codes are exact in bfloat16, so that what is left is float32 sums, and the rounding of
@@ -27,18 +31,19 @@ BOUND = 2e-4
 
 def case(scheme: str, **fields: Any) -> ExpertsCall:
     usual: dict[str, Any] = {"hidden": 128, "inter": 64, "out_dtype": torch.float32}
-    return make_call(scheme, "none", **usual | fields)
+    act_format = "fp8" if scheme.endswith("-a8") else "none"
+    return make_call(scheme.removesuffix("-a8"), act_format, **usual | fields)
 
 
 def limit(call: ExpertsCall) -> float:
     values = call.topk_ids.numel() * call.w2.shape[2]
-    return max(BOUND, layer_bound("cuda_sm90", "none", call.out_dtype, values, call.activation))
+    return max(BOUND, layer_bound("cuda_sm90", call.act_format, call.out_dtype, values, call.activation))
 
 
 def check(kernel: str, call: ExpertsCall) -> Tensor:
     out = run_on(kernel, in_tiles(call))
     error = relative_error(out, call)
-    print(f"{call.scheme} {kernel} {tuple(call.w2.shape)} {call.activation} {error:.2e} of {limit(call):.2e}")
+    print(f"{call.scheme} {call.act_format} {kernel} {tuple(call.w2.shape)} {call.activation} {error:.2e} of {limit(call):.2e}")
     assert error < limit(call)
     return out
 
@@ -80,9 +85,38 @@ def test_activations(scheme: str, activation: str, kernel: str) -> None:
 @kernels
 @pytest.mark.parametrize("activation", ("silu", "relu2_no_mul"))
 @pytest.mark.parametrize("scales", ("channel", "half", "tensor"))
-def test_scales(scales: str, activation: str, kernel: str) -> None:
+@pytest.mark.parametrize("scheme", ("fp8", "fp8-a8"))
+def test_scales(scheme: str, scales: str, activation: str, kernel: str) -> None:
     for tokens in (5, 30):
-        check(kernel, case("fp8", weights={"scales": scales}, activation=activation, inter=176, tokens=tokens))
+        check(kernel, case(scheme, weights={"scales": scales}, activation=activation, inter=176, tokens=tokens))
+
+
+@kernels
+@pytest.mark.parametrize(
+    "scales", ({"a1": 90.0, "a2": 30.0}, {"a1": "expert", "a2": "expert"}, {"a1": 90.0}, {"a2": "expert"}), ids=str
+)
+def test_given_scales_of_activations(scales: dict[str, Any], kernel: str) -> None:
+    for tokens in (5, 30):
+        check(kernel, case("fp8-a8", inter=320, hidden=512, tokens=tokens, **scales))
+
+
+@kernels
+@of_codes
+def test_hidden_states_that_are_codes(scheme: str, kernel: str) -> None:
+    for tokens in (1, 7, 200):
+        call = case(scheme, hidden=640, inter=384, tokens=tokens)
+        same = "slim" if kernel == "decode" else kernel  # which takes them for decode
+        assert torch.equal(run_on(kernel, in_tiles(packed_input(call))), run_on(same, in_tiles(call)))
+
+
+@of_codes
+def test_groups_that_differ_widely(scheme: str) -> None:
+    """A scale of each 128 values of a token, and of each token, tile by tile."""
+    for kernel, tokens in (("decode", 6), ("slim", 30), ("narrow", 150), ("wide", 300)):
+        call = case(scheme, hidden=1024, inter=640, experts=4, tokens=tokens)
+        powers = torch.randint(-9, 10, (tokens, 8), generator=torch.Generator().manual_seed(2))
+        call.hidden_states.mul_((2.0**powers).repeat_interleave(128, dim=1).to(call.hidden_states))
+        check(kernel, call)
 
 
 @kernels
@@ -135,7 +169,10 @@ def test_runs_are_bitwise_equal(scheme: str, kernel: str) -> None:
 @kernels
 @schemes
 def test_a_nan_row_disturbs_no_other(scheme: str, kernel: str) -> None:
-    tiled = in_tiles(case(scheme, tokens=6))
-    clean = run_on(kernel, tiled)
-    tiled.hidden_states[3] = float("nan")
-    assert torch.equal(run_on(kernel, tiled)[[0, 1, 2, 4, 5]], clean[[0, 1, 2, 4, 5]])
+    for bad in (float("nan"), float("inf")):
+        tiled = in_tiles(case(scheme, tokens=6))
+        clean = run_on(kernel, tiled)
+        tiled.hidden_states[3, :7] = bad
+        out = run_on(kernel, tiled)
+        assert torch.equal(out[[0, 1, 2, 4, 5]], clean[[0, 1, 2, 4, 5]])
+        assert not out[3].isfinite().any()
