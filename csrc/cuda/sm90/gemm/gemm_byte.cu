@@ -44,13 +44,11 @@ struct BesideOperands {
   uint8_t scales[C::kWeightStages][Sizes<C>::kBlockTiles][kMxfp8ScaleBytes];
 };
 
-// Those of 128 values of tokens, where a stage begins with them; their products with those of weights, for two tokens of
-// a thread's first row and of its second one, of two steps in turn; and what intermediates are rounded with.
+// Those of 128 values of tokens, where a stage begins with them, and what intermediates are rounded with.
 template <int width>
 struct BesideOperands<ByteConfig<W8a8Format, width>> {
   using C = ByteConfig<W8a8Format, width>;
   float token_scales[C::kTokenStages][width];
-  float4 products[C::kConsumers][2][width / 2];
   GroupRounding<C> rounding;
 };
 
@@ -68,17 +66,15 @@ __device__ __forceinline__ uint32_t scales_of_stage(GemmShared<ByteConfig<W8a8Fo
   return shared_address(shared.beside.token_scales[stage]);
 }
 
-// Where nothing has scales of 128 of K, all products are 1.
+// Where tokens have no scales of groups, all are 1: nobody copies others.
 template <int width>
 __device__ __forceinline__ void prepare_consumers(const GemmArgs& args,
                                                   GemmShared<ByteConfig<W8a8Format, width>>& shared) {
   using C = ByteConfig<W8a8Format, width>;
   clear_maxima(shared.beside.rounding);
-  float4* products = &shared.beside.products[0][0][0];
+  float* scales = &shared.beside.token_scales[0][0];
   if (args.operand_scale == nullptr) {
-    for (int i = threadIdx.x; i < C::kConsumers * width; i += 128 * C::kConsumers) {
-      products[i] = make_float4(1.0f, 1.0f, 1.0f, 1.0f);
-    }
+    for (int i = threadIdx.x; i < C::kTokenStages * width; i += 128 * C::kConsumers) scales[i] = 1.0f;
   }
   synchronize_consumers<C>();
 }
@@ -100,42 +96,32 @@ struct ByteRows {
   }
 };
 
-// Where a warpgroup is in the rings, from tile to tile, and the codes of this thread.
-template <class C>
-struct ByteConsumer {
+// Where a warpgroup is in the rings, from tile to tile, and what its weights are multiplied by.
+template <class F, int width>
+struct Consumer<ByteConfig<F, width>> {
+  using C = ByteConfig<F, width>;
   Ring<C::kTokenStages> tokens;
   Ring<C::kWeightStages> weights;
-  uint32_t codes;  // in the first tile of the first stage
-
-  __device__ ByteConsumer(GemmShared<C>& shared, int warpgroup) {
-    const int thread = threadIdx.x % 128;
-    codes = shared_address(shared.codes[0][warpgroup * C::kWarpgroupTiles]) + thread / 32 * 2048 +
-            matrix_row(thread % 32);
-  }
-  __device__ __forceinline__ uint32_t codes_of(int m) const {
-    return codes + (weights.slot * Sizes<C>::kBlockTiles + m) * w4a8::kFp8Bytes;
-  }
-};
-
-// Beside 16-bit activations: what weights are multiplied by.
-template <int width>
-struct Consumer<ByteConfig<ByteFormat, width>> : ByteConsumer<ByteConfig<ByteFormat, width>> {
-  using C = ByteConfig<ByteFormat, width>;
-  uint32_t exponents;  // of this thread in the first tile of the first stage
+  uint32_t codes, exponents;  // of this thread in the first tile of the first stage
   bool in_tiles;  // scales are powers of two of 32 of K
   const float* of_expert;  // else: in memory
   int k_step;  // from one 128 of K to the next
   ByteRows rows[C::kWarpgroupTiles];
 
-  __device__ Consumer(GemmShared<C>& shared, int warpgroup) : ByteConsumer<C>(shared, warpgroup) {
-    exponents = shared_address(shared.beside.scales[0][warpgroup * C::kWarpgroupTiles]) +
-                exponents_offset(threadIdx.x % 128);
+  __device__ Consumer(GemmShared<C>& shared, int warpgroup) {
+    const int thread = threadIdx.x % 128, tile = warpgroup * C::kWarpgroupTiles;
+    codes = shared_address(shared.codes[0][tile]) + thread / 32 * 2048 + matrix_row(thread % 32);
+    if constexpr (!kIsW8a8<F>) exponents = shared_address(shared.beside.scales[0][tile]) + exponents_offset(thread);
+  }
+
+  __device__ __forceinline__ uint32_t codes_of(int m) const {
+    return codes + (weights.slot * Sizes<C>::kBlockTiles + m) * w4a8::kFp8Bytes;
   }
 
   // What a half's codes of both rows are multiplied by.
   __device__ __forceinline__ Raises raises(int m, int half) const {
     if (!in_tiles) return {kRaiseE4m3, kRaiseE4m3};
-    const int stage = (this->weights.slot * Sizes<C>::kBlockTiles + m) * kMxfp8ScaleBytes;
+    const int stage = (weights.slot * Sizes<C>::kBlockTiles + m) * kMxfp8ScaleBytes;
     uint16_t both;
     load_shared(both, exponents + stage + half * (kMxfp8ScaleBytes / 2));
     return raises_of(both);
@@ -143,62 +129,27 @@ struct Consumer<ByteConfig<ByteFormat, width>> : ByteConsumer<ByteConfig<ByteFor
 
   // What sums of a step of 128 are multiplied by.
   __device__ __forceinline__ float2 factors(int m, int step) const {
-    if (in_tiles) return make_float2(kMxfp8AccumulatorScale, kMxfp8AccumulatorScale);
+    if (!kIsW8a8<F> && in_tiles) return make_float2(kMxfp8AccumulatorScale, kMxfp8AccumulatorScale);
     return make_float2(__ldg(of_expert + rows[m].at[0] + step * k_step),
                        __ldg(of_expert + rows[m].at[1] + step * k_step));
   }
 };
 
-template <class C>
-__device__ __forceinline__ ByteRows rows_of(const WeightScales& scales, const GemmArgs& args, const Work& work, int m) {
-  const int tile = (work.row_block * C::kConsumers + threadIdx.x / 128) * C::kWarpgroupTiles + m;
-  const int thread = threadIdx.x % 128;
-  ByteRows rows;
-  rows.find(scales, !work.second && args.problem.gated, tile, thread / 32, thread % 32 / 4);
-  return rows;
-}
-
-template <int width>
-__device__ __forceinline__ void begin_tile(Consumer<ByteConfig<ByteFormat, width>>& at, const GemmArgs& args,
-                                           const Work& work) {
-  using C = ByteConfig<ByteFormat, width>;
+template <class F, int width>
+__device__ __forceinline__ void begin_tile(Consumer<ByteConfig<F, width>>& at, const GemmArgs& args, const Work& work) {
+  using C = ByteConfig<F, width>;
   const Problem& p = args.problem;
   at.in_tiles = p.format == Format::kMxfp8;
   if (at.in_tiles) return;
   const WeightScales& scales = work.second ? p.scales2 : p.scales13;
   at.of_expert = scales.data + work.expert * scales.expert;
   at.k_step = scales.blocks ? 1 : 0;
+  const int thread = threadIdx.x % 128, first = work.row_block * Sizes<C>::kBlockTiles;
 #pragma unroll
-  for (int m = 0; m < C::kWarpgroupTiles; m++) at.rows[m] = rows_of<C>(scales, args, work, m);
-}
-
-// Beside e4m3 activations. All rows of a warpgroup that are gate rows, or all others, are of one block of 128.
-template <int width>
-struct Consumer<ByteConfig<W8a8Format, width>> : ByteConsumer<ByteConfig<W8a8Format, width>> {
-  const float* blocks[2];  // scales along K, of a thread's first row and of its second one; null: there are none
-  float2 next;             // those of the step to come
-
-  using ByteConsumer<ByteConfig<W8a8Format, width>>::ByteConsumer;
-
-  __device__ __forceinline__ void load(int step) {
-    next = make_float2(__ldg(blocks[0] + step), __ldg(blocks[1] + step));
+  for (int m = 0; m < C::kWarpgroupTiles; m++) {
+    const int tile = first + threadIdx.x / 128 * C::kWarpgroupTiles + m;
+    at.rows[m].find(scales, !work.second && p.gated, tile, thread / 32, thread % 32 / 4);
   }
-};
-
-template <int width>
-__device__ __forceinline__ void begin_tile(Consumer<ByteConfig<W8a8Format, width>>& at, const GemmArgs& args,
-                                           const Work& work) {
-  using C = ByteConfig<W8a8Format, width>;
-  const Problem& p = args.problem;
-  const WeightScales& scales = work.second ? p.scales2 : p.scales13;
-  at.blocks[0] = nullptr;
-  if (!scales.blocks) return;
-  const bool gated = !work.second && p.gated;
-  const int warpgroup = threadIdx.x / 128, mine = gated ? work.row_block : work.row_block * C::kConsumers + warpgroup;
-  const int block = min(mine, (scales.rows - 1) / 128);  // rows of padding take any
-  at.blocks[0] = scales.data + work.expert * scales.expert + block * scales.row;
-  at.blocks[1] = at.blocks[0] + (gated ? scales.half : 0);
-  at.load(0);
 }
 
 // The same as float16.
@@ -234,37 +185,29 @@ __device__ __forceinline__ void decode_half(uint32_t (&fragments)[4][4], const C
 template <class C>
 using PartSums = float[C::kPartWidth / 2];
 
-// Sums of a step, from token `first` of the tile on, added times the scales of their rows. Those beyond a tile's tokens
-// are never looked at.
-template <class C>
-__device__ __forceinline__ void add_scaled(TileSums<C>& sums, const PartSums<C>& part, int first, float2 factor) {
-#pragma unroll
-  for (int i = 0; i < C::kPartWidth / 2; i++) {
-    float& sum = sums[first / 2 + i];
-    sum = __fmaf_rn(part[i], i / 2 % 2 == 0 ? factor.x : factor.y, sum);
-  }
+// Two neighbouring tokens' scales. Volatile: they are loaded where they are used, as there are few registers.
+__device__ __forceinline__ float2 load_two_scales(uint32_t at) {
+  float2 scales;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(scales.x), "=f"(scales.y) : "r"(at) : "memory");
+  return scales;
 }
 
-// Volatile: products are loaded where they are used, as there are few registers.
-__device__ __forceinline__ float4 load_products(uint32_t at) {
-  float4 v;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at)
-               : "memory");
-  return v;
-}
-
-// The same times products of scales, of which `products` are those of this lane's first tokens.
+// Sums of a step, from token `first` of the tile on, added times the scales of their rows and, where there are some
+// (`scales`: of this lane's first tokens of the stage), of their tokens. Those beyond a tile's tokens are never looked
+// at.
 template <class C>
-__device__ __forceinline__ void add_scaled(TileSums<C>& sums, const PartSums<C>& part, int first, uint32_t products) {
+__device__ __forceinline__ void add_scaled(TileSums<C>& sums, const PartSums<C>& part, int first, float2 factor,
+                                           uint32_t scales) {
 #pragma unroll
   for (int group = 0; group < C::kPartWidth / 8; group++) {
-    const float4 by = load_products(products + (first + group * 8) / 2 * static_cast<int>(sizeof(float4)));
-    float* to = sums + first / 2 + group * 4;
-    const float* from = part + group * 4;
-    to[0] = __fmaf_rn(from[0], by.x, to[0]);
-    to[1] = __fmaf_rn(from[1], by.y, to[1]);
-    to[2] = __fmaf_rn(from[2], by.z, to[2]);
-    to[3] = __fmaf_rn(from[3], by.w, to[3]);
+    float2 of_tokens = {1.0f, 1.0f};
+    if constexpr (kIsW8a8<typename C::Format>) of_tokens = load_two_scales(scales + (first + group * 8) * 4);
+#pragma unroll
+    for (int i = 4 * group; i < 4 * group + 4; i++) {
+      float& sum = sums[first / 2 + i];
+      const float product = kIsW8a8<typename C::Format> ? part[i] * (i % 2 == 0 ? of_tokens.x : of_tokens.y) : part[i];
+      sum = __fmaf_rn(product, i / 2 % 2 == 0 ? factor.x : factor.y, sum);
+    }
   }
 }
 
@@ -284,30 +227,9 @@ struct ByteMultiplication {
     barrier_wait(shared_address(&shared.tokens_full[ring.slot]), ring.parity);
     return shared_address(shared.tokens[ring.slot]) / 16 | 1 << 16;
   }
-  // Beside e4m3 activations, while the step's first products are made: what its sums are multiplied by, each thread those of
-  // two tokens. They are there for all of the warpgroup then, and those of the step before are nobody's any more.
-  __device__ __forceinline__ void make_products(int step, bool last) {
-    if constexpr (kIsW8a8<typename C::Format>) {
-      if (at.blocks[0] == nullptr) return;
-      const int pair = threadIdx.x % 128;
-      if (pair < width / 2) {
-        const float2 of_tokens = *reinterpret_cast<const float2*>(shared.beside.token_scales[at.tokens.slot] + 2 * pair);
-        shared.beside.products[threadIdx.x / 128][step % 2][pair] =
-            make_float4(of_tokens.x * at.next.x, of_tokens.y * at.next.x, of_tokens.x * at.next.y,
-                        of_tokens.y * at.next.y);
-      }
-      if (!last) at.load(step + 1);
-      named_barrier(1 + threadIdx.x / 128, 128);
-    }
-  }
-  // What sums of tile m are multiplied by.
-  __device__ __forceinline__ auto factors(int m, int step) const {
-    if constexpr (kIsW8a8<typename C::Format>) {
-      return shared_address(shared.beside.products[threadIdx.x / 128][step % 2]) +
-             lane % 4 * static_cast<int>(sizeof(float4));
-    } else {
-      return at.factors(m, step);
-    }
+  // Those of this lane's tokens, of the stage at hand.
+  __device__ __forceinline__ uint32_t token_scales() const {
+    return scales_of_stage(shared, at.tokens.slot) + lane % 4 * 2 * static_cast<int>(sizeof(float));
   }
   // All codes of the stage have been read.
   __device__ __forceinline__ void leave_weights() {
@@ -316,25 +238,25 @@ struct ByteMultiplication {
     at.weights.advance();
   }
   __device__ __forceinline__ void leave_tokens() {
+    if (kIsW8a8<typename C::Format>) __syncwarp();  // all lanes have read scales
     arrive_once_a_warp(shared_address(&shared.tokens_empty[at.tokens.slot]), lane);
     at.tokens.advance();
   }
   // Both tiles of a step, one after the other: two blocks of a multiprocessor fill each other's gaps.
-  __device__ __forceinline__ void in_turn(Accumulators<C>& sums, int step, bool last) {
+  __device__ __forceinline__ void in_turn(Accumulators<C>& sums, int step) {
     wait_for_weights();
-    const uint32_t tokens = wait_for_tokens(at.tokens);
+    const uint32_t tokens = wait_for_tokens(at.tokens), scales = token_scales();
 #pragma unroll
     for (int m = 0; m < C::kWarpgroupTiles; m++) {
-      const auto factor = factors(m, step);
+      const float2 factor = at.factors(m, step);
       decode_half(fragments[0], at, m, 0);
       decode_half(fragments[1], at, m, 1);
       if (m == C::kWarpgroupTiles - 1) leave_weights();
       start_two_steps<C::kPartWidth, C::kFactors>(part, fragments, tokens, width / 8 - 1);
-      if (m == 0) make_products(step, last);
       wait_for_sums<C::kPartWidth>(part);
       keep(fragments[0]);
       keep(fragments[1]);
-      add_scaled<C>(sums[m], part, 0, factor);
+      add_scaled<C>(sums[m], part, 0, factor, scales);
     }
     leave_tokens();
   }
@@ -353,23 +275,22 @@ struct ByteMultiplication {
     constexpr int kPart = C::kPartWidth, kPartRows = kPart * 128 / 16, kLast = C::kWarpgroupTiles - 1;
     const bool has_more = kPart < C::kMaxWidth && width > kPart;  // tokens than a part
     const int first = (has_more ? kPart : width) / 8 - 1, second = (width - kPart) / 8 - 1;
-    const uint32_t tokens = wait_for_tokens(at.tokens);
+    const uint32_t tokens = wait_for_tokens(at.tokens), scales = token_scales();
     uint32_t others = 0;
 #pragma unroll
     for (int m = 0; m < C::kWarpgroupTiles; m++) {
-      const auto factor = factors(m, step);
+      const float2 factor = at.factors(m, step);
       start_step<kPart, C::kFactors>(part, fragments[0], tokens, first);
       decode_half(fragments[1], at, m, 1);
       if (m == 0) others = wait_for_second_half(tokens);
       multiply_step<kPart, C::kFactors>(part, fragments[1], others, first);
-      if (m == 0) make_products(step, last);
       if (m == kLast) {
         leave_weights();
         if (!last) wait_for_weights();
       }
       if (has_more) {
         wait_for_sums<kPart>(part);
-        add_scaled<C>(sums[m], part, 0, factor);
+        add_scaled<C>(sums[m], part, 0, factor, scales);
         start_step<kPart, C::kFactors>(part, fragments[0], tokens + kPartRows, second);
         multiply_step<kPart, C::kFactors>(part, fragments[1], others + kPartRows, second);
       }
@@ -379,9 +300,9 @@ struct ByteMultiplication {
       wait_for_sums<kPart>(part);
       keep(fragments[1]);
       if (has_more) {
-        add_scaled<C>(sums[m], part, C::kMaxWidth - kPart, factor);
+        add_scaled<C>(sums[m], part, C::kMaxWidth - kPart, factor, scales);
       } else {
-        add_scaled<C>(sums[m], part, 0, factor);
+        add_scaled<C>(sums[m], part, 0, factor, scales);
       }
     }
     leave_tokens();
@@ -406,25 +327,8 @@ __device__ __forceinline__ void multiply_tile(Accumulators<ByteConfig<F, tokens>
     if constexpr (C::kOverlaps) {
       multiplication.overlapped(sums, step, step + 1 == steps);
     } else {
-      multiplication.in_turn(sums, step, step + 1 == steps);
+      multiplication.in_turn(sums, step);
     }
-  }
-}
-
-// Scales of rows, or of a matrix, multiply what all of K has made.
-template <int width>
-__device__ __forceinline__ void end_tile(const Consumer<ByteConfig<W8a8Format, width>>&, const GemmArgs& args,
-                                         const Work& work, TileSums<ByteConfig<W8a8Format, width>>* sums) {
-  using C = ByteConfig<W8a8Format, width>;
-  const WeightScales& scales = work.second ? args.problem.scales2 : args.problem.scales13;
-  if (scales.blocks) return;
-  const float* of_expert = scales.data + work.expert * scales.expert;
-#pragma unroll
-  for (int m = 0; m < C::kWarpgroupTiles; m++) {
-    const ByteRows rows = rows_of<C>(scales, args, work, m);
-    const float factors[2] = {__ldg(of_expert + rows.at[0]), __ldg(of_expert + rows.at[1])};
-#pragma unroll
-    for (int i = 0; i < width / 2; i++) sums[m][i] *= factors[i / 2 % 2];
   }
 }
 

@@ -23,7 +23,6 @@ __device__ __forceinline__ void consume(const GemmArgs& args, GemmShared<C>& sha
     Accumulators<C> acc;
     begin_tile(at, args, work);
     multiply_tile(acc, shared, at, work);
-    end_tile(at, args, work, acc);
     end(work, acc, staging, slots, work_ring.slot);
     release_work(shared, work_ring);
   }

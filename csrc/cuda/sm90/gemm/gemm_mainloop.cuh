@@ -57,9 +57,6 @@ struct Consumer {
 // What a consumer has to know of a tile of weights besides where it lies.
 template <class C>
 __device__ __forceinline__ void begin_tile(Consumer<C>&, const GemmArgs&, const Work&) {}
-// And what its sums are multiplied by, besides what all formats have.
-template <class C>
-__device__ __forceinline__ void end_tile(const Consumer<C>&, const GemmArgs&, const Work&, TileSums<C>*) {}
 
 __device__ __forceinline__ void arrive_once_a_warp(uint32_t barrier, int lane) {
   if (lane == 0) barrier_arrive(barrier);
