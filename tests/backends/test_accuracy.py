@@ -320,7 +320,10 @@ def test_explain_shows_class_and_distance(monkeypatch: pytest.MonkeyPatch) -> No
         "standard, 2.0e-03 to 6.0e-03 from the oracle, 9.0e-03 in the worst row: at most 0.50 times vLLM's Triton kernel; "
         "never slower than cuda_sm90 in 2 timings on this layer, 0.85 of its time in the mean" in lines["triton_fp8"]
     )
-    assert lines["cuda_sm90"].startswith("ok cuda_sm90") and "strict, 1.0e-03 to 2.0e-03 from the oracle" in lines["cuda_sm90"]
+    assert (
+        lines["cuda_sm90"].startswith("ok cuda_sm90")
+        and "strict, 1.0e-03 to 2.0e-03 from the oracle" in lines["cuda_sm90"]
+    )
     strict = dataclasses.replace(FP8, accuracy="strict")
     lines = {line.split()[1]: line for line in str(moe.explain(strict)).splitlines()}
     assert "accuracy='strict'" in str(moe.explain(strict)).splitlines()[0]

@@ -3,7 +3,8 @@
 Schemes fp8 (a scale for each row, half of the rows, or matrix) and fp8_block (128 x 128, with activations in groups of
 128): few tokens by the Triton kernels of `triton_fp8`, which read the same tiles, and where Triton is missing or does
 not take the layer very few by the decode kernel, which multiplies the codes as bfloat16; many by the kernels of the
-`cuda_sm90_folded` backend. docs/hopper.md says how exact the tensor cores' sums are.
+`cuda_sm90_folded` backend. Between the two, blocks of small experts take the exact kernels of `cuda_sm90`, which read
+the same tiles, too. docs/hopper.md says how exact the tensor cores' sums are.
 """
 
 from __future__ import annotations
@@ -11,19 +12,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_moe_ops.backends import cuda_sm90_w4a8, triton
+from torch_moe_ops.backends import cuda_sm90, cuda_sm90_w4a8, triton
 from torch_moe_ops.backends.cuda_sm90_w4a8 import DECODE_TOKENS, NOTES, sizes_reason
 from torch_moe_ops.backends.registry import Backend, Requirement, formats, register
 from torch_moe_ops.backends.sm90 import w4a8_layout as tiled
 from torch_moe_ops.backends.sm90.byte_formats import prepare, restore, specs
 from torch_moe_ops.backends.sm90.common import NEEDS
 from torch_moe_ops.core.call import ExpertsCall
+from torch_moe_ops.core.kernel_facts import Sm90
 from torch_moe_ops.core.layout import Layout
 from torch_moe_ops.core.problem import STANDARD, Problem
+from torch_moe_ops.tuning.tuned_kernels import KERNELS
 
 # Slots that an expert has in the mean, up to which Triton's kernels are the faster ones (benchmarks/results/
 # hopper_notebook.md, section 10): where its w2 has up to so many bytes, and where it has more.
 SMALL_BYTES, FEW_SLOTS_SMALL, FEW_SLOTS = 1 << 22, 8.0, 0.25
+# And up to which the exact kernels are, of blocks where w2 is small (benchmarks/results/h200_strict_fp8.jsonl).
+EXACT_SLOTS, EXACT_KERNEL = 16.0, KERNELS.index("slim")
 WEIGHTS = {"fp8": "rows", "fp8_block": "blocks"}  # scheme -> what the op calls its weights
 
 
@@ -31,6 +36,8 @@ def run(call: ExpertsCall, out: Tensor) -> None:
     """Fill `out` [num_tokens, hidden_size] (bfloat16, float16 or float32, contiguous) from a checked call."""
     if by_triton(call):
         triton.run(call, out)
+    elif by_exact(call):
+        cuda_sm90.run_kernel(call, out, EXACT_KERNEL)
     else:
         run_cuda(call, out)
 
@@ -46,6 +53,22 @@ def by_triton(call: ExpertsCall) -> bool:
     if slots > FEW_SLOTS and (slots > FEW_SLOTS_SMALL or call.w2.stride(0) > SMALL_BYTES):
         return False
     return _triton_takes(call.hidden_states.shape[1])
+
+
+def by_exact(call: ExpertsCall) -> bool:
+    """Whether the exact kernels run a call that Triton's do not: where they are the faster ones for as many tokens."""
+    slots = call.topk_ids.numel() / call.all_experts()
+    if call.scheme != "fp8_block" or not FEW_SLOTS_SMALL < slots <= EXACT_SLOTS or call.w2.stride(0) > SMALL_BYTES:
+        return False
+    return call.hidden_states.shape[1] % Sm90.BYTE_HIDDEN_MULTIPLE == 0
+
+
+def exact_tokens(problem: Problem, bytes2: int) -> int:
+    """Up to so many tokens are for the exact kernels, or 0 for none. bytes2: of an expert's w2 in tiles."""
+    takes = problem.scheme == "fp8_block" and bytes2 <= SMALL_BYTES and problem.top_k is not None
+    if not takes or problem.hidden_size % Sm90.BYTE_HIDDEN_MULTIPLE:
+        return 0
+    return int(EXACT_SLOTS * problem.num_experts) // (problem.top_k or 1)
 
 
 def triton_tokens(num_experts: int, top_k: int, bytes2: int) -> int:
@@ -65,8 +88,9 @@ def _notes(problem: Problem) -> str:
     if problem.top_k is None:
         return f"Triton's kernels for few tokens, then {sums}"
     bytes2 = problem.hidden_size * tiled.TILE_K * tiled.tiles(problem.intermediate_size, tiled.TILE_K)
-    most = triton_tokens(problem.num_experts, problem.top_k, bytes2)
-    return f"Triton's kernels up to {most} tokens, then {sums}"
+    most, exact = triton_tokens(problem.num_experts, problem.top_k, bytes2), exact_tokens(problem, bytes2)
+    between = f"exact prefill kernels up to {exact}, then " if exact > most else ""
+    return f"Triton's kernels up to {most} tokens, then {between}{sums}"
 
 
 register(

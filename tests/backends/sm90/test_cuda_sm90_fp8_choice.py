@@ -11,9 +11,19 @@ from sm90_cases import fp8_in_tiles
 from triton_cases import make_call
 
 import torch_moe_ops as moe
-from torch_moe_ops.backends import cuda_sm90_fp8, triton
-from torch_moe_ops.backends.cuda_sm90_fp8 import FEW_SLOTS, FEW_SLOTS_SMALL, SMALL_BYTES, by_triton, triton_tokens
+from torch_moe_ops.backends import cuda_sm90, cuda_sm90_fp8, triton
+from torch_moe_ops.backends.cuda_sm90_fp8 import (
+    EXACT_SLOTS,
+    FEW_SLOTS,
+    FEW_SLOTS_SMALL,
+    SMALL_BYTES,
+    by_exact,
+    by_triton,
+    exact_tokens,
+    triton_tokens,
+)
 from torch_moe_ops.core.call import ExpertsCall
+from torch_moe_ops.tuning.tuned_kernels import KERNELS
 
 PROBLEM = moe.Problem(
     "fp8_block", "fp8", device="cuda", capability=(9, 0), num_experts=128, top_k=8, hidden_size=2048,
@@ -43,6 +53,16 @@ def test_a_rank_counts_the_experts_of_all() -> None:
     assert by_triton(call_of(most + 1)._replace(num_experts=16))
 
 
+def test_exact_kernels_between_them_and_the_fp8_tensor_cores() -> None:
+    """Blocks of small experts alone."""
+    least, most = triton_tokens(8, 2, 128 * 128), int(EXACT_SLOTS * 8) // 2
+    assert [by_exact(call_of(tokens)) for tokens in (least, least + 1, most, most + 1)] == [False, True, True, False]
+    assert not by_exact(call_of(most)._replace(scheme="fp8"))
+    assert not by_exact(call_of(most)._replace(num_experts=16)) and by_triton(call_of(most)._replace(num_experts=16))
+    assert exact_tokens(PROBLEM, 2048 * 768) == int(EXACT_SLOTS * 16) and exact_tokens(PROBLEM, SMALL_BYTES + 1) == 0
+    assert exact_tokens(dataclasses.replace(PROBLEM, scheme="fp8"), 2048 * 768) == 0
+
+
 def test_not_where_hidden_states_do_not_fill_tiles() -> None:
     assert not by_triton(call_of(1, hidden=192))
 
@@ -57,13 +77,19 @@ def test_run_follows_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
     monkeypatch.setattr(triton, "run", lambda call, out: ran.append("triton"))
     monkeypatch.setattr(cuda_sm90_fp8, "run_cuda", lambda call, out: ran.append("cuda"))
-    for tokens in (1, 500):
+    monkeypatch.setattr(cuda_sm90, "run_kernel", lambda call, out, kernel: ran.append(KERNELS[kernel]))
+    for tokens in (1, 60, 500):
         cuda_sm90_fp8.run(call_of(tokens), torch.empty(0))
-    assert ran == ["triton", "cuda"]
+    assert ran == ["triton", "slim", "cuda"]
 
 
 def test_explain_says_it() -> None:
     most = triton_tokens(128, 8, 2048 * 768)
-    assert f"Triton's kernels up to {most} tokens" in moe.explain(PROBLEM).notes["cuda_sm90_fp8"]
+    exact = exact_tokens(PROBLEM, 2048 * 768)
+    text = (
+        f"Triton's kernels up to {most} tokens, then exact prefill kernels up to {exact}, then prefill kernels on fp8"
+    )
+    assert text in moe.explain(PROBLEM).notes["cuda_sm90_fp8"]
+    assert "exact" not in moe.explain(dataclasses.replace(PROBLEM, scheme="fp8")).notes["cuda_sm90_fp8"]
     unknown = dataclasses.replace(PROBLEM, top_k=None)
     assert "Triton's kernels for few tokens" in moe.explain(unknown).notes["cuda_sm90_fp8"]

@@ -1,6 +1,6 @@
 // The persistent kernels of both GEMMs for weights of 8 bits, beside 16-bit activations and beside e4m3 ones: each end
-// of GEMM1. Weights lie in the tiles of w4a8_layout.h, 64 rows by 128 values of K; a stage has one of each tile of rows,
-// and both steps of tokens.
+// of GEMM1. Weights lie in the tiles of w4a8_layout.h, 64 rows by 128 values of K; a stage has one of each tile of
+// rows, and both steps of tokens.
 //
 // A step of 128 in K starts from zero and is added to the sums in float32, times the scales of its rows and tokens.
 // Wide tiles of tokens are multiplied in halves of 72 for that, one after the other.

@@ -235,8 +235,8 @@ __device__ __forceinline__ float maximum_of_lanes(const float (&x)[8], int lane)
   return max_magnitude(high ? two[1] : two[0], other);
 }
 
-// Intermediates that become e4m3 codes with a scale for each 128 of a token: a thread block's, of both warpgroups, where
-// there are gates, else a warpgroup's.
+// Intermediates that become e4m3 codes with a scale for each 128 of a token: a thread block's, of both warpgroups,
+// where there are gates, else a warpgroup's.
 template <class C>
 struct GroupRounding {
   // Largest magnitudes, as bits: those of a piece of work at its place in the ring. They are cleared two pieces later,
@@ -291,7 +291,8 @@ __device__ __forceinline__ void find_maxima(uint32_t (&maxima)[C::kMaxWidth], co
 template <class C, bool gated>
 __device__ __forceinline__ void make_scales(const GemmArgs& args, GroupRounding<C>& rounding, const Work& work,
                                             const Staging& s) {
-  const int of_block = gated ? 0 : s.warpgroup, group = gated ? work.row_block : work.row_block * C::kConsumers + of_block;
+  const int of_block = gated ? 0 : s.warpgroup;
+  const int group = gated ? work.row_block : work.row_block * C::kConsumers + of_block;
   const bool stores = (!gated || s.warpgroup == 0) && group * 128 < args.inter_padded;
   const uint32_t (&maxima)[C::kMaxWidth] = rounding.maxima[s.work_slot][of_block];
   uint32_t (&cleared)[C::kMaxWidth] = rounding.maxima[(s.work_slot + 2) % kWorkSlots][s.warpgroup];

@@ -125,8 +125,9 @@ inline void check_rounding(const RoundedProblem& p, const Layer& layer) {
   if (p.format != Format::kFp8 || !rounds) return;
   STD_TORCH_CHECK(layer.quantize_intermediate && (layer.quantize_hidden || given), "moeq_C::", layer.op,
                   ": beside fp8 weights hidden states and intermediate must be quantized together, or not at all");
-  STD_TORCH_CHECK(!p.scales13.blocks || (!call.a1_gscale.has_value() && !call.a2_gscale.has_value()), "moeq_C::",
-                  layer.op, ": a1_gscale and a2_gscale must be absent beside weights with scales of blocks");
+  STD_TORCH_CHECK(!p.scales13.blocks || (!call.a1_gscale.has_value() && !call.a2_gscale.has_value()),
+                  "moeq_C::", layer.op,
+                  ": a1_gscale and a2_gscale must be absent beside weights with scales of blocks");
 }
 
 // Of hidden states that are values of codes; see RoundedProblem.

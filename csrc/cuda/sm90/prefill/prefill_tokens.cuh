@@ -14,8 +14,8 @@ inline int threads_for(int columns) {
 }
 
 // A thread has 16 values of K (8 pairs), its quad 64. Pair 2 * j + u of the quad's four threads makes piece 2 * j + u
-// of the row in the layout's order; of the eight pieces a thread gets the numbers threadIdx.x % 4 and that + 4. half_type:
-// as float16, which holds values of e4m3 codes.
+// of the row in the layout's order; of the eight pieces a thread gets the numbers threadIdx.x % 4 and that + 4.
+// half_type: as float16, which holds values of e4m3 codes.
 __device__ __forceinline__ void exchange(const float (&values)[16], uint4 (&pieces)[2], bool half_type = false) {
   const int c = threadIdx.x % 4;
 #pragma unroll
