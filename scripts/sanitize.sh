@@ -19,6 +19,6 @@ LD_PRELOAD=$preload ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=h
   tests/backends/cpu/test_cpu_schemes.py tests/backends/cpu/test_cpu_integers.py tests/backends/cpu/test_cpu_e2m1.py \
   tests/backends/cpu/test_cpu_tiles.py tests/backends/cpu/test_cpu_row_blocks.py \
   tests/host_experts/test_host_experts.py tests/ops/test_op_abuse.py tests/ops/test_plans.py \
-  tests/prepared/test_accepted_calls.py --deselect \
-  tests/prepared/test_accepted_calls.py::test_forks_and_the_end_of_a_process  # processes of their own, without runtimes
+  tests/prepared/test_accepted_calls*.py --deselect \
+  tests/prepared/test_accepted_calls_kept.py::test_forks_and_the_end_of_a_process  # processes without the runtimes
 echo "sanitize: clean"
