@@ -38,6 +38,7 @@ FORMATS = {
     "fp8-a16": ("fp8_block", "none"),
     "fp8row-a16": ("fp8", "none"),
     "fp8half-a16": ("fp8", "none"),
+    "mxfp8-a8": ("mxfp8", "mxfp8"),
     "mxfp8-a16": ("mxfp8", "none"),
     "bf16": ("none", "none"),
 }

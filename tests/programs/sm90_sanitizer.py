@@ -97,6 +97,11 @@ FORMATS: dict[str, tuple[Fields, ...]] = {
         {"activation": "relu2_no_mul", "hidden": 192, "inter": 96},
         {"activation": "gelu"},
     ),
+    "mxfp8-a8": (
+        {"act_format": "mxfp8", "hidden": 320, "inter": 192},
+        {"act_format": "mxfp8", "activation": "relu2_no_mul", "hidden": 192, "inter": 96},
+        {"act_format": "mxfp8", "activation": "gelu", "foreign": True, "experts": 9, "top_k": 3},
+    ),
 }
 KERNELS = (*tuned_kernels.KERNELS, "gathered")
 # Calls of "gathered", which is for layers without biases.

@@ -56,7 +56,7 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "mxfp4": ("none", "fp8", "mxfp8"),
     "fp8": ("none", "fp8"),
     "fp8_block": ("none", "fp8"),
-    "mxfp8": ("none",),
+    "mxfp8": ("none", "mxfp8"),
 }
 # Their weights are rounded to bfloat16, which is more than docs/numerics.md allows a strict backend.
 ROUNDED_FORMATS: dict[str, tuple[str, ...]] = {"mxint4": ("none",), "int4": ("none", "fp8")}

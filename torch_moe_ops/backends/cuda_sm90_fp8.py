@@ -58,17 +58,20 @@ def by_triton(call: ExpertsCall) -> bool:
 def by_exact(call: ExpertsCall) -> bool:
     """Whether the exact kernels run a call that Triton's do not: where they are the faster ones for as many tokens."""
     slots = call.topk_ids.numel() / call.all_experts()
-    if call.scheme != "fp8_block" or not FEW_SLOTS_SMALL < slots <= EXACT_SLOTS or call.w2.stride(0) > SMALL_BYTES:
-        return False
-    return call.hidden_states.shape[1] % Sm90.BYTE_HIDDEN_MULTIPLE == 0
+    some = _some_are_exact(call.scheme, call.w2.stride(0), call.hidden_states.shape[1])
+    return some and FEW_SLOTS_SMALL < slots <= EXACT_SLOTS
 
 
 def exact_tokens(problem: Problem, bytes2: int) -> int:
     """Up to so many tokens are for the exact kernels, or 0 for none. bytes2: of an expert's w2 in tiles."""
-    takes = problem.scheme == "fp8_block" and bytes2 <= SMALL_BYTES and problem.top_k is not None
-    if not takes or problem.hidden_size % Sm90.BYTE_HIDDEN_MULTIPLE:
+    if problem.top_k is None or not _some_are_exact(problem.scheme, bytes2, problem.hidden_size):
         return 0
-    return int(EXACT_SLOTS * problem.num_experts) // (problem.top_k or 1)
+    return int(EXACT_SLOTS * problem.num_experts) // problem.top_k
+
+
+def _some_are_exact(scheme: str, bytes2: int, hidden_size: int) -> bool:
+    """Whether any number of tokens of a layer is for the exact kernels."""
+    return scheme == "fp8_block" and bytes2 <= SMALL_BYTES and hidden_size % Sm90.BYTE_HIDDEN_MULTIPLE == 0
 
 
 def triton_tokens(num_experts: int, top_k: int, bytes2: int) -> int:

@@ -1,4 +1,4 @@
-"""Weights of 8 bits beside 16-bit and e4m3 activations on `cuda_sm90`, against the oracle.
+"""Weights of 8 bits beside 16-bit, e4m3 and mxfp8 activations on `cuda_sm90`, against the oracle.
 
 On a GPU of compute capability 9.0."""
 
@@ -20,7 +20,7 @@ from torch_moe_ops.tuning.tuned_kernels import DECODE_MAX_SLOTS
 REASON = why_not_here()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(REASON), reason=REASON or "it is there")]
 
-SCHEMES = ("fp8", "fp8_block", "mxfp8", "fp8-a8", "fp8_block-a8")  # -a8: beside e4m3 activations
+SCHEMES = ("fp8", "fp8_block", "mxfp8", "fp8-a8", "fp8_block-a8", "mxfp8-a8")  # -a8: beside fp8, or mxfp8
 schemes = pytest.mark.parametrize("scheme", SCHEMES)
 of_codes = pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme.endswith("-a8")])
 KERNELS = ("decode", "slim", "narrow", "wide")
@@ -32,8 +32,9 @@ BOUND = 2e-4
 
 def case(scheme: str, **fields: Any) -> ExpertsCall:
     usual: dict[str, Any] = {"hidden": 128, "inter": 64, "out_dtype": torch.float32}
-    act_format = "fp8" if scheme.endswith("-a8") else "none"
-    return make_call(scheme.removesuffix("-a8"), act_format, **usual | fields)
+    name = scheme.removesuffix("-a8")
+    act_format = "none" if name == scheme else "mxfp8" if name == "mxfp8" else "fp8"
+    return make_call(name, act_format, **usual | fields)
 
 
 def limit(call: ExpertsCall) -> float:
@@ -70,7 +71,7 @@ def test_shapes(scheme: str, shape: tuple[int, ...]) -> None:
 @schemes
 def test_few_tokens(scheme: str, tokens: int) -> None:
     check("decode", case(scheme, experts=32, top_k=4, hidden=1024, inter=384, tokens=tokens))
-    check("decode", case(scheme, experts=8, top_k=2, hidden=272 if scheme != "mxfp8" else 288, tokens=tokens))
+    check("decode", case(scheme, experts=8, top_k=2, hidden=288 if scheme.startswith("mxfp8") else 272, tokens=tokens))
 
 
 @kernels
@@ -128,7 +129,7 @@ def test_scales_that_differ_widely(scheme: str, kernel: str) -> None:
         for scale in (call.w13_scale, call.w2_scale):
             assert scale is not None
             powers = torch.randint(-6, 7, scale.shape, generator=torch.Generator().manual_seed(1)).to(scale.device)
-            if scheme == "mxfp8":
+            if scheme.startswith("mxfp8"):
                 scale.copy_((scale.int() + powers).clamp(min=0).to(scale))
             else:
                 scale.mul_(2.0**powers)

@@ -48,6 +48,7 @@ KINDS = {
         f"{scheme}-a16": Kind(scheme, "cuda_sm90", tiles=cuda_sm90.prepare, act_format="none")
         for scheme in ("fp8", "fp8_block", "mxfp8")
     },
+    "mxfp8": Kind("mxfp8", "cuda_sm90", tiles=cuda_sm90.prepare, act_format="mxfp8"),
 }
 kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 

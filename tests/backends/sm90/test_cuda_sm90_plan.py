@@ -29,9 +29,10 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # sms, shared memory, tokens, top_k, experts, hidden, inter, gated, dynamic scales, format: after those of
 # 4 and 8 bits few::Codes; whether rows may be gathered
 Layer = ctypes.c_int * 11
-FP8_ROWS, FP8_GROUPS, BESIDE_FP8, BESIDE_MXFP8, PACKED, MXFP8 = range(len(SM90_FORMATS), len(SM90_FORMATS) + 6)
+OF_CODES = range(len(SM90_FORMATS), len(SM90_FORMATS) + 7)
+FP8_ROWS, FP8_GROUPS, BESIDE_FP8, BESIDE_MXFP8, PACKED, MXFP8, BOTH_MXFP8 = OF_CODES
 OF_4_BITS = range(len(SM90_FORMATS) - 2)
-FORMATS = ",".join(map(str, (*OF_4_BITS, FP8_ROWS, FP8_GROUPS, BESIDE_FP8, BESIDE_MXFP8, PACKED, MXFP8)))
+FORMATS = ",".join(map(str, (*OF_4_BITS, *OF_CODES)))
 
 
 def parts(library: Path, layer: tuple[int, int, int, int], tokens: int, dynamic: bool = False, weights: int = 0) -> int:
@@ -112,7 +113,9 @@ def test_tokens_of_the_rules_are_gathered(library: Path) -> None:
             assert gathers(library, (top_k, local, hidden, inter), tokens), (top_k, local, hidden, inter, tokens)
 
 
-@pytest.mark.parametrize("weights", (FP8_ROWS, FP8_GROUPS, MXFP8), ids=("rows", "blocks", "mxfp8"))
+@pytest.mark.parametrize(
+    "weights", (FP8_ROWS, FP8_GROUPS, MXFP8, BOTH_MXFP8), ids=("rows", "blocks", "mxfp8", "mxfp8-a8")
+)
 @pytest.mark.parametrize(
     ("layer", "most"),
     [(QWEN3, 8), (GPT_OSS, 4), (DEEPSEEK, 4), (MIXTRAL, 4)],

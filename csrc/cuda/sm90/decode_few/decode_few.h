@@ -92,11 +92,13 @@ struct Args {
 };
 
 // What weights are: those of layout.h, e4m3 with scales of rows, or of 128 x 128 and of 128 values of a token; those of
-// layout.h beside activations that are rounded to e4m3; NVFP4 of policy `packed`; MXFP8.
-enum class Codes : int { kFourBits, kFp8Rows, kFp8Groups, kBesideFp8, kBesideMxfp8, kPacked, kMxfp8 };
+// layout.h beside activations that are rounded to e4m3; NVFP4 of policy `packed`; MXFP8, beside 16 bits and mxfp8.
+enum class Codes : int { kFourBits, kFp8Rows, kFp8Groups, kBesideFp8, kBesideMxfp8, kPacked, kMxfp8, kBothMxfp8 };
 
 constexpr bool are_fp8(Codes codes) { return codes == Codes::kFp8Rows || codes == Codes::kFp8Groups; }
-constexpr bool are_of_w4a8(Codes codes) { return are_fp8(codes) || codes == Codes::kPacked || codes == Codes::kMxfp8; }
+constexpr bool are_mxfp8(Codes codes) { return codes == Codes::kMxfp8 || codes == Codes::kBothMxfp8; }
+constexpr bool are_of_w4a8(Codes codes) { return are_fp8(codes) || are_mxfp8(codes) || codes == Codes::kPacked; }
+constexpr bool are_beside_mxfp8(Codes codes) { return codes == Codes::kBesideMxfp8 || codes == Codes::kBothMxfp8; }
 
 struct Plan {
   Args args;
@@ -150,7 +152,7 @@ cudaError_t run_gathered(Plan& plan);
 // kernels, so that memory is taken when the first of them is.
 cudaError_t find_gathered_exchange(Args& args);
 
-// Of INT4 weights, beside 16-bit activations and e4m3 ones, and of MXFP8 weights beside 16-bit activations.
+// Of INT4 weights, beside 16-bit activations and e4m3 ones, and of MXFP8 weights, beside 16-bit ones and mxfp8.
 const void* int4_kernel_of(Format format, Kind kind);
 const void* int4_e4m3_kernel_of(Format format, Kind kind);
 cudaError_t run_mxfp8(Plan& plan);

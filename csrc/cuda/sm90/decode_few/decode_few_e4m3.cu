@@ -1,5 +1,5 @@
-// The kernels of a decode of very few tokens with 4-bit weights beside e4m3 activations, and what the host says to
-// them.
+// The kernels of a decode of very few tokens with weights of at most 8 bits beside e4m3 activations, and what the host
+// says to them.
 #include "decode_few.h"
 #include "decode_few_kernel.cuh"
 
@@ -9,12 +9,15 @@ static Codes codes_of(const RoundedProblem& p) {
   if (p.format == Format::kFp8) {
     return p.scales13.blocks ? Codes::kFp8Groups : Codes::kFp8Rows;
   }
+  if (p.format == Format::kMxfp8) {
+    return Codes::kBothMxfp8;
+  }
   return p.act_format == ActFormat::kMxfp8 ? Codes::kBesideMxfp8 : Codes::kBesideFp8;
 }
 
 cudaError_t make_e4m3_plan(const RoundedProblem& p, Plan& plan, bool& fits) {
-  // Tokens whose scale depends on the expert, or that are codes already, are for the prefill kernels, as is MXFP8.
-  fits = p.format != Format::kMxfp8 && p.a1 != ActScale::kNone && p.a1 != ActScale::kExpert && p.a2 != ActScale::kNone;
+  // Tokens whose scale depends on the expert, or that are codes already, are for the prefill kernels.
+  fits = p.a1 != ActScale::kNone && p.a1 != ActScale::kExpert && p.a2 != ActScale::kNone;
   if (!fits) {
     return cudaSuccess;
   }
@@ -42,6 +45,9 @@ static const void* e4m3_kernel_of(Format format, Kind kind) {
 cudaError_t run_e4m3(Plan& plan) {
   if (are_fp8(plan.codes)) {
     return run_fp8(plan);
+  }
+  if (are_mxfp8(plan.codes)) {
+    return run_mxfp8(plan);
   }
   static KnownDevices known[kFormats][kKinds];
   const Format format = plan.args.p.format;

@@ -36,8 +36,11 @@ cudaError_t run_fp8(Plan& plan) {
 
 // The kernels of a decode of very few tokens for MXFP8 weights.
 cudaError_t run_mxfp8(Plan& plan) {
-  static KnownDevices known[kKinds];
-  return launch(plan, kernel_of<Mxfp8Format>(plan.kind), known[static_cast<int>(plan.kind)]);
+  static KnownDevices known[2][kKinds];
+  const Kind kind = plan.kind;
+  const bool rounds = plan.codes == Codes::kBothMxfp8;
+  const void* kernel = rounds ? kernel_of<BesideE4m3<Mxfp8Format>>(kind) : kernel_of<Mxfp8Format>(kind);
+  return launch(plan, kernel, known[rounds][static_cast<int>(kind)]);
 }
 
 }  // namespace moeq::sm90::few

@@ -290,6 +290,7 @@ __device__ __forceinline__ void run_gemm(const Args& args, Fixed& fixed, uint8_t
       continue;
     }
     multiplier.template begin_unit<kKind>(args, fixed, work, gemm);
+    multiplier.expect_tile(begin);  // before what else is waited for
     if (gemm == 1) {
       await_operand(args, fixed, place);
     } else if constexpr (kGathers<Fixed>) {

@@ -13,9 +13,9 @@ struct Tiles {
 };
 
 constexpr Tiles tiles_of(Codes codes) {
-  return are_fp8(codes)           ? Tiles{2, kFp8TileBytes, 8, 4}
-         : codes == Codes::kMxfp8 ? Tiles{2, kMxfp8TileBytes, 8, 4}
-                                  : Tiles{are_of_w4a8(codes) ? 2 : 1, kTileBytes, 16, 8};
+  return are_fp8(codes)     ? Tiles{2, kFp8TileBytes, 8, 4}
+         : are_mxfp8(codes) ? Tiles{2, kMxfp8TileBytes, 8, 4}
+                            : Tiles{are_of_w4a8(codes) ? 2 : 1, kTileBytes, 16, 8};
 }
 
 // Of a stage; of formats of layout.h, those of the scales count.
@@ -61,7 +61,7 @@ int longest_part(Codes codes, const Args& args) {
 }
 
 float accumulator_scale(Codes codes, Format format) {
-  if (codes == Codes::kMxfp8) {
+  if (are_mxfp8(codes)) {
     return kMxfp8AccumulatorScale;
   }
   if (are_of_w4a8(codes)) {
@@ -111,11 +111,13 @@ bool fits_kernel(Codes codes, const Problem& p, bool gathers) {
   return few && !p.weight_on_input && p.a1 != ActScale::kExpert;
 }
 
+// Whether who multiplies the intermediate rounds it to e4m3.
+constexpr bool rounds_hidden(Codes codes) { return codes != Codes::kFourBits && codes != Codes::kMxfp8; }
+
 // Bytes of an operand's row: values, then scales of e4m3 ones, of which a few fit into the odd 16 bytes that spread
 // eight tokens' reads over all banks.
 constexpr int operand_stride(Codes codes, int k_tiles) {
-  const bool none = codes == Codes::kFourBits || codes == Codes::kMxfp8;
-  const int scales = none ? 0 : codes == Codes::kFp8Groups ? ceil_div(k_tiles, 2) : 1;
+  const int scales = !rounds_hidden(codes) ? 0 : codes == Codes::kFp8Groups ? ceil_div(k_tiles, 2) : 1;
   const int more = scales * static_cast<int>(sizeof(float)) - 16;
   return k_tiles * kTileK * 2 + ceil_div(more > 0 ? more : 0, 128) * 128 + 16;
 }
@@ -192,19 +194,17 @@ void deal_units(Codes codes, Args& args, int grid, bool shares) {
   }
 }
 
-// Whether who multiplies the intermediate rounds it to e4m3.
-bool rounds_hidden(Codes codes) { return codes != Codes::kFourBits && codes != Codes::kMxfp8; }
-
 // Into how many parts each GEMM's K is cut for each number of entries; false if the exchange has no room. Of GEMM1 only
 // units that blocks share are cut: whole sums can be activated and rounded where they are.
 bool choose_parts(Plan& plan) {
   Args& args = plan.args;
   const bool of_rows = args.fp8.rounding[1] == ActScale::kToken;
-  const bool sees_rows = of_rows && (plan.codes == Codes::kFp8Rows || plan.codes == Codes::kPacked);
+  const bool sees_rows = of_rows && plan.codes == Codes::kPacked;
   const bool whole_rows = args.p.a2 == ActScale::kToken || sees_rows;
   const bool gathers = plan.kind == Kind::kGathered;
   // Largest magnitudes of rows of which blocks see a part, two in the place of a pair. Of gathered ones they see all.
-  const bool sends_maxima = of_rows && plan.codes == Codes::kBesideFp8 && !gathers;
+  const bool cuts_rows = plan.codes == Codes::kBesideFp8 || plan.codes == Codes::kFp8Rows;
+  const bool sends_maxima = of_rows && cuts_rows && !gathers;
   const int64_t maxima = sends_maxima ? ceil_div(args.slots * args.row_tiles[0], 2) : 0;
   const int grid = plan.grid;
   const int64_t exchange_pairs = pairs_for(plan.kind) - maxima;
@@ -323,7 +323,7 @@ static cudaError_t make_plan_of(const Problem& p, Codes codes, const Fp8& fp8, b
   Args& args = plan.args;
   args.p = p;
   args.fp8 = fp8;
-  args.mx = codes == Codes::kBesideMxfp8;
+  args.mx = are_beside_mxfp8(codes);
   plan.codes = codes;
   args.exchange = p.partition.whole_device ? nullptr : static_cast<uint4*>(p.workspace);
   args.epochs = nullptr;

@@ -31,11 +31,14 @@ struct Mxfp8Format {
   static constexpr int kTileScaleBytes = tile_scale_bytes(Format::kMxfp8);   // of 64 values of K
 };
 
-// A format of formats.cuh whose tokens and intermediate are rounded to e4m3.
+// A format of formats.cuh, or MXFP8, whose tokens and intermediate are rounded to e4m3.
 template <class Weights_>
 struct BesideE4m3 : Weights_ {
   using Weights = Weights_;
 };
+
+template <class Format>
+constexpr bool kIsMxfp8 = std::is_base_of_v<Mxfp8Format, Format>;
 
 template <class Format>
 constexpr bool kIsFp8 = false;
@@ -59,6 +62,8 @@ template <class Format>
 constexpr bool kCutsRows = false;
 template <class Weights>
 constexpr bool kCutsRows<BesideE4m3<Weights>> = true;
+template <>
+constexpr bool kCutsRows<Fp8Format<false>> = true;
 
 // Whether values of e4m3 codes are float16, which one instruction makes of two codes, not bfloat16.
 template <class Format>
@@ -66,20 +71,18 @@ constexpr bool kInHalf = kIsPacked<Format>;
 
 // Whether weights lie as w4a8_layout.h says, and what lies behind a row tile's scales.
 template <class Format>
-constexpr bool kIsOfW4a8 = kIsFp8<Format> || kIsPacked<Format> || std::is_same_v<Format, Mxfp8Format>;
+constexpr bool kIsOfW4a8 = kIsFp8<Format> || kIsPacked<Format> || kIsMxfp8<Format>;
 template <class Format>
 constexpr int kBytesBehindRow = kIsPacked<Format> ? kTileRows : 0;
 
 // Of 64 rows by 64 values of K: codes, and what a stage has for them.
 template <class Format>
-constexpr int kCodeBytes = kIsFp8<Format> ? kFp8TileBytes : kTileCodeBytes;
-template <>
-constexpr int kCodeBytes<Mxfp8Format> = kFp8TileBytes;
+constexpr int kCodeBytes = kIsFp8<Format> || kIsMxfp8<Format> ? kFp8TileBytes : kTileCodeBytes;
 template <class Format>
 constexpr int stage_tile_bytes() {
   if constexpr (kIsFp8<Format>) {
     return kFp8TileBytes;
-  } else if constexpr (std::is_same_v<Format, Mxfp8Format>) {
+  } else if constexpr (kIsMxfp8<Format>) {
     return kMxfp8TileBytes;
   } else {
     return tile_bytes_of(Format::kTileScaleBytes);

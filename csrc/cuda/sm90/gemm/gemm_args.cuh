@@ -11,6 +11,17 @@
 
 namespace moeq::sm90 {
 
+// Weights of 8 bits, in the tiles of w4a8_layout.h: one format as far as these kernels are concerned.
+struct ByteFormat {
+  static constexpr int kTileScaleBytes = 0;
+  static constexpr float kAccumulatorScale = 1.0f;
+};
+
+// e4m3 weights beside activations that are e4m3 codes: both become float16, which holds the values of codes.
+struct W8a8Format : ByteFormat {};
+template <class Format>
+inline constexpr bool kIsW8a8 = std::is_same_v<Format, W8a8Format>;
+
 constexpr int kWeightSteps = 2;  // steps of 64 in K in a stage of weights
 
 // Many tokens an expert: two warpgroups with all the registers, 128 rows and up to 160 tokens each. Each decodes while
@@ -79,8 +90,9 @@ struct Sizes {
   static constexpr int kGatedColumns = Config::kWarpgroupTiles * kTileRows / 2;  // of a warpgroup
   // Activations are quantized to NVFP4 only beside NVFP4 weights.
   static constexpr bool kQuantizes = std::is_same_v<typename Config::Format, Nvfp4Format>;
-  // And to mxfp8 beside MXFP4 ones.
-  static constexpr bool kQuantizesMx = std::is_same_v<typename Config::Format, Mxfp4Format>;
+  // And to mxfp8 beside MXFP4 and MXFP8 ones.
+  static constexpr bool kQuantizesMx =
+      std::is_same_v<typename Config::Format, Mxfp4Format> || std::is_same_v<typename Config::Format, ByteFormat>;
   static constexpr bool kHasBlocks = kQuantizes || kQuantizesMx;
 };
 
@@ -159,17 +171,6 @@ using GemmVariant = Variant<GemmArgs>;
 struct GemmVariants {
   GemmVariant of_shape[kShapes];
 };
-
-// Weights of 8 bits, in the tiles of w4a8_layout.h: one format as far as these kernels are concerned.
-struct ByteFormat {
-  static constexpr int kTileScaleBytes = 0;
-  static constexpr float kAccumulatorScale = 1.0f;
-};
-
-// e4m3 weights beside activations that are e4m3 codes: both become float16, which holds the values of codes.
-struct W8a8Format : ByteFormat {};
-template <class Format>
-inline constexpr bool kIsW8a8 = std::is_same_v<Format, W8a8Format>;
 
 // The kernels of both GEMMs, of a format (gemm_fp4.cu and others).
 template <class Format, Finish finish>

@@ -24,7 +24,6 @@ template <class F, int width>
 struct ByteConfig {
   static_assert(width == kByteSlim || width == kByteNarrow || width == kByteWide);
   using Format = F;
-  static constexpr Factors kFactors = kIsW8a8<F> ? Factors::kFloat16 : Factors::kBfloat16;
   static constexpr bool kOverlaps = width != kByteSlim;  // a half is decoded while the one before is multiplied
   static constexpr int kMaxWidth = width;
   static constexpr int kPartWidth = width == kByteWide ? width / 2 : width;  // tokens that are multiplied at a time
@@ -59,6 +58,7 @@ struct GemmOperands<ByteConfig<F, width>> {
   uint8_t codes[C::kWeightStages][Sizes<C>::kBlockTiles][w4a8::kFp8Bytes];
   uint8_t staging[C::kConsumers][C::kMaxWidth * 128];
   BesideOperands<C> beside;
+  IntermediateBlocks<C> blocks;
 };
 
 template <int width>
@@ -164,7 +164,7 @@ __device__ __forceinline__ void decode_half(uint32_t (&fragments)[4][4], const C
   const uint32_t from = at.codes_of(m) ^ half * 64;
   const uint4 low = load_matrices(from), high = load_matrices(from + 1024);
   const uint32_t low_words[4] = {low.x, low.y, low.z, low.w}, high_words[4] = {high.x, high.y, high.z, high.w};
-  constexpr bool kHalf = C::kFactors == Factors::kFloat16;
+  constexpr bool kHalf = kFactorsOf<C> == Factors::kFloat16;
   Raises raise;
   if constexpr (!kHalf) raise = at.raises(m, half);
 #pragma unroll
@@ -252,7 +252,7 @@ struct ByteMultiplication {
       decode_half(fragments[0], at, m, 0);
       decode_half(fragments[1], at, m, 1);
       if (m == C::kWarpgroupTiles - 1) leave_weights();
-      start_two_steps<C::kPartWidth, C::kFactors>(part, fragments, tokens, width / 8 - 1);
+      start_two_steps<C::kPartWidth, kFactorsOf<C>>(part, fragments, tokens, width / 8 - 1);
       wait_for_sums<C::kPartWidth>(part);
       keep(fragments[0]);
       keep(fragments[1]);
@@ -280,10 +280,10 @@ struct ByteMultiplication {
 #pragma unroll
     for (int m = 0; m < C::kWarpgroupTiles; m++) {
       const float2 factor = at.factors(m, step);
-      start_step<kPart, C::kFactors>(part, fragments[0], tokens, first);
+      start_step<kPart, kFactorsOf<C>>(part, fragments[0], tokens, first);
       decode_half(fragments[1], at, m, 1);
       if (m == 0) others = wait_for_second_half(tokens);
-      multiply_step<kPart, C::kFactors>(part, fragments[1], others, first);
+      multiply_step<kPart, kFactorsOf<C>>(part, fragments[1], others, first);
       if (m == kLast) {
         leave_weights();
         if (!last) wait_for_weights();
@@ -291,8 +291,8 @@ struct ByteMultiplication {
       if (has_more) {
         wait_for_sums<kPart>(part);
         add_scaled<C>(sums[m], part, 0, factor, scales);
-        start_step<kPart, C::kFactors>(part, fragments[0], tokens + kPartRows, second);
-        multiply_step<kPart, C::kFactors>(part, fragments[1], others + kPartRows, second);
+        start_step<kPart, kFactorsOf<C>>(part, fragments[0], tokens + kPartRows, second);
+        multiply_step<kPart, kFactorsOf<C>>(part, fragments[1], others + kPartRows, second);
       }
       wgmma_wait<1>();
       keep(fragments[0]);

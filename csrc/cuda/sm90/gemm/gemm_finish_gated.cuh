@@ -87,18 +87,21 @@ __device__ __forceinline__ void apply_activation(const GemmArgs& args, const Wor
 template <class C>
 __device__ __forceinline__ void stage_maxima(GemmShared<C>& shared, const Work& work, const Accumulators<C>& acc,
                                              const Staging& s) {
+  constexpr int kGroups = C::kMaxWidth / 8, kAtOnce = 4;  // of 8 tokens
 #pragma unroll
   for (int m = 0; m < C::kWarpgroupTiles; m++) {
 #pragma unroll
-    for (int first = 0; first < C::kMaxWidth / 8; first += 4) {
+    for (int first = 0; first < kGroups; first += kAtOnce) {
       if (first * 8 >= work.width) break;
       float x[8];
 #pragma unroll
-      for (int i = 0; i < 8; i++) x[i] = acc[m][(first + i / 2) * 4 + i % 2];
-      const int which = s.lane / 4;
-      const int token = (first + which / 2) * 8 + s.lane % 4 * 2 + which % 2;
-      float2& block = shared.blocks[s.warpgroup][m][token][s.warp / 2];
-      (s.warp % 2 == 0 ? block.x : block.y) = maximum_of_lanes(x, s.lane);
+      for (int i = 0; i < 8; i++) x[i] = first + i / 2 < kGroups ? acc[m][(first + i / 2) * 4 + i % 2] : 0.0f;
+      const int which = s.lane / 4, group = first + which / 2;
+      const float largest = maximum_of_lanes(x, s.lane);
+      if (first + kAtOnce <= kGroups || group < kGroups) {
+        float2& block = shared.blocks[s.warpgroup][m][group * 8 + s.lane % 4 * 2 + which % 2][s.warp / 2];
+        (s.warp % 2 == 0 ? block.x : block.y) = largest;
+      }
     }
   }
 }

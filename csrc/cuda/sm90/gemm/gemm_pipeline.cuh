@@ -10,6 +10,12 @@ namespace moeq::sm90 {
 constexpr int kWorkSlots = 4;
 constexpr int kRowsAPass = 128 / 8;  // eight threads copy the 128 bytes of a row
 
+// Of 16 intermediates: maxima, then what they are rounded with; next to nothing where the format rounds none.
+template <class C>
+using IntermediateBlocks =
+    float2[Sizes<C>::kHasBlocks ? C::kConsumers : 1][Sizes<C>::kHasBlocks ? C::kWarpgroupTiles : 1]
+          [Sizes<C>::kHasBlocks ? C::kMaxWidth : 1][2];
+
 // What is multiplied, and what of a tile is on its way to memory.
 template <class C>
 struct GemmOperands {
@@ -17,9 +23,7 @@ struct GemmOperands {
   uint8_t staging[C::kConsumers][C::kMaxWidth * 128];  // 64 results of each token
   uint8_t codes[C::kWeightStages][Sizes<C>::kBlockTiles][Sizes<C>::kStageCodes];
   uint8_t scales[C::kWeightStages][Sizes<C>::kBlockTiles][Sizes<C>::kStageScales];
-  // Of 16 intermediates: maxima, then BlockFactors; next to nothing where the format rounds none.
-  float2 blocks[Sizes<C>::kHasBlocks ? C::kConsumers : 1][Sizes<C>::kHasBlocks ? C::kWarpgroupTiles : 1]
-               [Sizes<C>::kHasBlocks ? C::kMaxWidth : 1][2];
+  IntermediateBlocks<C> blocks;
 };
 
 template <class C>

@@ -115,11 +115,12 @@ inline void check_rounding(const RoundedProblem& p, const Layer& layer) {
   const bool rounds = layer.quantize_hidden || layer.quantize_intermediate || given;
   const bool known = p.format == Format::kNvfp4   ? p.act_format != ActFormat::kMxfp8
                      : p.format == Format::kMxfp4 ? p.act_format != ActFormat::kNvfp4
-                                                  : p.format != Format::kMxfp8 && p.act_format == ActFormat::kFp8;
+                     : p.format == Format::kMxfp8 ? p.act_format == ActFormat::kMxfp8
+                                                  : p.act_format == ActFormat::kFp8;
   STD_TORCH_CHECK(!rounds || known, "moeq_C::", layer.op,
                   ": quantize_hidden and quantize_intermediate must be False, and hidden_states_scale absent, unless "
-                  "act_format is nvfp4 or fp8 beside nvfp4 weights, fp8 or mxfp8 beside mxfp4 weights, or fp8 beside "
-                  "int4 and fp8 ones");
+                  "act_format is nvfp4 or fp8 beside nvfp4 weights, fp8 or mxfp8 beside mxfp4 weights, mxfp8 beside "
+                  "mxfp8 ones, or fp8 beside int4 and fp8 ones");
   STD_TORCH_CHECK(!given || layer.quantize_intermediate, "moeq_C::", layer.op,
                   ": quantize_intermediate must be True where hidden_states_scale is given, got False");
   if (p.format != Format::kFp8 || !rounds) return;

@@ -8,7 +8,6 @@ namespace {
 
 struct Plan {
   Shape shape;
-  bool w8a8;
   OperandArgs operand;
   RequantizeArgs requantize;
   GemmArgs gemm;
@@ -81,7 +80,7 @@ void place_factors(const RoundedProblem& p, Arena& arena, Plan& plan) {
 
 // Whether GEMM1 rounds the intermediate to mxfp8: where there are gates, a block is a warpgroup's.
 bool rounds_to_mx(const RoundedProblem& p) {
-  return p.act_format == ActFormat::kMxfp8 && p.a2 != ActScale::kNone && p.gated && p.format == Format::kMxfp4;
+  return p.act_format == ActFormat::kMxfp8 && p.a2 != ActScale::kNone && p.gated;
 }
 
 // Whether a launch between the GEMMs rounds the intermediate, which they have in float32 then.
@@ -94,18 +93,17 @@ bool is_apart(const RoundedProblem& p) {
 Plan make_plan(const RoundedProblem& p, Shape shape) {
   Plan plan{};
   plan.shape = shape;
-  plan.w8a8 = is_w8a8(p);
   Arena arena(p.workspace);
   const int slots = p.tokens * p.top_k;
   const Schedule schedule = take_sorted_schedule(arena, slots, p.experts);
-  const GemmVariant variant = variant_for(p, plan.w8a8, shape);
+  const GemmVariant variant = variant_for(p, is_w8a8(p), shape);
   GemmArgs& gemm = plan.gemm;
   gemm = gemms_of(without_e4m3(p), schedule, variant.block_tiles);
   const int rows = gemm.rows;
   OperandArgs& operand = plan.operand;
   operand = {p,    schedule,           nullptr,           nullptr,      nullptr,
              rows, gemm.hidden_padded, variant.max_width, p.act_format, p.remote};
-  operand.half = plan.w8a8;
+  operand.half = is_w8a8(p);
   operand.operand = arena.take<__nv_bfloat16>(int64_t{rows} * gemm.hidden_padded);
   place_factors(p, arena, plan);
   gemm.operand = operand.operand;
@@ -118,7 +116,7 @@ Plan make_plan(const RoundedProblem& p, Shape shape) {
   }
   gemm.h = arena.take<__nv_bfloat16>(int64_t{rows} * gemm.inter_padded);
   gemm.y = arena.take<uint8_t>(int64_t{slots} * p.hidden * result_bytes(p));
-  plan.requantize = {p, schedule, gemm.h_wide, gemm.h, h_factor, rows, gemm.inter_padded, p.act_format, plan.w8a8};
+  plan.requantize = {p, schedule, gemm.h_wide, gemm.h, h_factor, rows, gemm.inter_padded, p.act_format, operand.half};
   plan.combine = {p, gemm.y, gemm.y_wide, schedule.overdue, p.remote};
   plan.bytes = arena.used();
   return plan;
@@ -127,8 +125,9 @@ Plan make_plan(const RoundedProblem& p, Shape shape) {
 cudaError_t launch_gemms(const Plan& plan, const GemmArgs& args) {
   static KnownDevices known[kFormats + 1][kFinishes][kShapes];
   const Problem& p = args.problem;
-  const int format = plan.w8a8 ? kFormats : static_cast<int>(p.format), shape = static_cast<int>(plan.shape);
-  return launch_variant(variant_for(p, plan.w8a8, plan.shape), args, p,
+  const bool half = plan.operand.half;
+  const int format = half ? kFormats : static_cast<int>(p.format), shape = static_cast<int>(plan.shape);
+  return launch_variant(variant_for(p, half, plan.shape), args, p,
                         known[format][static_cast<int>(finish_of(p))][shape]);
 }
 
