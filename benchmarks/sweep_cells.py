@@ -12,7 +12,7 @@ from moe_peers import common
 MODELS = ("qwen3_30b", "dsv3", "gptoss120b", "mixtral", "kimi_k2", "glm46")
 FORMATS = (
     *("fp8", "int4g32", "nvfp4", "mxfp4", "int4", "mxint4", "fp8row", "nvfp4-a8", "mxfp4-a8", "bf16", "int4zp"),
-    *("fp8-a16", "int4f16", "int4zpf16", "fp8half", "nvfp4-a4", "fp8row-a16", "mxfp8-a16", "mxfp8-a8"),
+    *("fp8-a16", "int4f16", "int4zpf16", "fp8half", "nvfp4-a4", "fp8row-a16", "mxfp8-a16", "mxfp8-a8", "mxfp4-a8row"),
     *("int4-a8", "int4g32-a8", "int4zp-a8", "int4f16-a8", "int4zpf16-a8"),
 )
 WANTED_MODELS, WANTED_FORMATS = MODELS[:3], FORMATS[:5]

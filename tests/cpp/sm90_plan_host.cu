@@ -100,7 +100,7 @@ bool holds(const few::Plan& plan) {
   for (int entries = 1; entries <= args.slots; ++entries) {
     for (int gemm = 0; gemm < 2; ++gemm) {
       const int bits = bits_of(plan, gemm, entries), tiles = args.part_tiles[gemm][bits];
-      right = right && tiles << bits >= args.k_tiles[gemm];
+      right = right && tiles << bits >= args.k_tiles[gemm] && ((1 << bits) - 1) * tiles < args.k_tiles[gemm];
       right = right && args.part_stage_tiles[gemm][bits] <= args.stage_tiles;
       // Two tiles of 64 values of K lie together, and have a scale.
       right = right && (!in_pairs || (tiles % 2 == 0 && args.part_stage_tiles[gemm][bits] % 2 == 0));

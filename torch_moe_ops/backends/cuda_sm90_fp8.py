@@ -1,10 +1,10 @@
 """The `cuda_sm90_fp8` backend: e4m3 weights on fp8 activations, on Hopper's tensor cores.
 
 Schemes fp8 (a scale for each row, half of the rows, or matrix) and fp8_block (128 x 128, with activations in groups of
-128): few tokens by the Triton kernels of `triton_fp8`, which read the same tiles, and where Triton is missing or does
-not take the layer very few by the decode kernel, which multiplies the codes as bfloat16; many by the kernels of the
-`cuda_sm90_folded` backend. Between the two, blocks of small experts take the exact kernels of `cuda_sm90`, which read
-the same tiles, too. docs/hopper.md says how exact the tensor cores' sums are.
+128): few tokens by the Triton kernels of `triton_fp8`, which read the same tiles, very few by the decode kernel where
+it is the faster one, or Triton is missing or does not take the layer; it multiplies the codes exactly. Many by the
+kernels of the `cuda_sm90_folded` backend. Between the two, blocks of small experts take the exact kernels of
+`cuda_sm90`, which read the same tiles, too. docs/hopper.md says how exact the tensor cores' sums are.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch_moe_ops.backends.sm90 import w4a8_layout as tiled
 from torch_moe_ops.backends.sm90.byte_formats import prepare, restore, specs
 from torch_moe_ops.backends.sm90.common import NEEDS
 from torch_moe_ops.core.call import ExpertsCall
-from torch_moe_ops.core.kernel_facts import Sm90
+from torch_moe_ops.core.kernel_facts import Sm90, Sm90Few
 from torch_moe_ops.core.layout import Layout
 from torch_moe_ops.core.problem import STANDARD, Problem
 from torch_moe_ops.tuning.tuned_kernels import KERNELS
@@ -29,12 +29,14 @@ from torch_moe_ops.tuning.tuned_kernels import KERNELS
 SMALL_BYTES, FEW_SLOTS_SMALL, FEW_SLOTS = 1 << 22, 8.0, 0.25
 # And up to which the exact kernels are, of blocks where w2 is small (benchmarks/results/h200_strict_fp8.jsonl).
 EXACT_SLOTS, EXACT_KERNEL = 16.0, KERNELS.index("slim")
+# Values that the hidden states of all tokens have, up to which the decode kernel has room for them for sure.
+DECODE_VALUES = 1 << 14
 WEIGHTS = {"fp8": "rows", "fp8_block": "blocks"}  # scheme -> what the op calls its weights
 
 
 def run(call: ExpertsCall, out: Tensor) -> None:
     """Fill `out` [num_tokens, hidden_size] (bfloat16, float16 or float32, contiguous) from a checked call."""
-    if by_triton(call):
+    if by_triton(call) and not by_decode(call):
         triton.run(call, out)
     elif by_exact(call):
         cuda_sm90.run_kernel(call, out, EXACT_KERNEL)
@@ -45,6 +47,27 @@ def run(call: ExpertsCall, out: Tensor) -> None:
 def run_cuda(call: ExpertsCall, out: Tensor, decode_tokens: int = DECODE_TOKENS) -> None:
     """`run` without Triton. decode_tokens: up to so many are for the decode kernel, where it takes the layer."""
     cuda_sm90_w4a8.run(WEIGHTS[call.scheme], call, out, decode_tokens)
+
+
+def by_decode(call: ExpertsCall) -> bool:
+    """Whether the decode kernel runs a call that Triton's would: where it is the faster one for as many tokens."""
+    tokens, top_k = call.topk_ids.shape
+    if tokens not in tokens_of_decode(call.scheme, call.hidden_states.shape[1], top_k, call.w2.stride(0)):
+        return False
+    # Tokens that are codes, or have a scale for each expert, are for other kernels.
+    return call.hidden_states_scale is None and (call.a1_gscale is None or call.a1_gscale.ndim == 0)
+
+
+def tokens_of_decode(scheme: str, hidden_size: int, top_k: int, bytes2: int) -> range:
+    """The numbers of tokens that are for the decode kernel (benchmarks/results/h200_fp8_few_tokens.jsonl).
+
+    bytes2: of an expert's w2 in tiles.
+    """
+    small = bytes2 <= SMALL_BYTES
+    if scheme == "fp8_block" and not small:
+        return range(0)
+    most = min(DECODE_TOKENS, DECODE_VALUES // hidden_size, Sm90Few.MAX_SLOTS // top_k)
+    return range(2 if small else 1, most + 1)
 
 
 def by_triton(call: ExpertsCall) -> bool:
@@ -93,7 +116,9 @@ def _notes(problem: Problem) -> str:
     bytes2 = problem.hidden_size * tiled.TILE_K * tiled.tiles(problem.intermediate_size, tiled.TILE_K)
     most, exact = triton_tokens(problem.num_experts, problem.top_k, bytes2), exact_tokens(problem, bytes2)
     between = f"exact prefill kernels up to {exact}, then " if exact > most else ""
-    return f"Triton's kernels up to {most} tokens, then {between}{sums}"
+    few = tokens_of_decode(problem.scheme, problem.hidden_size, problem.top_k, bytes2)
+    decode = f", but the decode kernel for {few[0]} to {few[-1]}" if few else ""
+    return f"Triton's kernels up to {most} tokens{decode}, then {between}{sums}"
 
 
 register(

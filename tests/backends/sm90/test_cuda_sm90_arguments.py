@@ -64,6 +64,14 @@ def test_blocks_have_no_given_scales() -> None:
         run(call_of("fp8_block"), "fp8", False, True, torch.ones(3, 2, device="cuda"))
 
 
+@pytest.mark.parametrize("scheme", ("mxfp4", "mxfp8"))
+@pytest.mark.parametrize("name", ("a1_gscale", "a2_gscale"))
+def test_mxfp8_activations_have_no_given_scales(scheme: str, name: str) -> None:
+    call = call_of(scheme)._replace(**{name: torch.full((call_of(scheme).w13.shape[0],), 30.0, device="cuda")})
+    with pytest.raises(RuntimeError, match="experts_sm90: a1_gscale and a2_gscale must be absent where act_format"):
+        run(call, "mxfp8", True, True)
+
+
 @pytest.mark.parametrize(
     ("scheme", "act_format"), (("nvfp4", "mxfp8"), ("mxfp4", "nvfp4"), ("int4", "nvfp4"), ("int4", "mxfp8"))
 )

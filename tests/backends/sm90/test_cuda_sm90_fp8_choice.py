@@ -17,9 +17,11 @@ from torch_moe_ops.backends.cuda_sm90_fp8 import (
     FEW_SLOTS,
     FEW_SLOTS_SMALL,
     SMALL_BYTES,
+    by_decode,
     by_exact,
     by_triton,
     exact_tokens,
+    tokens_of_decode,
     triton_tokens,
 )
 from torch_moe_ops.core.call import ExpertsCall
@@ -78,16 +80,38 @@ def test_run_follows_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "run", lambda call, out: ran.append("triton"))
     monkeypatch.setattr(cuda_sm90_fp8, "run_cuda", lambda call, out: ran.append("cuda"))
     monkeypatch.setattr(cuda_sm90, "run_kernel", lambda call, out, kernel: ran.append(KERNELS[kernel]))
-    for tokens in (1, 60, 500):
+    for tokens in (1, 2, 8, 9, 60, 500):
         cuda_sm90_fp8.run(call_of(tokens), torch.empty(0))
-    assert ran == ["triton", "slim", "cuda"]
+    assert ran == ["triton", "cuda", "cuda", "triton", "slim", "cuda"]
+
+
+def test_the_decode_kernel_where_it_is_faster_and_surely_has_room() -> None:
+    large = SMALL_BYTES + 1
+    assert [*tokens_of_decode("fp8_block", 2048, 8, SMALL_BYTES)] == [2, 3, 4, 5, 6, 7, 8]
+    assert not tokens_of_decode("fp8_block", 2048, 8, large)
+    assert [*tokens_of_decode("fp8", 2048, 22, SMALL_BYTES)] == [2, 3, 4, 5]  # no more slots than the kernel has
+    assert [*tokens_of_decode("fp8", 7168, 8, large)] == [1, 2] and [*tokens_of_decode("fp8", 4096, 2, large)] == [
+        1,
+        2,
+        3,
+        4,
+    ]
+    assert not tokens_of_decode("fp8", 1 << 15, 2, large)
+
+
+def test_tokens_that_the_decode_kernel_does_not_round_are_not_for_it() -> None:
+    call = call_of(4)
+    assert by_decode(call) and by_decode(call._replace(a1_gscale=torch.tensor(3.0)))
+    assert not by_decode(call._replace(a1_gscale=torch.ones(8)))
+    assert not by_decode(call._replace(hidden_states_scale=torch.ones(4, 1)))
 
 
 def test_explain_says_it() -> None:
     most = triton_tokens(128, 8, 2048 * 768)
     exact = exact_tokens(PROBLEM, 2048 * 768)
     text = (
-        f"Triton's kernels up to {most} tokens, then exact prefill kernels up to {exact}, then prefill kernels on fp8"
+        f"Triton's kernels up to {most} tokens, but the decode kernel for 2 to 8, then exact prefill kernels up to {exact}, "
+        "then prefill kernels on fp8"
     )
     assert text in moe.explain(PROBLEM).notes["cuda_sm90_fp8"]
     assert "exact" not in moe.explain(dataclasses.replace(PROBLEM, scheme="fp8")).notes["cuda_sm90_fp8"]

@@ -29,8 +29,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # sms, shared memory, tokens, top_k, experts, hidden, inter, gated, dynamic scales, format: after those of
 # 4 and 8 bits few::Codes; whether rows may be gathered
 Layer = ctypes.c_int * 11
-OF_CODES = range(len(SM90_FORMATS), len(SM90_FORMATS) + 7)
-FP8_ROWS, FP8_GROUPS, BESIDE_FP8, BESIDE_MXFP8, PACKED, MXFP8, BOTH_MXFP8 = OF_CODES
+OF_CODES = range(len(SM90_FORMATS), len(SM90_FORMATS) + 9)
+FP8_ROWS, FP8_GROUPS, BESIDE_FP8, BESIDE_MXFP8, PACKED, MXFP8, BOTH_MXFP8, ROWS_BESIDE_16, BLOCKS_BESIDE_16 = OF_CODES
 OF_4_BITS = range(len(SM90_FORMATS) - 2)
 FORMATS = ",".join(map(str, (*OF_4_BITS, *OF_CODES)))
 
@@ -114,7 +114,9 @@ def test_tokens_of_the_rules_are_gathered(library: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "weights", (FP8_ROWS, FP8_GROUPS, MXFP8, BOTH_MXFP8), ids=("rows", "blocks", "mxfp8", "mxfp8-a8")
+    "weights",
+    (FP8_ROWS, FP8_GROUPS, MXFP8, BOTH_MXFP8, ROWS_BESIDE_16, BLOCKS_BESIDE_16),
+    ids=("rows", "blocks", "mxfp8", "mxfp8-a8", "rows-a16", "blocks-a16"),
 )
 @pytest.mark.parametrize(
     ("layer", "most"),

@@ -91,11 +91,28 @@ struct Args {
   Fp8 fp8;
 };
 
-// What weights are: those of layout.h, e4m3 with scales of rows, or of 128 x 128 and of 128 values of a token; those of
-// layout.h beside activations that are rounded to e4m3; NVFP4 of policy `packed`; MXFP8, beside 16 bits and mxfp8.
-enum class Codes : int { kFourBits, kFp8Rows, kFp8Groups, kBesideFp8, kBesideMxfp8, kPacked, kMxfp8, kBothMxfp8 };
+// What weights are: those of layout.h; e4m3 beside e4m3 activations, with scales of rows, or of 128 x 128 and of 128
+// values of a token; those of layout.h beside activations that are rounded to e4m3; NVFP4 of policy `packed`; MXFP8,
+// beside 16 bits and mxfp8; e4m3 beside 16 bits.
+enum class Codes : int {
+  kFourBits,
+  kFp8Rows,
+  kFp8Groups,
+  kBesideFp8,
+  kBesideMxfp8,
+  kPacked,
+  kMxfp8,
+  kBothMxfp8,
+  kRowsBeside16,
+  kBlocksBeside16
+};
 
-constexpr bool are_fp8(Codes codes) { return codes == Codes::kFp8Rows || codes == Codes::kFp8Groups; }
+constexpr bool are_fp8_beside_16(Codes codes) {
+  return codes == Codes::kRowsBeside16 || codes == Codes::kBlocksBeside16;
+}
+constexpr bool are_fp8(Codes codes) {
+  return codes == Codes::kFp8Rows || codes == Codes::kFp8Groups || are_fp8_beside_16(codes);
+}
 constexpr bool are_mxfp8(Codes codes) { return codes == Codes::kMxfp8 || codes == Codes::kBothMxfp8; }
 constexpr bool are_of_w4a8(Codes codes) { return are_fp8(codes) || are_mxfp8(codes) || codes == Codes::kPacked; }
 constexpr bool are_beside_mxfp8(Codes codes) { return codes == Codes::kBesideMxfp8 || codes == Codes::kBothMxfp8; }

@@ -140,7 +140,7 @@ __device__ __forceinline__ void copy_weights(const Args& args, Fixed& fixed, uin
       const int begin = work.part * work.part_tiles, end = min(begin + work.part_tiles, k_tiles);
       const int64_t row = static_cast<int64_t>(fixed.entries[work.entry].expert) * row_tiles + work.row_tile;
       int64_t tile = row * k_tiles + begin;
-      if constexpr (std::is_same_v<Format, Fp8Format<true>>) {
+      if constexpr (kHasBlocks<Format>) {
         prefetch_scales<kKind>(args, work, fixed.entries[work.entry].expert, gemm, end);
       }
 #pragma unroll 1

@@ -20,18 +20,24 @@ cudaError_t make_fp8_plan(const W4a8Problem& p, Plan& plan, bool& fits) {
   return make_plan(unrounded, codes, fp8, plan, fits);
 }
 
+template <bool rounds>
+static const void* kernel_of_fp8(bool groups, Kind kind) {
+  return groups ? kernel_of<Fp8Format<true, rounds>>(kind) : kernel_of<Fp8Format<false, rounds>>(kind);
+}
+
 cudaError_t run_fp8(Plan& plan) {
-  static KnownDevices known[4][kKinds];
+  static KnownDevices known[6][kKinds];
   const Kind kind = plan.kind;
   if (plan.codes == Codes::kPacked) {
     const bool mx = plan.args.p.format == Format::kMxfp4;
     const void* kernel =
         mx ? kernel_of<PackedFormat<w4a8::PackedMxfp4>>(kind) : kernel_of<PackedFormat<w4a8::PackedNvfp4>>(kind);
-    return launch(plan, kernel, known[mx ? 3 : 2][static_cast<int>(kind)]);
+    return launch(plan, kernel, known[mx ? 5 : 4][static_cast<int>(kind)]);
   }
-  const bool groups = plan.codes == Codes::kFp8Groups;
-  const void* kernel = groups ? kernel_of<Fp8Format<true>>(kind) : kernel_of<Fp8Format<false>>(kind);
-  return launch(plan, kernel, known[groups][static_cast<int>(kind)]);
+  const bool rounds = !are_fp8_beside_16(plan.codes);
+  const bool groups = plan.codes == Codes::kFp8Groups || plan.codes == Codes::kBlocksBeside16;
+  const void* kernel = rounds ? kernel_of_fp8<true>(groups, kind) : kernel_of_fp8<false>(groups, kind);
+  return launch(plan, kernel, known[groups + 2 * rounds][static_cast<int>(kind)]);
 }
 
 // The kernels of a decode of very few tokens for MXFP8 weights.

@@ -1,5 +1,6 @@
-// Products of e4m3 weights, in the layout of w4a8_layout.h, with tokens that hold e4m3 values. Both are exact in
-// bfloat16, whose products the tensor cores add in float32; scales multiply sums, of 64 values of K or of a whole unit.
+// Products of e4m3 weights, in the layout of w4a8_layout.h, with tokens that hold e4m3 values, both exact in float16,
+// or 16-bit ones, beside which codes become bfloat16. The tensor cores add products in float32; scales multiply sums,
+// of 64 values of K or of a whole unit.
 #pragma once
 #include "decode_few_gemm.cuh"
 #include "../device/async.cuh"
@@ -20,9 +21,14 @@ __device__ __forceinline__ uint2 even_and_odd(uint32_t first, uint32_t second) {
   return make_uint2(__byte_perm(first, second, 0x5410), __byte_perm(first, second, 0x7632));
 }
 
-// Sums of a unit times the scales of their rows and of their tokens.
+// Sums of a unit times the scales of their rows and, where they have some, of their tokens.
+template <bool kRounded>
 __device__ __forceinline__ void scale_sums(const Place& place, const float (&weights)[2][2], Sums& sums) {
-  const float x[2] = {load_float(place.scales[0]), load_float(place.scales[1])};
+  float x[2] = {1.0f, 1.0f};
+  if constexpr (kRounded) {
+    x[0] = load_float(place.scales[0]);
+    x[1] = load_float(place.scales[1]);
+  }
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
 #pragma unroll
@@ -32,8 +38,30 @@ __device__ __forceinline__ void scale_sums(const Place& place, const float (&wei
   }
 }
 
-template <bool kGroups>
-struct Multiplier<Fp8Format<kGroups>> {
+__device__ __forceinline__ void multiply_add_half(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// A 16 x 16 piece of a tile as an operand, of its lane's codes of rows g and g + 8, four of each: float16 in the order
+// of K, or bfloat16, even values first.
+template <bool kHalf>
+__device__ __forceinline__ void multiply_codes(float (&d)[4], uint32_t low, uint32_t high, uint2 tokens) {
+  if constexpr (kHalf) {
+    const uint2 l = decode4_to_half(low), h = decode4_to_half(high);
+    const uint32_t a[4] = {l.x, h.x, l.y, h.y};
+    multiply_add_half(d, a, tokens.x, tokens.y);
+  } else {
+    const E4m3Pairs l = decode_e4m3(low), h = decode_e4m3(high);
+    const uint32_t a[4] = {l.even, h.even, l.odd, h.odd};
+    decode::multiply_add(d, a, tokens.x, tokens.y);
+  }
+}
+
+template <bool kGroups, bool kRounded>
+struct Multiplier<Fp8Format<kGroups, kRounded>> {
   uint32_t at;  // of this lane's row of the first half of a tile
   const float* scales;  // kGroups: of gate and up rows, or all, which are `other` apart, `blocks` of each
   int other, blocks, kept;
@@ -75,6 +103,11 @@ struct Multiplier<Fp8Format<kGroups>> {
     }
   }
 
+  // Four neighbouring values as multiply_codes takes them.
+  static __device__ __forceinline__ uint2 in_steps(uint32_t first, uint32_t second) {
+    return kRounded ? make_uint2(first, second) : even_and_odd(first, second);
+  }
+
   __device__ __forceinline__ void multiply(uint32_t stage, const Place& place, int begin, int done, int first,
                                            int tiles, Sums& sums) {
 #pragma unroll 1
@@ -85,15 +118,17 @@ struct Multiplier<Fp8Format<kGroups>> {
       const uint32_t codes = (stage + tile / 2 * (2 * kFp8TileBytes) + at) ^ (tile % 2 * 64);
       const uint32_t row = place.row + (done + tile) * 128;
       const uint4 b[2] = {load_16(row), load_16(row + 16)};
-      const uint2 steps[4] = {even_and_odd(b[0].x, b[0].y), even_and_odd(b[0].z, b[0].w), even_and_odd(b[1].x, b[1].y),
-                              even_and_odd(b[1].z, b[1].w)};
-      float x[2] = {}, of_rows[2] = {};
+      const uint2 steps[4] = {in_steps(b[0].x, b[0].y), in_steps(b[0].z, b[0].w), in_steps(b[1].x, b[1].y),
+                              in_steps(b[1].z, b[1].w)};
+      float x[2] = {1.0f, 1.0f}, of_rows[2] = {};
       if constexpr (kGroups) {
         const int lane = (begin + done + tile) / 2 % 32;
         of_rows[0] = __shfl_sync(0xffffffffu, weights[0][0], lane);
         of_rows[1] = __shfl_sync(0xffffffffu, weights[0][1], lane);
-        x[0] = load_float(place.scales[0] + (done + tile) / 2 * 4);
-        x[1] = load_float(place.scales[1] + (done + tile) / 2 * 4);
+        if constexpr (kRounded) {
+          x[0] = load_float(place.scales[0] + (done + tile) / 2 * 4);
+          x[1] = load_float(place.scales[1] + (done + tile) / 2 * 4);
+        }
       }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -103,9 +138,7 @@ struct Multiplier<Fp8Format<kGroups>> {
         float (&to)[4] = kGroups ? part : sums.v[i];
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
-          const E4m3Pairs l = decode_e4m3(low_words[step]), h = decode_e4m3(high_words[step]);
-          const uint32_t a[4] = {l.even, h.even, l.odd, h.odd};
-          decode::multiply_add(to, a, steps[step].x, steps[step].y);
+          multiply_codes<kRounded>(to, low_words[step], high_words[step], steps[step]);
         }
         if constexpr (kGroups) {
 #pragma unroll
@@ -119,7 +152,7 @@ struct Multiplier<Fp8Format<kGroups>> {
 
   __device__ __forceinline__ void finish_unit(const Place& place, Sums& sums) const {
     if constexpr (!kGroups) {
-      scale_sums(place, weights, sums);
+      scale_sums<kRounded>(place, weights, sums);
     }
   }
 };
@@ -167,13 +200,6 @@ struct Multiplier<Mxfp8Format> {
 
 // Products of 4-bit weights that are rounded to e4m3 as policy `packed` has it, in the layout of w4a8_layout.h, with
 // tokens that hold e4m3 values: exact in float16, which one instruction makes of two codes, and added in float32.
-__device__ __forceinline__ void multiply_add_half(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 template <class Codes>
 struct Multiplier<PackedFormat<Codes>> {
   using Format = PackedFormat<Codes>;
@@ -240,7 +266,7 @@ struct Multiplier<PackedFormat<Codes>> {
   }
 
   __device__ __forceinline__ void finish_unit(const Place& place, Sums& sums) const {
-    scale_sums(place, weights, sums);
+    scale_sums<true>(place, weights, sums);
   }
 };
 

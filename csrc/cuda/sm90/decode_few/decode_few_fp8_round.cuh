@@ -53,10 +53,10 @@ __device__ __forceinline__ uint2 values_of(uint32_t codes, float within) {
   }
 }
 
-// How an operand is rounded: to bfloat16 alone (`keeps`); to mxfp8; to e4m3 by scales of rows or groups, from largest
-// magnitudes; or by a static scale.
+// How an operand is rounded: to mxfp8; to e4m3 by scales of rows or groups, from largest magnitudes; or by a static
+// scale.
 struct HowToRound {
-  bool keeps, mx, dynamic;
+  bool mx, dynamic;
   float gscale;
 
   // `amax`, as bits: of what shares a scale.
@@ -71,8 +71,7 @@ __device__ __forceinline__ HowToRound how_to_round(const Args& args, int gemm, i
   const ActScale scale = gemm == 0 ? args.fp8.rounding[0] : args.fp8.rounding[1];
   const float* gscale = gemm == 0 ? args.fp8.gscale[0] : args.fp8.gscale[1];
   const bool dynamic = scale == ActScale::kToken;
-  const bool keeps = scale == ActScale::kNone, is_given = !keeps && !mx && !dynamic;
-  return {keeps, mx, dynamic, is_given ? gscale[scale == ActScale::kExpert ? expert : 0] : 0.0f};
+  return {mx, dynamic, !mx && !dynamic ? gscale[scale == ActScale::kExpert ? expert : 0] : 0.0f};
 }
 
 // Twice four values, and the scales that they lack.
@@ -85,9 +84,6 @@ struct RoundedFours {
 // intermediate.
 template <bool kHalf>
 __device__ __noinline__ RoundedFours round_fours(HowToRound how, float4 a, uint32_t amax_a, float4 b, uint32_t amax_b) {
-  if (!kHalf && how.keeps) {
-    return {{as_bf16(a, 1.0f), as_bf16(b, 1.0f)}, {1.0f, 1.0f}};
-  }
   const Rounding of_a = how.of(a, amax_a), of_b = how.of(b, amax_b);
   uint32_t codes[2];
   if (of_a.divide && w4a8::has_reciprocal(of_a.by) && w4a8::has_reciprocal(of_b.by)) {
@@ -143,18 +139,6 @@ __device__ __forceinline__ float4 load_four(const uint8_t* row, int group, int f
   const uint2 raw = at < fours ? reinterpret_cast<const uint2*>(row)[at] : make_uint2(0, 0);
   return make_float4(__uint_as_float(raw.x << 16), __uint_as_float(raw.x & 0xffff0000u), __uint_as_float(raw.y << 16),
                      __uint_as_float(raw.y & 0xffff0000u));
-}
-
-// Tokens that stay as they are: their scales are 1. All workers.
-template <bool kGroups>
-__device__ __forceinline__ void keep_tokens(const Args& args, uint8_t* x) {
-  const int scales = kGroups ? args.k_tiles[0] / 2 : 1, all = args.p.tokens * scales;
-#pragma unroll 1
-  for (int at = threadIdx.x; at < all; at += kThreads) {
-    const int token = at / scales;
-    reinterpret_cast<float*>(x + token * args.x_stride + args.fp8.scales_at[0])[at - token * scales] = 1.0f;
-  }
-  sync_workers();
 }
 
 // The tokens that a block multiplies, a bit each: those of the entries of its units of GEMM1. All lanes.
@@ -232,9 +216,6 @@ __device__ __forceinline__ void round_rows(const Args& args, uint8_t* x, int row
 // The tokens of this block.
 template <bool kGroups, bool kHalf>
 __device__ __forceinline__ void round_tokens(const Args& args, Fixed& fixed, uint8_t* x) {
-  if (!kHalf && args.fp8.rounding[0] == ActScale::kNone) {
-    return keep_tokens<kGroups>(args, x);
-  }
   const uint32_t tokens = tokens_of_block(args, fixed);
   round_rows<kGroups, kHalf>(args, x, __popc(tokens), fixed.amax, [=](int row) { return bit_of(tokens, row); });
 }

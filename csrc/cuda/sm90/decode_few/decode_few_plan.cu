@@ -33,6 +33,11 @@ constexpr int part_of(Codes codes, int k_tiles, int bits) {
   return together * ceil_div(ceil_div(k_tiles, together), 1 << bits);
 }
 
+// Nobody may multiply one: sums of nothing are zero, but scales of its tokens, which nobody makes, might be NaN.
+constexpr bool has_empty_part(Codes codes, int k_tiles, int bits) {
+  return ((1 << bits) - 1) * part_of(codes, k_tiles, bits) >= k_tiles;
+}
+
 // GEMM2's parts, as the exponent of 2: all units should keep all blocks busy to the end; each costs about as much as
 // three tiles more. A long operand of many tokens would leave little room for the ring.
 int part_bits_for(Codes codes, int units, int k_tiles, int grid, int most) {
@@ -40,6 +45,9 @@ int part_bits_for(Codes codes, int units, int k_tiles, int grid, int most) {
   int best = 0;
   double best_cost = 0.0;
   for (int bits = 0; bits <= most; ++bits) {
+    if (has_empty_part(codes, k_tiles, bits)) {
+      continue;
+    }
     const int tiles = part_of(codes, k_tiles, bits);
     const double cost = ceil_div(units << bits, grid) * (tiles + kOfUnit);
     if (bits == 0 || cost < best_cost || (tiles * 2 > kLong && cost <= 1.1 * best_cost)) {
@@ -112,7 +120,9 @@ bool fits_kernel(Codes codes, const Problem& p, bool gathers) {
 }
 
 // Whether who multiplies the intermediate rounds it to e4m3.
-constexpr bool rounds_hidden(Codes codes) { return codes != Codes::kFourBits && codes != Codes::kMxfp8; }
+constexpr bool rounds_hidden(Codes codes) {
+  return codes != Codes::kFourBits && codes != Codes::kMxfp8 && !are_fp8_beside_16(codes);
+}
 
 // Bytes of an operand's row: values, then scales of e4m3 ones, of which a few fit into the odd 16 bytes that spread
 // eight tokens' reads over all banks.
@@ -175,9 +185,8 @@ void set_divisors(Codes codes, Args& args, int grid) {
 int shared_bits_for(Codes codes, const Args& args, int more, int grid) {
   constexpr int kLeastTiles = 4;
   const int tiles = args.k_tiles[0];
-  const auto has_empty_part = [=](int bits) { return ((1 << bits) - 1) * part_of(codes, tiles, bits) >= tiles; };
   int bits = more == 0 || args.p.tokens > 1 || args.slots > kFewSlots ? 0 : kMaxPartBits;
-  while (bits > 0 && (more << bits > grid || tiles < kLeastTiles << bits || has_empty_part(bits))) {
+  while (bits > 0 && (more << bits > grid || tiles < kLeastTiles << bits || has_empty_part(codes, tiles, bits))) {
     --bits;
   }
   return bits;
@@ -345,7 +354,7 @@ static cudaError_t make_plan_of(const Problem& p, Codes codes, const Fp8& fp8, b
 cudaError_t make_plan(const Problem& p, Plan& plan, bool& fits) {
   if (p.format == Format::kFp8) {
     const Fp8 kept = {{p.scales13, p.scales2}, {ActScale::kNone, ActScale::kNone}, {nullptr, nullptr}, {}};
-    return make_plan(p, p.scales13.blocks ? Codes::kFp8Groups : Codes::kFp8Rows, kept, plan, fits);
+    return make_plan(p, p.scales13.blocks ? Codes::kBlocksBeside16 : Codes::kRowsBeside16, kept, plan, fits);
   }
   return make_plan(p, p.format == Format::kMxfp8 ? Codes::kMxfp8 : Codes::kFourBits, {}, plan, fits);
 }

@@ -9,10 +9,10 @@
 namespace moeq::sm90::few {
 
 // e4m3 weights in the place of a format of formats.cuh: with scales of 128 x 128, and of 128 values of a token, or of
-// rows.
-template <bool kGroups_>
+// rows; `kRounded`: beside activations that are rounded to e4m3, else they stay as they are.
+template <bool kGroups_, bool kRounded_>
 struct Fp8Format {
-  static constexpr bool kGroups = kGroups_;
+  static constexpr bool kGroups = kGroups_, kRounded = kRounded_;
 };
 
 // Weights of policy `packed`, NVFP4 or MXFP4 (weights_packed.cuh).
@@ -42,20 +42,26 @@ constexpr bool kIsMxfp8 = std::is_base_of_v<Mxfp8Format, Format>;
 
 template <class Format>
 constexpr bool kIsFp8 = false;
-template <bool kGroups>
-constexpr bool kIsFp8<Fp8Format<kGroups>> = true;
+template <bool kGroups, bool kRounded>
+constexpr bool kIsFp8<Fp8Format<kGroups, kRounded>> = true;
+
+// Whether each 128 x 128 weights have a scale.
+template <class Format>
+constexpr bool kHasBlocks = false;
+template <bool kRounded>
+constexpr bool kHasBlocks<Fp8Format<true, kRounded>> = true;
 
 // Whether tokens and intermediate are rounded to e4m3, and whether each 128 of their values have a scale.
 template <class Format>
-constexpr bool kRoundsToE4m3 = kIsFp8<Format>;
+constexpr bool kRoundsToE4m3 = false;
 template <class Weights>
 constexpr bool kRoundsToE4m3<BesideE4m3<Weights>> = true;
-template <class Format>
-constexpr bool kRoundsGroups = false;
 template <class Codes>
 constexpr bool kRoundsToE4m3<PackedFormat<Codes>> = true;
-template <>
-constexpr bool kRoundsGroups<Fp8Format<true>> = true;
+template <bool kGroups>
+constexpr bool kRoundsToE4m3<Fp8Format<kGroups, true>> = true;
+template <class Format>
+constexpr bool kRoundsGroups = kHasBlocks<Format> && kRoundsToE4m3<Format>;
 
 // Whether K of a row that has a scale of its own may be cut.
 template <class Format>
@@ -63,11 +69,13 @@ constexpr bool kCutsRows = false;
 template <class Weights>
 constexpr bool kCutsRows<BesideE4m3<Weights>> = true;
 template <>
-constexpr bool kCutsRows<Fp8Format<false>> = true;
+constexpr bool kCutsRows<Fp8Format<false, true>> = true;
 
 // Whether values of e4m3 codes are float16, which one instruction makes of two codes, not bfloat16.
 template <class Format>
 constexpr bool kInHalf = kIsPacked<Format>;
+template <bool kGroups>
+constexpr bool kInHalf<Fp8Format<kGroups, true>> = true;
 
 // Whether weights lie as w4a8_layout.h says, and what lies behind a row tile's scales.
 template <class Format>

@@ -123,11 +123,13 @@ inline void check_rounding(const RoundedProblem& p, const Layer& layer) {
                   "mxfp8 ones, or fp8 beside int4 and fp8 ones");
   STD_TORCH_CHECK(!given || layer.quantize_intermediate, "moeq_C::", layer.op,
                   ": quantize_intermediate must be True where hidden_states_scale is given, got False");
+  const bool has_scales = call.a1_gscale.has_value() || call.a2_gscale.has_value();
+  STD_TORCH_CHECK(!rounds || p.act_format != ActFormat::kMxfp8 || !has_scales, "moeq_C::", layer.op,
+                  ": a1_gscale and a2_gscale must be absent where act_format is mxfp8");
   if (p.format != Format::kFp8 || !rounds) return;
   STD_TORCH_CHECK(layer.quantize_intermediate && (layer.quantize_hidden || given), "moeq_C::", layer.op,
                   ": beside fp8 weights hidden states and intermediate must be quantized together, or not at all");
-  STD_TORCH_CHECK(!p.scales13.blocks || (!call.a1_gscale.has_value() && !call.a2_gscale.has_value()),
-                  "moeq_C::", layer.op,
+  STD_TORCH_CHECK(!p.scales13.blocks || !has_scales, "moeq_C::", layer.op,
                   ": a1_gscale and a2_gscale must be absent beside weights with scales of blocks");
 }
 
