@@ -4,8 +4,8 @@
 
 Reads benchmarks/results/h200_distances*.jsonl (`benchmarks/distances.py`), and the times of h200_moe.jsonl,
 h200_standard.jsonl (`benchmarks/run_h200.sh fp8`, `standard`), h200_auto_sweep_own.jsonl, h200_int4_a8.jsonl,
-h200_strict_fp8.jsonl and h200_int4_f16_a8.jsonl (`bench_sweep.py`). A file that is not there counts for nothing. Writes the tables and
-torch_moe_ops/backends/distances.json, or without --write fails where they are not what the results say.
+h200_strict_fp8.jsonl and h200_int4_f16_a8.jsonl (`bench_sweep.py`). A file that is not there counts for nothing. Writes
+the tables and torch_moe_ops/backends/distances.json, or without --write fails where they are not what the results say.
 """
 
 from __future__ import annotations
