@@ -391,7 +391,26 @@ def test_int4_on_hopper_by_what_the_library_came_with(dtype: str, groups: str, p
     assert moe.explain(dataclasses.replace(posed, accuracy="strict")).chosen == "triton"
 
 
-@pytest.mark.parametrize("kind", ("bfloat16 per 128", "bfloat16 per 32", "bfloat16 per 128 with zero points"))
+def test_what_is_near_enough_was_timed() -> None:
+    """Else the default leaves it to a slower backend, whatever was measured of its distance."""
+    data = accuracy.measured()
+    timed = [(r["scheme"], r["act_format"], r["weight_scales"]) for r in data["times"]]
+    for entry in data["distances"]:
+        strict = BACKENDS[entry["backend"]].accuracy == "strict"
+        if strict or entry["ratio"] is None or entry["ratio"] > accuracy.FACTOR:
+            continue
+        kinds = {(entry["scheme"], entry["act_format"], scales) for scales in (None, entry["weight_scales"])}
+        layers = sum(kind in kinds for kind in timed)
+        assert layers >= accuracy.MIN_LAYERS, (entry["backend"], entry["scheme"], entry["weight_scales"])
+
+
+@pytest.mark.parametrize(
+    "kind",
+    (
+        *("bfloat16 per 128", "bfloat16 per 32", "bfloat16 per 128 with zero points"),
+        *("float16 per 128", "float16 per 128 with zero points"),
+    ),
+)
 def test_int4_with_fp8_activations_on_hopper_by_what_the_library_came_with(kind: str) -> None:
     posed = dataclasses.replace(INT4, act_format="fp8", weight_scales=kind)
     assert moe.explain(posed).chosen == "cuda_sm90_int4"
