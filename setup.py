@@ -114,7 +114,8 @@ def isas() -> list[str]:
 
 
 def sources(folder: str, pattern: str) -> list[str]:
-    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / folder).glob(pattern))
+    # Backwards, so that what takes longest, csrc/cuda/sm90/w4a8, is not the last to begin.
+    return sorted((str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / folder).glob(pattern)), reverse=True)
 
 
 def wants_cuda(torch: Any) -> bool:

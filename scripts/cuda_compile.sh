@@ -52,7 +52,8 @@ flags=(-O3 -std=c++17 --fmad=false -DTORCH_TARGET_VERSION=0x020b000000000000 -DP
 
 sources=("$@")
 if [ ${#sources[@]} -eq 0 ]; then
-  mapfile -t sources < <(find csrc/cuda -name '*.cu' -o -name '*.cpp' | sort)
+  # Backwards: the longest, of w4a8, begins first.
+  mapfile -t sources < <(find csrc/cuda -name '*.cu' -o -name '*.cpp' | sort -r)
 fi
 
 failures=$objects/failures
