@@ -59,7 +59,7 @@ def by_decode(call: ExpertsCall) -> bool:
 
 
 def tokens_of_decode(scheme: str, hidden_size: int, top_k: int, bytes2: int) -> range:
-    """The numbers of tokens that are for the decode kernel (benchmarks/results/h200_fp8_few_tokens.jsonl).
+    """The numbers of tokens that are for the decode kernel (benchmarks/results/hopper_notebook.md, section 10).
 
     bytes2: of an expert's w2 in tiles.
     """
