@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -58,6 +59,8 @@ ACTIVATIONS = {"silu": "silu", "relu2": "relu2_no_mul"}
 # layers do so as well beside it, by a name that ends in ALIKE.
 GPT_OSS = "gptoss120b"
 ALIKE = "-silu"
+# Behind a backend's name: float16 hidden states, whose bits are those of the bfloat16 ones.
+HALF = ":f16"
 
 
 def raw_weights(fmt: str, weights: common.Weights, activation: str, biases: tuple[Tensor, Tensor] | None) -> Any:
@@ -94,10 +97,15 @@ def gpt_oss_reference(weights: common.Weights, inputs: common.Inputs, biases: tu
 
 
 class OurLayer(runner.UnderTest):
-    """torch_moe_ops with one backend, from top-k ids. alike: what peers run, where the model has more."""
+    """torch_moe_ops with one backend, from top-k ids. alike: what peers run, where the model has more.
+
+    backend: with HALF behind it, on float16 hidden states.
+    """
 
     def __init__(self, backend: str, fmt: str, weights: common.Weights, alike: bool = False):
         shape, device = weights.shape, weights.w13.device
+        label, backend = backend, backend.removesuffix(HALF)
+        self._dtype = torch.bfloat16 if label == backend else torch.float16
         self._biases: tuple[Tensor, Tensor] | None = None
         activation = ACTIVATIONS[shape.act]
         if shape.name == GPT_OSS and not alike:
@@ -108,17 +116,19 @@ class OurLayer(runner.UnderTest):
             self._biases = first, second
         raw = raw_weights(fmt, weights, activation, self._biases)
         settings: dict[str, Any] = {"act_format": FORMATS[fmt][1], "weight_policy": POLICIES.get(backend, "exact")}
+        settings["dtype"] = dtype = self._dtype
         against = moe.explain(raw, device=device, **settings).against.get(backend)  # None: "auto"
         if against:
             raise common.Unsupported("; ".join(against))
         self.prepared = w = moe.prepare(raw, backend=backend, **settings)
 
         def forward(x: Tensor, ids: Tensor, topk_weights: Tensor) -> Tensor:
-            return moe.fused_moe_routed(x, ids, topk_weights, w)
+            return moe.fused_moe_routed(x.view(dtype), ids, topk_weights, w)
 
-        super().__init__(backend + (ALIKE if alike else ""), fmt, forward, False)
+        super().__init__(label + (ALIKE if alike else ""), fmt, forward, False)
 
     def reference(self, weights: common.Weights, inputs: common.Inputs) -> Tensor:  # type: ignore[override]
+        inputs = dataclasses.replace(inputs, x=inputs.x.view(self._dtype))
         if self._biases is None:
             return common.reference(weights, inputs)
         return gpt_oss_reference(weights, inputs, self._biases)
@@ -135,7 +145,8 @@ def entries(backends: list[str], fmts: list[str]) -> list[runner.Entry]:
         if fmt not in FORMATS:
             raise SystemExit(f"--fmts: must be of {', '.join(FORMATS)}, got {fmt!r}")
         for backend in backends:
-            if backend not in (AUTO, *BACKENDS) or fmt not in ONLY.get(backend, FORMATS):
+            name = backend.removesuffix(HALF)
+            if name not in (AUTO, *BACKENDS) or fmt not in ONLY.get(name, FORMATS):
                 continue
 
             def build(fmt: str, weights: common.Weights, context: Any, backend: str = backend) -> list[OurLayer]:

@@ -9,6 +9,10 @@ constexpr int kTileK = 64;
 constexpr int kTileCodeBytes = 2048;
 // Local ones: one thread block sorts them.
 constexpr int kMaxExperts = 1024;
+// Of an expert in the mean: beyond, NVFP4's narrow and wide tiles multiply float16 as it is.
+constexpr int kHalfSlots = 24;
+// Of the hidden size where weights have 4 bits: a block of MX formats.
+constexpr int kHiddenMultiple = 32;
 // Of the hidden size where weights have 8 bits: a thread copies as many values.
 constexpr int kByteHiddenMultiple = 16;
 // Of the hidden and the intermediate size: a copy's bytes, eight gate rows beside eight up.

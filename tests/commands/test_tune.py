@@ -130,7 +130,7 @@ def test_a_checkpoint_without_experts(tmp_path: Path) -> None:
             "mxfp8 with mxfp8, "
             "got int4",
         ),
-        (("--shapes", "8:2:2000:512"), "hidden_size must be a multiple of 64, got 2000"),
+        (("--shapes", "8:2:2000:512"), "hidden_size must be a multiple of 32, got 2000"),
         (
             ("--shapes", "8:2:2008:512", "--scheme", "fp8_block", "--act-format", "none"),
             "hidden_size must be a multiple of 16, got 2008",

@@ -116,10 +116,13 @@ extern "C" void decode_e4m3_tiles(const uint8_t* codes, int64_t tiles, uint16_t*
   }
 }
 
-// bfloat16 patterns out[tiles][64][64]; returns what they must be multiplied by.
+// bfloat16 patterns, or (half) float16 ones, out[tiles][64][64]; returns what they must be multiplied by.
 extern "C" {
 float decode_nvfp4(const uint8_t* codes, const uint8_t* scales, int64_t tiles, uint16_t* out) {
   return decode_tiles<Nvfp4Format>(codes, scales, tiles, out);
+}
+float decode_nvfp4_half(const uint8_t* codes, const uint8_t* scales, int64_t tiles, uint16_t* out) {
+  return decode_tiles<Nvfp4HalfFormat>(codes, scales, tiles, out);
 }
 float decode_mxfp4(const uint8_t* codes, const uint8_t* scales, int64_t tiles, uint16_t* out) {
   return decode_tiles<Mxfp4Format>(codes, scales, tiles, out);

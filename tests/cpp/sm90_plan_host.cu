@@ -48,7 +48,7 @@ constexpr int kWholeDevice = 132;
 
 // What a test asks for: the multiprocessors that the call has and a block's shared memory, then the call.
 struct Layer {
-  int sms, shared, tokens, top_k, experts, hidden, inter, gated, dynamic, format, gathers;
+  int sms, shared, tokens, top_k, experts, hidden, inter, gated, dynamic, format, gathers, half;
 };
 
 namespace {
@@ -83,8 +83,9 @@ bool holds(const few::Plan& plan) {
   const int ring = args.stages * args.stage_tiles * few::tile_bytes(plan.codes, args.p.format);
   bool right = plan.shared_bytes == shared_memory && args.ring_offset + ring <= shared_memory;
   right = right && args.stages >= few::kLeastStages && args.stages <= few::kMaxStages;
-  right = right && args.h_offset + args.h_buffers * args.columns * args.h_stride <= args.ring_offset;
-  right = right && args.rows >= (gathers(plan) ? args.columns : args.p.tokens);
+  right = right && args.each == (args.p.splits ? 2 : 1) && args.columns * args.each <= few::kColumns;
+  right = right && args.h_offset + args.h_buffers * args.columns * args.each * args.h_stride <= args.ring_offset;
+  right = right && args.rows >= (gathers(plan) ? args.columns : args.p.tokens * args.each);
   right = right && args.x_offset + args.rows * args.x_stride <= args.h_offset;
   right = right && args.sums_offset >= few::fixed_bytes(plan.kind) && args.slots <= few::slots_of(plan.kind);
   const int sums = args.x_offset - args.sums_offset, of_expert = few::slots_of(plan.kind) / 8;
@@ -136,6 +137,8 @@ int answer(const Layer& layer, Found found) {
     p.inter = (p.inter + tile - 1) / tile * tile;
   }
   p.gathers = layer.gathers != 0;
+  p.x_half = layer.half != 0;
+  p.splits = p.x_half && p.a1 == moeq::sm90::ActScale::kNone && !few::rounds_hidden(codes);
   p.partition = {layer.sms, layer.sms == kWholeDevice};
   p.workspace = workspace;
   few::Plan plan;

@@ -157,6 +157,8 @@ def _other_dtypes(op: str, name: str, given: dict[str, Tensor]) -> tuple[torch.d
     if op in ("route_hidden", "moe_hidden") and name in ("hidden_states", "router_weight", "router_bias"):
         return FLOATS
     weights = ("weight", "weight_scale", "w13_scale", "w2_scale")
+    if op in ANY_SCHEME and name in weights and given[name].dtype == torch.bfloat16 and given[name].ndim == 5:
+        return (torch.int32, torch.int64)  # other forms of INT4 scales in tiles
     if op in ANY_SCHEME and name in weights and given[name].dtype in FLOATS:
         return FLOATS
     if name in ("w13_scale", "w2_scale") and family in ("int4", "int8"):

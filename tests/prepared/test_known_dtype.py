@@ -26,7 +26,8 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_backends_that_do_not_take_it_say_so(raw: moe.RawWeights, on_hopper: None) -> None:
     reason = "dtype must be torch.bfloat16, which is what the kernels read, got torch.float16"
-    for name in ("cuda_sm90", "cuda_sm90_int4", "cuda_sm90_packed", "cuda_sm90_folded", "cuda_sm90_bf16"):
+    assert not any("dtype" in why for why in moe.explain(raw, dtype=torch.float16).against["cuda_sm90"])
+    for name in ("cuda_sm90_int4", "cuda_sm90_packed", "cuda_sm90_folded", "cuda_sm90_bf16"):
         assert reason in moe.explain(raw, act_format="none", dtype=torch.float16).against[name], name
         for dtype in (None, torch.bfloat16):
             assert reason not in moe.explain(raw, act_format="none", dtype=dtype).against[name], name

@@ -28,6 +28,7 @@ from torch_moe_ops.tuning import tuned_kernels
 Fields = dict[str, Any]
 SMALL: Fields = {"hidden": 128, "inter": 64}
 QUANTIZED: Fields = {"act_format": "nvfp4", "a1": 500.0, "a2": 300.0}
+HALF: Fields = {"dtype": torch.float16}
 # Of weights, and "-a8" where activations are rounded to fp8 or mxfp8 -> what a call differs in. Kernels for int4 are one
 # for each form of its scales (SM90_FORMATS).
 FORMATS: dict[str, tuple[Fields, ...]] = {
@@ -55,6 +56,25 @@ FORMATS: dict[str, tuple[Fields, ...]] = {
         {"bias": True},
         {"activation": "gelu_no_mul", "hidden": 192, "inter": 96},
         {"activation": "swigluoai"},
+        {"hidden": 96, "inter": 96},
+    ),
+    # Float16 hidden states: of NVFP4 as they are in narrow and wide tiles, else as two bfloat16 each; and rounded.
+    "nvfp4-f16": (
+        HALF,
+        HALF | {"activation": "relu2_no_mul", "hidden": 224, "foreign": True, "experts": 9, "top_k": 3},
+        HALF | {"activation": "gelu", "bias": True},
+        HALF | QUANTIZED | {"a1": None, "a2": None},
+        HALF | {"act_format": "fp8", "a1": "expert", "bias": True},
+    ),
+    "mxfp4-f16": (
+        HALF | {"bias": True, "hidden": 96, "inter": 96},
+        HALF | {"activation": "relu2_no_mul", "out_dtype": torch.bfloat16},
+        HALF | {"act_format": "mxfp8"},
+    ),
+    "fp8_block-f16": (
+        HALF | {"hidden": 320, "inter": 192},
+        HALF | {"activation": "relu2_no_mul", "hidden": 192},
+        HALF | {"act_format": "fp8", "hidden": 320, "inter": 320},
     ),
     "int4": (
         {"weights": {"group": 32}},

@@ -125,7 +125,7 @@ def _layer(fmt: Format, sizes: Sizes, device: str, seed: int) -> Layer:
     g = torch.Generator().manual_seed(seed)
     gate = torch.randn(w.hidden_size, sizes.experts, generator=g) * (2 * w.hidden_size**-0.5)
     mix = torch.randn(w.hidden_size, w.hidden_size, generator=g) * w.hidden_size**-0.5
-    return Layer(w, as_reference(raw, fmt, device), *(t.to(device, LAYER.dtype) for t in (gate, mix)))
+    return Layer(w, as_reference(raw, fmt, device), *(t.to(device, sizes.dtype) for t in (gate, mix)))
 
 
 @lru_cache(maxsize=1)
@@ -139,7 +139,7 @@ def make_pair(fmt: Format, sizes: Sizes = LAYER, device: str = "cuda") -> Pair:
 def new_source(pair: Pair, tokens: int, seed: int) -> Tensor:
     w = pair.first.w
     g = torch.Generator().manual_seed(seed)
-    return torch.randn(tokens, w.hidden_size, generator=g).to(w.w13.device, LAYER.dtype)
+    return torch.randn(tokens, w.hidden_size, generator=g).to(w.w13.device, pair.first.gate.dtype)
 
 
 def captured(run: Callable[[], object], device: str) -> Callable[[], object]:
@@ -218,7 +218,7 @@ def judge(pair: Pair, fmt: Format, form: str, seen: list[list[Seen]]) -> Verdict
         for i, (s, want) in enumerate(zip(of_layer, wanted, strict=True)):
             error = relative_l2(s.out, want)
             error = error if error == error else float("inf")
-            allowed = layer_bound(pair.first.w.backend, fmt.act_format, LAYER.dtype, _values(pair, s, want))
+            allowed = layer_bound(pair.first.w.backend, fmt.act_format, s.out.dtype, _values(pair, s, want))
             if error / allowed >= worst / bound:
                 worst, bound = error, allowed
             right[i] &= error < allowed

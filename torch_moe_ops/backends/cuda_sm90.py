@@ -16,11 +16,11 @@ from torch import Tensor
 
 from torch_moe_ops.backends.registry import Backend, RemoteExperts, Requirement, formats, one_of, register
 from torch_moe_ops.backends.sm90 import byte_formats, fp8_products
-from torch_moe_ops.backends.sm90.choice import choice_of, may_gather
+from torch_moe_ops.backends.sm90.choice import Choice, choice_of, may_gather
 from torch_moe_ops.backends.sm90.common import (
-    NEEDS,
     NO_ROUTER,
     check_device,
+    needs,
     router_of,
     runs_on,
 )
@@ -36,7 +36,7 @@ from torch_moe_ops.backends.sm90.notes import notes_of, notes_of_rounded
 from torch_moe_ops.backends.sm90.router import RouterProduct, in_rows, plan_of
 from torch_moe_ops.backends.triton_engine.backward_pass import BySlot, Decoder, Pass, RanksBySlot
 from torch_moe_ops.core.call import ExpertsCall, for_kernels
-from torch_moe_ops.core.kernel_facts import Router, Sm90Few, own_of
+from torch_moe_ops.core.kernel_facts import Router, Sm90, Sm90Few, own_of
 from torch_moe_ops.core.layout import Layout
 from torch_moe_ops.core.problem import STANDARD, STRICT, Problem
 from torch_moe_ops.core.saving import is_for_backward
@@ -49,7 +49,7 @@ _own_remote = own_of["experts_sm90_remote"]
 _own_hidden = own_of["experts_hidden_sm90"]
 DECODE = 0  # of KERNELS
 DECODES = (DECODE, Sm90Few.GATHERED_KERNEL)
-_LEAST_OF_PREFILL = KERNELS.index("slim")
+_LEAST_OF_PREFILL, _NARROW = KERNELS.index("slim"), KERNELS.index("narrow")
 _LEAST_TOKENS = 2048  # that are worth two calls where memory matters
 FORMATS: dict[str, tuple[str, ...]] = {
     "nvfp4": ("nvfp4", "none", "fp8"),
@@ -82,8 +82,11 @@ _OF_TOKENS = ("hidden_states", "hidden_states_scale", "topk_ids", "topk_weights"
 def _holds_much(call: ExpertsCall, out: Tensor) -> bool:
     """Whether buffers of all tokens, gathered rows, intermediates and results, are over half of the packed weights.
 
-    What a backward pass holds is less: one of them or two.
+    What a backward pass holds is less: one of them or two. Not of float16, whose operands depend on how many tokens the
+    kernels get (HALF_SLOTS), and with them the order of sums.
     """
+    if call.hidden_states.dtype == torch.float16:
+        return False
     of_pair = 2 * (2 * out.shape[1] + call.w2.shape[2] * tile_k(call.scheme))
     return 2 * call.topk_ids.numel() * of_pair > call.w13.nbytes + call.w2.nbytes and out.shape[0] >= _LEAST_TOKENS
 
@@ -103,14 +106,25 @@ def _kernel(call: ExpertsCall, out: Tensor, top_k: int, of_prefill: bool = False
     tokens, hidden = out.shape
     sizes = (call.w13.shape[0], top_k, hidden, call.w2.shape[2] * tile_k(call.scheme), call.all_experts())
     has_bias = call.w13_bias is not None or call.w2_bias is not None
-    gathers = not of_prefill and may_gather(
+    half = call.hidden_states.dtype == torch.float16
+    gathers = not of_prefill and not half
+    gathers = gathers and may_gather(
         call.scheme, call.act_format, call.activation, has_bias, call.router_weight_on_input
     )
     if gathers and call.act_format != "none":  # tokens that are codes, or have a scale for each expert, are for others
         by_expert = call.a1_gscale is not None and call.a1_gscale.ndim > 0
         gathers = call.hidden_states_scale is None and not by_expert
-    kernel = choice_of(out.get_device(), call.scheme, call.act_format, *sizes, gathers).kernel(tokens)
+    choice = choice_of(out.get_device(), call.scheme, call.act_format, *sizes, gathers)
+    kernel = choice.kernel(tokens)
+    if half and call.act_format == "none" and kernel != DECODE:
+        kernel = _of_halves(call, choice, tokens, top_k)
     return max(kernel, _LEAST_OF_PREFILL) if of_prefill else kernel
+
+
+def _of_halves(call: ExpertsCall, choice: Choice, tokens: int, top_k: int) -> int:
+    """Of prefill's, for float16 hidden states: each is two rows of an operand, or one of float16 (HALF_SLOTS)."""
+    many = call.scheme == "nvfp4" and tokens * top_k > Sm90.HALF_SLOTS * call.all_experts()
+    return max(choice.kernel(tokens), _NARROW) if many else choice.kernel(2 * tokens)
 
 
 def run_kernel(call: ExpertsCall, out: Tensor, kernel: int, router: Router = NO_ROUTER) -> None:
@@ -145,6 +159,8 @@ def run_hidden(
     Returns: topk_ids, topk_weights.
     """
     router, tokens = router_of((product.logits, *routing)), out.shape[0]
+    if call.hidden_states.dtype != torch.bfloat16:  # which the router's kernel reads
+        return None
     if router is None or tokens > Sm90Few.MAX_TOKENS or _kernel(call, out, router.top_k) not in DECODES:
         return None
     ids = torch.empty((tokens, router.top_k), dtype=torch.int32, device=out.device)
@@ -218,7 +234,7 @@ class _BySlot:
     def __init__(self, p: Pass) -> None:
         call, x, sizes = p.call, p.x, p.sizes
         top_k = call.topk_ids.shape[1]
-        self.kernel = _kernel(call, x, top_k, of_prefill=True)
+        self.kernel = _kernel(call._replace(hidden_states=x), x, top_k, of_prefill=True)
         self.sized = torch.empty_like(x)
         self.arguments = for_kernels(call._replace(hidden_states=x, router_weight_on_input=False))
         count = (x.shape[0], top_k, sizes.num_experts, sizes.hidden_size, sizes.intermediate_size)
@@ -257,6 +273,11 @@ def _hidden_size_reason(problem: Problem) -> str | None:
     return f"hidden_size must be a multiple of {multiple}, got {problem.hidden_size}"
 
 
+# Float16 is the sum of two bfloat16, exactly, so that strict kernels stay strict. Weights that are rounded to bfloat16
+# would be eight times as far from the oracle as those of kernels that round them to float16.
+_HIDDEN_DTYPES = {STRICT: (torch.bfloat16, torch.float16), STANDARD: (torch.bfloat16,)}
+
+
 def _register(name: str, schemes: dict[str, tuple[str, ...]], accuracy: str) -> Backend:
     return register(
         Backend(
@@ -266,9 +287,10 @@ def _register(name: str, schemes: dict[str, tuple[str, ...]], accuracy: str) -> 
                 specs,
                 lambda scheme, w2_shape: w2_shape[2] * tile_k(scheme.name),
                 stored=dict.fromkeys((*ROUNDED_FORMATS, *byte_formats.SCHEMES), torch.uint8),
+                pads_hidden=True,
             ),
             requires=(
-                *NEEDS,
+                *needs(*_HIDDEN_DTYPES[accuracy]),
                 formats(schemes),
                 one_of("weight_policy", "exact"),
                 Requirement(_hidden_size_reason),
@@ -279,7 +301,7 @@ def _register(name: str, schemes: dict[str, tuple[str, ...]], accuracy: str) -> 
             run=run,
             run_monolithic=run_monolithic,
             run_hidden=run_hidden if accuracy == STRICT else None,
-            hidden_dtypes=(torch.bfloat16,),
+            hidden_dtypes=_HIDDEN_DTYPES[accuracy],
             notes=notes_of if accuracy == STRICT else notes_of_rounded,
             dequantize=dequantize,
             few_rows=few_rows,

@@ -129,6 +129,7 @@ register(
             specs,
             lambda scheme, w2_shape: w2_shape[2] * tiled.TILE_K,
             stored={"fp8": torch.uint8, "fp8_block": torch.uint8},
+            pads_hidden=True,
         ),
         requires=(*NEEDS, formats({"fp8": ("fp8",), "fp8_block": ("fp8",)}), Requirement(sizes_reason)),
         prepare=prepare,

@@ -126,7 +126,12 @@ def bits_of(folded: bool, scheme: str) -> str:
 
 def _register(name: str, policy: str) -> Backend:
     folded = policy == "folded"
-    layout = Layout(f"{name}_tiles_v1", partial(specs, folded), lambda scheme, w2_shape: w2_shape[2] * tiled.TILE_K)
+    layout = Layout(
+        f"{name}_tiles_v1",
+        partial(specs, folded),
+        lambda scheme, w2_shape: w2_shape[2] * tiled.TILE_K,
+        pads_hidden=True,
+    )
     decode_tokens = DECODE_TOKENS if folded else Sm90Few.MAX_TOKENS_PACKED
     return register(
         Backend(

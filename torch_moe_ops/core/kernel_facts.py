@@ -33,6 +33,8 @@ class Sm90:
     TILE_K = 64
     TILE_CODE_BYTES = TILE_ROWS * TILE_K // 2
     MAX_EXPERTS = 1024  # local ones: one thread block sorts them
+    HALF_SLOTS = 24  # of an expert in the mean: beyond, NVFP4's narrow and wide tiles multiply float16 as it is
+    HIDDEN_MULTIPLE = 32  # of the hidden size where weights have 4 bits: a block of MX formats
     BYTE_HIDDEN_MULTIPLE = 16  # of the hidden size where weights have 8 bits: a thread copies as many values
     BF16_SIZE_MULTIPLE = 16  # of the hidden and the intermediate size: a copy's bytes, eight gate rows beside eight up
     ROUTE_EXPERTS = routing_methods.MAX_EXPERTS  # for which there is a routing kernel at all

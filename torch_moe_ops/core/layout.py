@@ -34,12 +34,14 @@ class Layout:
         Zero points are shaped like the scales.
     intermediate_size: shape of w2 -> intermediate size, padding of the layout included.
     stored: scheme -> dtype of the codes where it is not the scheme's own.
+    pads_hidden: tensors of two hidden sizes may have the same shapes, so that who knows the layer's has to check it.
     """
 
     name: str
     specs: Callable[[Scheme, Sizes], dict[str, Spec]]
     intermediate_size: Callable[[Scheme, tuple[int, ...]], int]
     stored: Mapping[str, torch.dtype] = field(default_factory=dict)
+    pads_hidden: bool = False
 
     def weight_dtypes(self, scheme: Scheme) -> tuple[torch.dtype, ...]:
         """Dtypes of w13 and w2."""

@@ -71,6 +71,9 @@ def _check_unusual(op: str, call: ExpertsCall, plan: Plan) -> None:
         for name, gscale in (("a1_gscale", call.a1_gscale), ("a2_gscale", call.a2_gscale)):
             if gscale is not None:
                 fail(op, name, f"be None for act_format {plan.act.name!r}", gscale.shape)
+    s13, s2 = call.w13_scale, call.w2_scale
+    if plan.backend.layout.pads_hidden and s13 is not None and s2 is not None and s13.dtype is not s2.dtype:
+        fail(op, "w13_scale", f"have dtype {s2.dtype} like w2_scale (tiles have one form of scales)", s13.dtype)
     pairs = (("w13", call.w13_zero_point, call.w13_scale), ("w2", call.w2_zero_point, call.w2_scale))
     for name, zero_point, scale in pairs:
         if zero_point is not None and scale is not None and zero_point.shape != scale.shape:

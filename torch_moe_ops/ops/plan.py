@@ -94,7 +94,10 @@ def make_table(op: str, call: ExpertsCall, plan: Plan, hidden_size: int, packed:
             fail(op, name, f"be a positive multiple of {scheme.size_multiple}", size)
     _check_hidden_size(op, call, plan, hidden_size)
     weight_dtype = w13.dtype if w13.dtype in declared else _E4M3
-    sizes = Sizes(w13.shape[0], hidden_size, inter, plan.is_gated, weight_dtype)
+    experts = w13.shape[0]
+    if plan.backend.layout.pads_hidden:  # it counts tiles: of sizes that are traced as symbols, numbers
+        experts, hidden_size, inter = int(experts), int(hidden_size), int(inter)
+    sizes = Sizes(experts, hidden_size, inter, plan.is_gated, weight_dtype)
     expected = plan.backend.layout.specs(scheme, sizes)
     for name, tensor in (("w13", w13), ("w2", w2)):
         shapes, stored = expected[name]

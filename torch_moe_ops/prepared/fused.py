@@ -8,6 +8,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from torch_moe_ops.backends.registry import BACKENDS
+from torch_moe_ops.core.check import fail
 from torch_moe_ops.core.schemas import FAMILIES
 from torch_moe_ops.core.schemes import SCHEMES
 from torch_moe_ops.prepared import accepted
@@ -87,6 +89,7 @@ def fused_moe(
         scale = None if hidden_states_scale is None else _rows(hidden_states_scale)
         out = fused_moe(rows, logits, w, routing=routing, hidden_states_scale=scale, out_dtype=out_dtype)
         return out.unflatten(0, hidden_states.shape[:-1])
+    _check_hidden_size("fused_moe", hidden_states, hidden_states_scale, w)
     return _MONOLITHIC[w.scheme](
         hidden_states,
         hidden_states_scale,
@@ -155,6 +158,7 @@ def fused_moe_routed(
     key = accepted.key_of(w) if plain else None
     if key is not None and (result := accepted.run(w, key, hidden_states, topk_ids, topk_weights)) is not None:
         return result
+    _check_hidden_size("fused_moe_routed", hidden_states, hidden_states_scale, w)
     args = (
         hidden_states,
         hidden_states_scale,
@@ -219,6 +223,14 @@ def _routed_with_lora(
     ids, weights, owners = _int32(_rows(topk_ids)), _float32(_rows(topk_weights)), _int32(_flat(lora_ids))
     result = run_with_lora(_rows(hidden_states), ids, weights, w, lora, owners, out_dtype, merged)
     return result.unflatten(0, hidden_states.shape[:-1]) if hidden_states.ndim > 2 else result
+
+
+def _check_hidden_size(function: str, hidden_states: Any, scale: Tensor | None, w: PreparedWeights) -> None:
+    """Where a layout pads the hidden size, the op, which gets the weights alone, could take another one for it."""
+    if not BACKENDS[w.backend].layout.pads_hidden or scale is not None or not isinstance(hidden_states, Tensor):
+        return
+    if hidden_states.ndim and hidden_states.shape[-1] != w.hidden_size:
+        fail(function, "hidden_states", f"have hidden_size {w.hidden_size}", hidden_states.shape[-1])
 
 
 def _check_lora(lora: Any, hidden_states_scale: Tensor | None, out: Tensor | None) -> None:

@@ -43,6 +43,8 @@ CASES = {
     "wide": dataclasses.replace(BASE, tokens=900),
     "mxfp4, swigluoai": dataclasses.replace(BASE, scheme="mxfp4", activation="swigluoai"),
     "odd sizes": dataclasses.replace(BASE, scheme="mxfp4", hidden=320, inter=160, tokens=333),
+    "half a tile": dataclasses.replace(BASE, scheme="mxfp4", hidden=352, inter=160, tokens=333),
+    "half a tile, few": dataclasses.replace(BASE, hidden=96, inter=176, tokens=9),
     "alphas of halves": dataclasses.replace(BASE, per_half=True, bias=False, tokens=1111),
     "one expert each": dataclasses.replace(BASE, top_k=1, experts=3, tokens=257, foreign=False),
     "none of them here": dataclasses.replace(BASE, experts=40, top_k=1, tokens=641),

@@ -319,8 +319,8 @@ def test_compiled_in_one_graph() -> None:
 def test_other_hidden_dtypes_are_refused() -> None:
     _, w = layer("none")
     x, ids, weights = batch(3)
-    with pytest.raises(RuntimeError, match=r"hidden_states must have one of the dtypes .*bfloat16.*got torch.float16"):
-        moe.fused_moe_routed(x.half(), ids, weights, w)
+    with pytest.raises(RuntimeError, match=r"hidden_states must have one of the dtypes .*bfloat16.*got torch.float32"):
+        moe.fused_moe_routed(x.float(), ids, weights, w)
 
 
 def test_prepare_is_the_same_on_both_devices() -> None:

@@ -11,6 +11,7 @@ import torch
 from host_library import host_library
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import torch_moe_ops as moe
 from torch_moe_ops.backends import BACKENDS, cuda_sm90
@@ -106,6 +107,51 @@ def test_the_op_takes_what_prepare_makes(scheme: str, group: int, dtype: torch.d
     assert out.shape == (5, 256) and out.dtype == BF16
 
 
+@pytest.mark.parametrize(
+    ("scheme", "hidden", "inter"), [("int4", 96, 64), ("mxint4", 96, 64), ("nvfp4", 96, 64), ("fp8_block", 256, 128)]
+)
+def test_sizes_that_are_traced_as_symbols(scheme: str, hidden: int, inter: int) -> None:
+    """As torch.compile(dynamic=True) has them. A layer's own sizes become numbers, that of tokens stays."""
+    name = "cuda_sm90_int4" if scheme in ("int4", "mxint4") else "cuda_sm90"
+    g = torch.Generator().manual_seed(0)
+    w13, w2 = torch.randn(4, 2 * inter, hidden, generator=g), torch.randn(4, hidden, inter, generator=g)
+    raw = moe.quantize_experts(w13.bfloat16(), w2.bfloat16(), scheme)
+    alphas = {"g1_alphas": torch.ones(4), "g2_alphas": torch.ones(4)} if scheme == "nvfp4" else {}
+    prepared = cuda_sm90.prepare(raw) | alphas
+    fields: dict[str, Any] = {"hidden_states_scale": None, "w13_bias": None, "w2_bias": None}
+    fields |= {"a1_gscale": None, "a2_gscale": None} if SCHEMES[scheme].static_acts else {}
+    fields |= {"w13_zero_point": None, "w2_zero_point": None} if SCHEMES[scheme].has_zero_point else {}
+
+    def layer(x: Tensor, ids: Tensor, factors: Tensor, weights: dict[str, Tensor]) -> Tensor:
+        given = {"hidden_states": x, "topk_ids": ids, "topk_weights": factors, "backend": name, "act_format": "none"}
+        out: Tensor = getattr(torch.ops.moeq, f"{scheme}_moe_routed")(**given, **weights, **fields)
+        shapes.append(out.shape)
+        return out
+
+    shapes: list[torch.Size] = []
+    x, ids, factors = torch.empty(5, hidden, dtype=BF16), torch.empty(5, 2, dtype=torch.int32), torch.empty(5, 2)
+    make_fx(layer, tracing_mode="symbolic")(x, ids, factors, prepared)
+    assert isinstance(shapes[0][0], torch.SymInt) and shapes[0][1] == hidden
+
+
+def test_scales_of_two_forms_are_refused() -> None:
+    """By the op, which names both, not by the kernels."""
+    raw = make_layer("int4", 64, BF16, False, 256, 128, True)
+    prepared = cuda_sm90.prepare(raw)
+    prepared["w13_scale"] = prepared["w13_scale"].to(torch.int32)
+    with FakeTensorMode() as mode:
+        weights = {key: mode.from_tensor(tensor) for key, tensor in prepared.items()}
+        x, ids, factors = torch.empty(5, 256, dtype=BF16), torch.empty(5, 2, dtype=torch.int32), torch.empty(5, 2)
+        fields = dict.fromkeys(("hidden_states_scale", "w13_bias", "w2_bias", "w13_zero_point", "w2_zero_point"))
+        with pytest.raises(
+            RuntimeError, match=r"w13_scale must have dtype torch.bfloat16 like w2_scale .*got torch.int32"
+        ):
+            torch.ops.moeq.int4_moe_routed(
+                hidden_states=x, topk_ids=ids, topk_weights=factors, backend="cuda_sm90_int4", act_format="none",
+                **weights, **fields,
+            )  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def decoders(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return host_library("sm90_decode_host.cpp", tmp_path_factory.mktemp("host"))
@@ -121,13 +167,15 @@ def decoder_of(scheme: str, scale: Tensor) -> str:
     return f"decode_int4_per_{32 if scale.shape[-1] == 128 else 64}"
 
 
-def decode(decoders: ctypes.CDLL, scheme: str, codes: Tensor, scale: Tensor, decoder: str = "") -> Tensor:
-    """What the kernels multiply: float64 [E, stored rows, padded K] from prepared tensors."""
+def decode(
+    decoders: ctypes.CDLL, scheme: str, codes: Tensor, scale: Tensor, decoder: str = "", dtype: torch.dtype = BF16
+) -> Tensor:
+    """What the kernels multiply, operands of a dtype: float64 [E, stored rows, padded K] from prepared tensors."""
     function = decoders[decoder or decoder_of(scheme, scale)]
     function.restype = ctypes.c_float
     experts, row_tiles, k_tiles = codes.shape[:3]
     # A group's tile is stored once and repeated: the shape says so, the kernels see the repeats.
-    out = torch.empty(experts, row_tiles, k_tiles, 64, 64, dtype=torch.bfloat16)
+    out = torch.empty(experts, row_tiles, k_tiles, 64, 64, dtype=dtype)
     count = ctypes.c_int64(experts * row_tiles * k_tiles)
     assert codes.is_contiguous() and scale.is_contiguous()
     factor = function(*(ctypes.c_void_p(t.data_ptr()) for t in (codes, scale)), count, ctypes.c_void_p(out.data_ptr()))
@@ -183,6 +231,35 @@ def test_decoders_round_each_weight_once(
             assert torch.equal(decoded, rounded)
         if not zero:  # what no token meets is zero all the same
             assert not halves[:, :, rows:].any() and not halves[:, :, :, weight.shape[2] :].any()
+
+
+@pytest.mark.parametrize("gated", (True, False))
+def test_nvfp4_is_exact_in_float16(decoders: ctypes.CDLL, gated: bool) -> None:
+    """Products of all codes and scales, those of zero and subnormal scales among them."""
+    g = torch.Generator().manual_seed(0)
+    halves, inter = (2, 64) if gated else (1, 128)
+
+    def random(*shape: int, upto: int) -> Tensor:
+        return torch.randint(upto, shape, generator=g, dtype=torch.uint8)
+
+    raw = moe.RawWeights(
+        "nvfp4",
+        w13=random(4, 128, 64, upto=255),
+        w2=random(4, 128, inter // 2, upto=255),
+        w13_scale=random(4, 128, 8, upto=127).view(torch.float8_e4m3fn),
+        w2_scale=random(4, 128, inter // 16, upto=127).view(torch.float8_e4m3fn),
+        w13_scale_2=torch.ones(4, halves),
+        w2_scale_2=torch.ones(4),
+        activation="silu" if gated else "relu2_no_mul",
+    )
+    assert raw.w13_scale is not None and raw.w13_scale.view(torch.uint8).unique().numel() == 127
+    prepared = cuda_sm90.prepare(raw)
+    for name, weight in zip(("w13", "w2"), moe.dequantize_experts(raw), strict=True):
+        stored = decode(decoders, "nvfp4", prepared[name], prepared[f"{name}_scale"], "decode_nvfp4_half", F16)
+        halves = natural_rows(stored, gated and name == "w13")
+        rows = weight.shape[1] // halves.shape[1]
+        assert torch.equal(halves[:, :, :rows, : weight.shape[2]].flatten(1, 2), weight.double())
+        assert not halves[:, :, rows:].any() and not halves[:, :, :, weight.shape[2] :].any()
 
 
 def exact_weight(raw: moe.RawWeights, name: str) -> Tensor:

@@ -27,18 +27,25 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # sms, shared memory, tokens, top_k, experts, hidden, inter, gated, dynamic scales, format: after those of
-# 4 and 8 bits few::Codes; whether rows may be gathered
-Layer = ctypes.c_int * 11
+# 4 and 8 bits few::Codes; whether rows may be gathered; whether hidden states are float16
+Layer = ctypes.c_int * 12
 OF_CODES = range(len(SM90_FORMATS), len(SM90_FORMATS) + 9)
 FP8_ROWS, FP8_GROUPS, BESIDE_FP8, BESIDE_MXFP8, PACKED, MXFP8, BOTH_MXFP8, ROWS_BESIDE_16, BLOCKS_BESIDE_16 = OF_CODES
 OF_4_BITS = range(len(SM90_FORMATS) - 2)
 FORMATS = ",".join(map(str, (*OF_4_BITS, *OF_CODES)))
 
 
-def parts(library: Path, layer: tuple[int, int, int, int], tokens: int, dynamic: bool = False, weights: int = 0) -> int:
+def parts(
+    library: Path,
+    layer: tuple[int, int, int, int],
+    tokens: int,
+    dynamic: bool = False,
+    weights: int = 0,
+    half: bool = False,
+) -> int:
     """Of a unit that blocks share; 1: they share none, 0: the kernel does not take the layer."""
     top_k, experts, hidden, inter = layer
-    fields = Layer(*HOPPER, tokens, top_k, experts, hidden, inter, 1, dynamic, weights)
+    fields = Layer(*HOPPER, tokens, top_k, experts, hidden, inter, 1, dynamic, weights, 0, half)
     found: int = ctypes.CDLL(str(library)).plan_few(fields)
     assert found >= 0, (layer, tokens, found)
     return found
@@ -129,6 +136,22 @@ def test_as_many_tokens_with_weights_of_8_bits(
     assert [parts(library, layer, n, False, weights) > 0 for n in range(1, 10)] == [n <= most for n in range(1, 10)]
 
 
+@pytest.mark.parametrize("weights", (0, 1, MXFP8, ROWS_BESIDE_16, BLOCKS_BESIDE_16))
+@pytest.mark.parametrize(
+    ("layer", "of_4_bits", "of_8_bits"),
+    [(QWEN3, 8, 8), (GPT_OSS, 7, 8), (DEEPSEEK, 3, 3), (MIXTRAL, 4, 5)],
+    ids=["qwen3", "gpt-oss", "dsv3", "mixtral"],
+)
+def test_as_many_tokens_of_float16(
+    library: Path, layer: tuple[int, int, int, int], of_4_bits: int, of_8_bits: int, weights: int
+) -> None:
+    """Of which each is two rows: stages are short, where they would leave no room."""
+    most = of_4_bits if weights in OF_4_BITS else of_8_bits
+    assert [parts(library, layer, n, False, weights, half=True) > 0 for n in range(1, 10)] == [
+        n <= most for n in range(1, 10)
+    ]
+
+
 @pytest.mark.parametrize(
     ("layer", "most"),
     [(QWEN3, 16), (GPT_OSS, 4), (DEEPSEEK, 3), (MIXTRAL, 4)],
@@ -182,12 +205,12 @@ deal = ctypes.CDLL(sys.argv[1]).deal_few
 draw, formats = random.Random(int(sys.argv[2])), [int(number) for number in sys.argv[3].split(",")]
 found = [0, 0, 0]
 for _ in range(6000):
-    sizes = [64 * draw.randint(1, draw.choice((20, 112))), 16 * draw.randint(1, draw.choice((40, 300)))]
+    sizes = [32 * draw.randint(1, draw.choice((40, 224))), 16 * draw.randint(1, draw.choice((40, 300)))]
     tokens, top_k = draw.choice((1, 1, 1, draw.randint(1, 8), draw.randint(9, 32))), draw.randint(1, draw.choice((10, 32, 128)))
     problem = (tokens, top_k, draw.randint(top_k, 512), *sizes, int(draw.random() < 0.8), int(draw.random() < 0.2),
-               draw.choice(formats), draw.randint(0, 1))
+               draw.choice(formats), draw.randint(0, 1), int(draw.random() < 0.3))
     sms = draw.choice((132, 132, 78, 114, 1, 2, 31, 33, 160, 200))
-    shares = deal((ctypes.c_int * 11)(sms, draw.choice((232448, 232448, 101376)), *problem))
+    shares = deal((ctypes.c_int * 12)(sms, draw.choice((232448, 232448, 101376)), *problem))
     assert shares >= 0, (sms, problem)
     found[shares] += 1
 print(*found)
@@ -229,12 +252,12 @@ plan = ctypes.CDLL(sys.argv[1]).plan_few
 draw, formats = random.Random(int(sys.argv[2])), [int(number) for number in sys.argv[3].split(",")]
 taken = 0
 for _ in range(4000):
-    sizes = [64 * draw.randint(1, 160), 16 * draw.randint(1, 1200)]
+    sizes = [32 * draw.randint(1, 320), 16 * draw.randint(1, 1200)]
     top_k = draw.randint(1, draw.choice((22, 128)))
     problem = (draw.randint(0, draw.choice((9, 40))), top_k, draw.randint(top_k, 512), *sizes)
     gpu = draw.choice(((132, 232448), (78, 232448), (114, 232448), (132, 101376)))
-    more = draw.randint(0, 1), draw.randint(0, 1), draw.choice(formats), draw.randint(0, 1)
-    found = plan((ctypes.c_int * 11)(*gpu, *problem, *more))
+    more = draw.randint(0, 1), draw.randint(0, 1), draw.choice(formats), draw.randint(0, 1), int(draw.random() < 0.3)
+    found = plan((ctypes.c_int * 12)(*gpu, *problem, *more))
     assert found >= 0, problem
     taken += found > 0
 print(taken)

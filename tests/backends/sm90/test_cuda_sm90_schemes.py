@@ -52,6 +52,9 @@ formats = pytest.mark.parametrize(("scheme", "weights"), FORMATS, ids=str)
 # experts, top_k, hidden, inter, tokens
 SHAPES = (
     (8, 2, 192, 160, 20),
+    (8, 2, 96, 160, 40),
+    (8, 1, 160, 64, 3),
+    (16, 4, 2720, 704, 9),
     (16, 4, 2880, 704, 9),
     (16, 4, 2688, 1856, 2),
     (60, 6, 2048, 1408, 33),
@@ -96,7 +99,7 @@ def test_shapes(scheme: str, weights: dict[str, Any], shape: tuple[int, ...]) ->
 
 @pytest.mark.parametrize(("scheme", "weights"), FORMATS[1:], ids=str)
 def test_how_far_rounded_weights_are(scheme: str, weights: dict[str, Any]) -> None:
-    call = make(scheme, weights, SHAPES[1], out_dtype=torch.float32)
+    call = make(scheme, weights, SHAPES[4], out_dtype=torch.float32)
     want, tiled = experts_reference(call, dtype=torch.float64), in_tiles(call)
     for kernel in KERNELS:
         far = distance(run_on(kernel, tiled), want)

@@ -26,10 +26,15 @@ def _capability_reason(problem: Problem) -> str | None:
     )
 
 
-def _dtype_reason(problem: Problem) -> str | None:
-    if problem.dtype in (None, torch.bfloat16):
-        return None
-    return f"dtype must be torch.bfloat16, which is what the kernels read, got {problem.dtype}"
+def reads(*dtypes: torch.dtype) -> Requirement:
+    """Hidden states are of one of the dtypes, or unknown."""
+
+    def unmet(problem: Problem) -> str | None:
+        if problem.dtype is None or problem.dtype in dtypes:
+            return None
+        return f"dtype must be {' or '.join(map(str, dtypes))}, which is what the kernels read, got {problem.dtype}"
+
+    return Requirement(unmet)
 
 
 def _experts_reason(problem: Problem) -> str | None:
@@ -57,13 +62,18 @@ def runs_on(device: torch.device) -> bool:
     return device_code.missing_on(device, "a") is None
 
 
-NEEDS = (
-    one_of("device", "cuda"),
-    Requirement(_capability_reason),
-    available(_extension_reason, extension.BUILD_CUDA),
-    Requirement(_dtype_reason),
-    Requirement(_experts_reason),
-)
+def needs(*dtypes: torch.dtype) -> tuple[Requirement, ...]:
+    """Of every backend of Hopper kernels that read hidden states of these dtypes."""
+    return (
+        one_of("device", "cuda"),
+        Requirement(_capability_reason),
+        available(_extension_reason, extension.BUILD_CUDA),
+        reads(*dtypes),
+        Requirement(_experts_reason),
+    )
+
+
+NEEDS = needs(torch.bfloat16)
 
 
 NO_ROUTER = Router(None, None, "identity", "identity", False, 1, 0, 0, 1.0)

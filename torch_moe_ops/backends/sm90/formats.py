@@ -29,7 +29,7 @@ def tile_k(scheme: str) -> int:
 
 def size_multiple(scheme: str) -> int:
     """What the hidden size has to be a multiple of."""
-    return Sm90.BYTE_HIDDEN_MULTIPLE if scheme in byte_formats.SCHEMES else layout.TILE
+    return Sm90.BYTE_HIDDEN_MULTIPLE if scheme in byte_formats.SCHEMES else Sm90.HIDDEN_MULTIPLE
 
 
 def specs(scheme: Scheme, sizes: Sizes) -> dict[str, Spec]:

@@ -37,8 +37,10 @@ def are_faster(call: ExpertsCall, slots: int | None = None) -> bool:
 
 
 def takes(call: ExpertsCall) -> bool:
-    """Whether they have a kernel for an int4 layer: one that scales sums once every 128 values of K."""
+    """Whether they have a kernel for an int4 layer: scales of 128 values of K and more, hidden sizes of whole tiles."""
     largest = layout.TILE * max(call.w2.shape[1:3])
+    if call.hidden_states.shape[1] % layout.TILE:
+        return False
     return largest <= Sm90W4a8.MAX_K and _has_kernel(call.w13_scale) and _has_kernel(call.w2_scale)
 
 
@@ -56,8 +58,8 @@ def least_tokens(problem: Problem) -> int | None:
     kinds = problem.weight_scales or ""
     if problem.scheme != "int4" or problem.act_format != "fp8" or problem.top_k is None:
         return None
-    if max(problem.hidden_size, problem.intermediate_size) > Sm90W4a8.MAX_K or "float32" in kinds:
+    if max(problem.hidden_size, problem.intermediate_size) > Sm90W4a8.MAX_K or problem.hidden_size % layout.TILE:
         return None
-    if not all(" per 128" in kind or " per row" in kind for kind in kinds.split(", ")):
+    if "float32" in kinds or not all(" per 128" in kind or " per row" in kind for kind in kinds.split(", ")):
         return None
     return -(-LEAST_SLOTS * problem.num_experts // problem.top_k)

@@ -16,10 +16,13 @@ from torch_moe_ops.tuning.tuned_kernels import key_of
 _WHILE = ", while its buffers fit an SM"
 _FEW = f"decode kernel up to {Sm90Few.MAX_TOKENS} tokens{_WHILE}, prefill kernels beyond"
 _OF_BYTES = dict.fromkeys(byte_formats.SCHEMES, _FEW)
+_TWO = "float16 hidden states as the sums of two bfloat16, two rows of an operand each"
 
 
 def notes_of(problem: Problem) -> str:
     """The kernels by rising numbers of tokens, and what says so (docs/hopper.md)."""
+    if problem.dtype == torch.float16:
+        return f"{_FEW}; {_TWO}" if problem.act_format == "none" else _FEW
     experts, local = problem.num_experts, problem.num_local_experts
     share = "" if local == experts else f", for {local} of {experts} experts"
     if problem.top_k is None:

@@ -197,7 +197,7 @@ Plan make_plan(const Problem& p) {
   Arena arena(p.workspace);
   const int slots = p.tokens * p.top_k;
   const Variant<Bf16Args> variant = variant_for(p);
-  const Schedule schedule = take_sorted_schedule(arena, slots, p.experts);
+  const Schedule schedule = take_sorted_schedule(arena, slots, slots, p.experts);
   GemmArgs& gemm = plan.gemm.gemm;
   gemm = gemms_of(p, schedule, variant.block_tiles);
   plan.operand = {p, schedule, nullptr, nullptr, nullptr, gemm.rows, gemm.hidden_padded, variant.max_width};

@@ -163,8 +163,17 @@ static cudaError_t make_few_plan(const RoundedProblem& p, few::Plan& plan, bool&
   return rounds_to_e4m3(p) ? few::make_e4m3_plan(p, plan, few) : few::make_plan(p, plan, few);
 }
 
-// Beyond it, weights of 8 bits are for the prefill kernel for few tokens, all others for the kernel with grid barriers.
-constexpr Shape kShapeOfBytes = Shape::kSlim;
+// Beyond it, weights of 8 bits and float16 hidden states are for the prefill kernel for few tokens, all others for the
+// kernel with grid barriers.
+static bool is_for_prefill(const Problem& p) { return has_bytes(p.format) || p.x_half; }
+
+// Narrow tiles where few experts have too little work for two blocks on each multiprocessor.
+static Shape shape_of_others(const Problem& p) {
+  constexpr int kBusyBlocks = 384, kBlockRows = 4 * kTileRows;
+  const int slots = p.tokens * p.top_k, experts = slots < p.experts ? slots : p.experts;
+  const bool is_little = experts * ceil_div(p.hidden, kBlockRows) < kBusyBlocks;
+  return p.splits && !has_bytes(p.format) && is_little ? Shape::kNarrow : Shape::kSlim;
+}
 
 int decode_max_tokens(const Problem& p) { return p.top_k < 1 ? 0 : decode::kMaxSlots / p.top_k; }
 
@@ -179,7 +188,7 @@ size_t decode_workspace(const RoundedProblem& p) {
   bool few = false;
   if (make_few_plan(p, few_plan, few) != cudaSuccess || !few) {
     decode::Plan plan;
-    return has_bytes(p.format)                         ? prefill_workspace(p, kShapeOfBytes)
+    return is_for_prefill(p)                           ? prefill_workspace(p, shape_of_others(p))
            : decode::make_plan(p, plan) == cudaSuccess ? plan.workspace
                                                        : 0;
   }
@@ -199,8 +208,8 @@ cudaError_t decode_run(const RoundedProblem& p) {
   if (error != cudaSuccess || few) {
     return error != cudaSuccess ? error : rounds_to_e4m3(p) ? few::run_e4m3(few_plan) : few::run(few_plan);
   }
-  if (has_bytes(p.format)) {
-    return prefill_run(p, kShapeOfBytes);
+  if (is_for_prefill(p)) {
+    return prefill_run(p, shape_of_others(p));
   }
   decode::Plan plan;
   error = decode::make_plan(p, plan);

@@ -10,6 +10,8 @@
 // Any other launch, of a green context or under MPS, may overlap with others like it. It has an exchange of its own in
 // its workspace, zeroed before it, one half, and one number.
 #pragma once
+#include <cuda_fp16.h>
+
 #include "../device/bounded_wait.cuh"
 #include "../decode_few/decode_few.h"
 
@@ -61,10 +63,13 @@ __device__ __forceinline__ void send_pair(const Args& args, int64_t at, float a,
                : "memory");
 }
 
-// Two values as bfloat16 in the place of one.
-__device__ __forceinline__ void send_rounded(const Args& args, int64_t at, float a, float b, uint32_t epoch) {
+// Two values as bfloat16, or float16, in the place of one.
+__device__ __forceinline__ void send_rounded(const Args& args, int64_t at, float a, float b, uint32_t epoch,
+                                             bool half) {
   const __nv_bfloat162 both = __floats2bfloat162_rn(a, b);
-  const uint64_t item = static_cast<uint64_t>(epoch) << 32 | *reinterpret_cast<const uint32_t*>(&both);
+  const __half2 halves = __floats2half2_rn(a, b);
+  const uint32_t word = half ? reinterpret_cast<const uint32_t&>(halves) : reinterpret_cast<const uint32_t&>(both);
+  const uint64_t item = static_cast<uint64_t>(epoch) << 32 | word;
   uint64_t* to = reinterpret_cast<uint64_t*>(half_of(args, epoch)) + at;
   asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(to), "l"(item) : "memory");
 }

@@ -11,12 +11,22 @@ struct Sums {
   float v[kGroups][4];  // of group i: rows g, g, g + 8, g + 8; tokens 8 * i + 2 * c, and one more, twice
 };
 
+#define MOEQ_MULTIPLY_ADD(types)                                             \
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." types                         \
+      ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                       \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+
+// Products of bfloat16, or of float16.
+template <bool kHalf = false>
 __device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  if constexpr (kHalf) {
+    MOEQ_MULTIPLY_ADD("f16.f16");
+  } else {
+    MOEQ_MULTIPLY_ADD("bf16.bf16");
+  }
 }
+#undef MOEQ_MULTIPLY_ADD
 
 // Adds sums that lack their rows' scales.
 template <class Factors>

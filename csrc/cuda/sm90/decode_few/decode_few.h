@@ -73,6 +73,7 @@ struct Args {
   int row_tiles[2], k_tiles[2];  // of GEMM1 and GEMM2
   int slots;
   int columns;  // of an entry at most: 1, 2, 4 or 8
+  int each;  // rows of operands that one of them has, and one token: 2 where they are float16 as two bfloat16
   int stage_tiles, stages;
   int x_stride, h_stride;  // bytes of an operand's row in shared memory
   int h_buffers;  // 2, or 1 where there is no room

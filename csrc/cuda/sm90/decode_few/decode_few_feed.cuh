@@ -45,7 +45,7 @@ __device__ __forceinline__ void copy_tokens(const Args& args, Fixed& fixed, uint
     barrier_expect(tokens, p.tokens * p.hidden * 2);
 #pragma unroll 1
     for (int token = 0; token < p.tokens; ++token) {
-      copy_bulk(shared_address(base + args.x_offset) + token * args.x_stride,
+      copy_bulk(shared_address(base + args.x_offset) + token * args.each * args.x_stride,
                 static_cast<const __nv_bfloat16*>(p.x) + static_cast<int64_t>(token) * p.hidden, p.hidden * 2, tokens);
     }
   }

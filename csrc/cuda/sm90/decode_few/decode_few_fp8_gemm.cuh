@@ -38,13 +38,6 @@ __device__ __forceinline__ void scale_sums(const Place& place, const float (&wei
   }
 }
 
-__device__ __forceinline__ void multiply_add_half(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 // A 16 x 16 piece of a tile as an operand, of its lane's codes of rows g and g + 8, four of each: float16 in the order
 // of K, or bfloat16, even values first.
 template <bool kHalf>
@@ -52,7 +45,7 @@ __device__ __forceinline__ void multiply_codes(float (&d)[4], uint32_t low, uint
   if constexpr (kHalf) {
     const uint2 l = decode4_to_half(low), h = decode4_to_half(high);
     const uint32_t a[4] = {l.x, h.x, l.y, h.y};
-    multiply_add_half(d, a, tokens.x, tokens.y);
+    decode::multiply_add<true>(d, a, tokens.x, tokens.y);
   } else {
     const E4m3Pairs l = decode_e4m3(low), h = decode_e4m3(high);
     const uint32_t a[4] = {l.even, h.even, l.odd, h.odd};
@@ -259,7 +252,7 @@ struct Multiplier<PackedFormat<Codes>> {
         for (int step = 0; step < 4; ++step) {
           const uint2 l = decode4_to_half(low[step]), h = decode4_to_half(high[step]);
           const uint32_t a[4] = {l.x, h.x, l.y, h.y};
-          multiply_add_half(sums.v[i], a, steps[step].x, steps[step].y);
+          decode::multiply_add<true>(sums.v[i], a, steps[step].x, steps[step].y);
         }
       }
     }

@@ -134,11 +134,11 @@ __device__ __forceinline__ void store_group(uint8_t* row, int scales_at, int gro
 }
 
 // Zeros beyond the row's end.
-__device__ __forceinline__ float4 load_four(const uint8_t* row, int group, int fours) {
+__device__ __forceinline__ float4 load_four(const uint8_t* row, int group, int fours, bool half) {
   const int at = four_of_lane(group);
   const uint2 raw = at < fours ? reinterpret_cast<const uint2*>(row)[at] : make_uint2(0, 0);
-  return make_float4(__uint_as_float(raw.x << 16), __uint_as_float(raw.x & 0xffff0000u), __uint_as_float(raw.y << 16),
-                     __uint_as_float(raw.y & 0xffff0000u));
+  const float2 first = widen_two(raw.x, half), second = widen_two(raw.y, half);
+  return make_float4(first.x, first.y, second.x, second.y);
 }
 
 // The tokens that a block multiplies, a bit each: those of the entries of its units of GEMM1. All lanes.
@@ -166,9 +166,10 @@ __device__ __forceinline__ int bit_of(uint32_t bits, int number) {
 }
 
 // So many rows of tokens, where they lie: row_of(number) is a row's place, and that of its largest magnitude. All
-// workers: a warp has two groups at a time.
+// workers: a warp has two groups at a time. from_half: tokens are float16.
 template <bool kGroups, bool kHalf, class RowOf>
-__device__ __forceinline__ void round_rows(const Args& args, uint8_t* x, int rows, uint32_t* maxima, RowOf row_of) {
+__device__ __forceinline__ void round_rows(const Args& args, uint8_t* x, int rows, bool from_half, uint32_t* maxima,
+                                           RowOf row_of) {
   const Groups groups = groups_of(args.k_tiles[0]);
   const int all = rows * groups.count;
   const HowToRound how = how_to_round<kGroups>(args, 0, 0);
@@ -186,7 +187,7 @@ __device__ __forceinline__ void round_rows(const Args& args, uint8_t* x, int row
         places[i].row = row_of(places[i].row);
         v[i] = {};
         if (i == 0 || first + i * kWarps < all) {
-          v[i] = load_four(x + places[i].row * args.x_stride, places[i].group, groups.fours);
+          v[i] = load_four(x + places[i].row * args.x_stride, places[i].group, groups.fours, from_half);
         }
       }
 #pragma unroll
@@ -214,10 +215,11 @@ __device__ __forceinline__ void round_rows(const Args& args, uint8_t* x, int row
 }
 
 // The tokens of this block.
-template <bool kGroups, bool kHalf>
+template <bool kGroups, bool kHalf, Kind kKind>
 __device__ __forceinline__ void round_tokens(const Args& args, Fixed& fixed, uint8_t* x) {
   const uint32_t tokens = tokens_of_block(args, fixed);
-  round_rows<kGroups, kHalf>(args, x, __popc(tokens), fixed.amax, [=](int row) { return bit_of(tokens, row); });
+  round_rows<kGroups, kHalf>(args, x, __popc(tokens), Case<kKind>::half(args.p), fixed.amax,
+                             [=](int row) { return bit_of(tokens, row); });
 }
 
 // The rows of an entry that were copied for it, the `run`-th operand of GEMM1. Maxima have three places, so that those
@@ -228,7 +230,7 @@ __device__ __forceinline__ void round_gathered(const Args& args, Fixed& fixed, i
   if (threadIdx.x < kGatheredColumns) {
     fixed.amax[(run + 1) % kMaxima * kGatheredColumns + threadIdx.x] = 0;
   }
-  round_rows<false, false>(args, rows, count, fixed.amax + run % kMaxima * kGatheredColumns,
+  round_rows<false, false>(args, rows, count, false, fixed.amax + run % kMaxima * kGatheredColumns,
                            [=](int row) { return min(row, count - 1); });
 }
 

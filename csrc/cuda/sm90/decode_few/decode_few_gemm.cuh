@@ -134,12 +134,20 @@ __device__ __forceinline__ void leave_sums(const Args& args, Fixed& fixed, uint8
   const bool apart = !kIsOfW4a8<Format> || (gemm == 0 && Case<kKind>::gated(args.p));
   const int lane = lane_of_warp(), warp = threadIdx.x / 32, buffer = number % 2;
   barrier_wait(shared_address(&fixed.freed[buffer]), number / 2 % 2 ^ 1);
-  const int column = lane % 4 * 2;
+  const bool splits = Case<kKind>::splits(args.p);
+  if (splits) {  // a thread's two columns are a token's two parts
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      sums.v[i][0] += sums.v[i][1];
+      sums.v[i][2] += sums.v[i][3];
+    }
+  }
+  const int column = splits ? lane % 4 : lane % 4 * 2;
   float* to = sums_of(args, base, buffer, (warp / 2) & (kWorkers / groups - 1), column) + warp % 2 * 16 +
               (apart ? lane / 4 : lane / 4 * 2);
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
-    if (column + j < count) {
+    if (column + j < count && !(splits && j == 1)) {
       const float factor = Case<kKind>::dynamic_hidden(args.p) && factors != nullptr ? factors[column + j] : 1.0f;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -235,7 +243,10 @@ __device__ __forceinline__ void find_row(const Args& args, Fixed& fixed, uint8_t
   place.known = operand;
   const Entry entry = fixed.entries[work.entry];
   const int lane = lane_of_warp();
-  const int column = min(lane / 4, entry.count - 1);   // columns without a token repeat the last one
+  const bool splits = Case<kKind>::splits(args.p);
+  const int each = splits ? 2 : 1;
+  const int row = min(lane / 4, entry.count * each - 1);   // columns without a token repeat the last one
+  const int column = splits ? row / 2 : row, part = splits ? row % 2 : 0;
   place.count = entry.count;
   if (kGathers<Fixed> && gemm == 0) {
     const int first = first_row(args, entry, place.run++);
@@ -247,10 +258,11 @@ __device__ __forceinline__ void find_row(const Args& args, Fixed& fixed, uint8_t
   } else if (gemm == 0) {
     const int token = quotient(fixed.slots[entry.first + column], args.inverse_top_k);
     const int begin = Case<kKind>::kShared ? work.part * work.part_tiles * (kTileK * 2) : 0;
-    place.row = shared_address(base) + args.x_offset + token * args.x_stride + begin + lane % 4 * 32;
+    place.row = shared_address(base) + args.x_offset + (token * each + part) * args.x_stride + begin + lane % 4 * 32;
   } else {
     const int buffer = place.run++ & (args.h_buffers - 1);
-    place.row = shared_address(base) + args.h_offset + (buffer * args.columns + column) * args.h_stride + lane % 4 * 32;
+    place.row =
+        shared_address(base) + args.h_offset + (buffer * args.columns * each + row) * args.h_stride + lane % 4 * 32;
     place.factors = fixed.h_factor[buffer];
   }
   if constexpr (kRoundsToE4m3<Format>) {

@@ -240,7 +240,7 @@ __device__ __forceinline__ void send_hidden(const Args& args, const Fixed& fixed
     if constexpr (kRoundsToE4m3<Format>) {
       send_pair(args, line / 2 + pair, h.a, h.b, fixed.epoch);
     } else {
-      send_rounded(args, line + pair, h.a, h.b, fixed.epoch);
+      send_rounded(args, line + pair, h.a, h.b, fixed.epoch, Case<kKind>::splits(p));
     }
   }
   if constexpr (kCutsRows<Format>) {
@@ -345,7 +345,7 @@ __device__ __forceinline__ void help(const Args& args, Fixed& fixed, uint8_t* ba
   for (int run = 0; work.count > 0; ++run) {
     if (making.count > 0) {
       const int buffer = run & last;
-      uint8_t* h = base + args.h_offset + buffer * args.columns * args.h_stride;
+      uint8_t* h = base + args.h_offset + buffer * args.columns * args.each * args.h_stride;
       if constexpr (kRoundsToE4m3<Format>) {
         make_rounded_rows<Format, kKind>(args, fixed, making, run, h);
       } else {

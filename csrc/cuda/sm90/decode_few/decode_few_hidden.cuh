@@ -5,6 +5,7 @@
 #include "../decode/decode_epilogue.cuh"
 #include "../decode/decode_exchange.cuh"
 #include "../decode/decode_quantize.cuh"
+#include "../numerics/act_rounding.cuh"
 
 namespace moeq::sm90::few {
 
@@ -30,8 +31,24 @@ __device__ __noinline__ inline Two quantize_pair(Two v, float gscale, bool apart
   return {decode::quantize_value(v.a, block), decode::quantize_value(v.b, block)};
 }
 
+// All workers: float16 tokens, each of which lies in the first of its two rows, become two bfloat16. Eight values by a
+// thread at a time.
+__device__ __forceinline__ void split_tokens(const Args& args, uint8_t* x) {
+  const int per_token = args.p.hidden / 8, all = args.p.tokens * per_token;
+#pragma unroll 1
+  for (int at = threadIdx.x; at < all; at += kThreads) {
+    const int token = quotient(at, args.inverse_pairs * 4.0f), eight = at - token * per_token;
+    uint8_t* row = x + 2 * token * args.x_stride + 16 * eight;
+    const uint4 raw = *reinterpret_cast<const uint4*>(row);
+    const TwoParts a = parts_of(raw.x), b = parts_of(raw.y), c = parts_of(raw.z), d = parts_of(raw.w);
+    *reinterpret_cast<uint4*>(row) = make_uint4(a.first, b.first, c.first, d.first);
+    *reinterpret_cast<uint4*>(row + args.x_stride) = make_uint4(a.rest, b.rest, c.rest, d.rest);
+  }
+  sync_workers();
+}
+
 // A block of 16 values by each thread: less work in all, but fewer threads have some.
-__device__ __forceinline__ void quantize_many_tokens(const Args& args, uint8_t* x) {
+__device__ __forceinline__ void quantize_many_tokens(const Args& args, bool half, uint8_t* x) {
   const int all = args.p.tokens * (args.p.hidden / 16);
   const float gscale = args.p.a1_gscale[0];
 #pragma unroll 1
@@ -44,8 +61,9 @@ __device__ __forceinline__ void quantize_many_tokens(const Args& args, uint8_t* 
     for (int i = 0; i < 8; ++i) {
       const uint4 four = raw[i / 4];
       const uint32_t word = i % 4 == 0 ? four.x : i % 4 == 1 ? four.y : i % 4 == 2 ? four.z : four.w;
-      values[2 * i] = __uint_as_float(word << 16);
-      values[2 * i + 1] = __uint_as_float(word & 0xffff0000u);
+      const float2 two = widen_two(word, half);
+      values[2 * i] = two.x;
+      values[2 * i + 1] = two.y;
     }
     decode::quantize_block(values, gscale);
     decode::store_block(reinterpret_cast<__nv_bfloat16*>(to), values);
@@ -61,7 +79,7 @@ __device__ __forceinline__ void quantize_tokens(const Args& args, Fixed& fixed, 
   const bool dynamic = Case<kKind>::dynamic_tokens(p);
   constexpr int kManyTokens = 3;
   if (!dynamic && p.tokens >= kManyTokens) {
-    quantize_many_tokens(args, x);
+    quantize_many_tokens(args, Case<kKind>::half(p), x);
     return;
   }
 #pragma unroll 1
@@ -70,8 +88,8 @@ __device__ __forceinline__ void quantize_tokens(const Args& args, Fixed& fixed, 
     for (int first = threadIdx.x / 32 * 32; first < all; first += kThreads) {   // whole warps
       const int at = min(first + static_cast<int>(threadIdx.x) % 32, all - 1), token = quotient(at, args.inverse_pairs);
       uint32_t* pair = reinterpret_cast<uint32_t*>(x + token * args.x_stride) + (at - token * per_token);
-      const uint32_t word = *pair;
-      const Two v = {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
+      const float2 two = widen_two(*pair, Case<kKind>::half(p));
+      const Two v = {two.x, two.y};
       if (pass == 0) {
         atomicMax(&fixed.amax[token], __float_as_uint(amax_of_block(v, false)));
         continue;
@@ -242,6 +260,19 @@ __device__ __forceinline__ void make_from_sums(const Args& args, Fixed& fixed, c
   }
 }
 
+// Four columns of 16 bits to where the operand has them.
+template <Kind kKind>
+__device__ __forceinline__ void store_four(const Args& args, uint8_t* h, const HiddenPlace& place, uint2 four) {
+  if (Case<kKind>::splits(args.p)) {
+    uint8_t* row = h + 2 * place.row.column * args.h_stride;
+    const TwoParts a = parts_of(four.x), b = parts_of(four.y);
+    reinterpret_cast<uint2*>(row)[place.in_part] = make_uint2(a.first, b.first);
+    reinterpret_cast<uint2*>(row + args.h_stride)[place.in_part] = make_uint2(a.rest, b.rest);
+  } else {
+    reinterpret_cast<uint2*>(h + place.row.column * args.h_stride)[place.in_part] = four;
+  }
+}
+
 // The same where GEMM1's blocks have finished the intermediate: copies it, four columns at a time.
 template <Kind kKind, class Fixed>
 __device__ __forceinline__ void make_from_finished(const Args& args, Fixed& fixed, const Work& work, const Entry& entry,
@@ -271,9 +302,8 @@ __device__ __forceinline__ void make_from_finished(const Args& args, Fixed& fixe
         await(pairs[i], from[i], epoch);
       }
       if (place.inside) {
-        uint8_t* row = h + place.row.column * args.h_stride;
-        reinterpret_cast<uint2*>(row)[place.in_part] =
-            make_uint2(static_cast<uint32_t>(pairs[i].first), static_cast<uint32_t>(pairs[i].second));
+        const uint2 four = make_uint2(static_cast<uint32_t>(pairs[i].first), static_cast<uint32_t>(pairs[i].second));
+        store_four<kKind>(args, h, place, four);
       }
     }
   }

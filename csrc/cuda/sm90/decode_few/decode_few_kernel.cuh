@@ -192,9 +192,11 @@ __device__ __forceinline__ void work(const Args& args, Fixed& fixed, uint8_t* ba
   if constexpr (kRoundsToE4m3<Format> && kGathers<Fixed>) {
     // Rows are rounded when they are there.
   } else if constexpr (kRoundsToE4m3<Format>) {
-    round_tokens<kRoundsGroups<Format>, kInHalf<Format>>(args, fixed, base + args.x_offset);
+    round_tokens<kRoundsGroups<Format>, kInHalf<Format>, kKind>(args, fixed, base + args.x_offset);
   } else if (Case<kKind>::quantizes_tokens(args.p)) {
     quantize_tokens<kKind>(args, fixed, base + args.x_offset);
+  } else if (Case<kKind>::splits(args.p)) {
+    split_tokens(args, base + args.x_offset);
   }
   Turn turn = {0, 0, 0};
   int number = 0;

@@ -92,6 +92,9 @@ float accumulator_scale(Codes codes, Format format) {
 Kind kind_of(const Problem& p) {
   const bool usual = p.gated && p.activation <= Activation::kSwigluoai && p.w13_bias == nullptr && p.w2_bias == nullptr;
   const bool given2 = p.a2 == ActScale::kTensor || p.a2 == ActScale::kExpert;
+  if (p.x_half) {
+    return Kind::kGeneral;
+  }
   if (usual && p.a1 == ActScale::kNone && p.a2 == ActScale::kNone) {
     return Kind::kPlain;
   }
@@ -134,11 +137,11 @@ constexpr int operand_stride(Codes codes, int k_tiles) {
 
 constexpr int sums_bytes(int columns) { return 2 * kWorkers * columns * kTileRows * static_cast<int>(sizeof(float)); }
 
-// What lies before the ring in shared memory. `rows`: of tokens; `h_tiles`: of a part of GEMM2's K.
+// What lies before the ring in shared memory. `rows`: of tokens; `h_tiles`: of a part of GEMM2's K; `each`: as in Args.
 constexpr int bytes_before_ring(Codes codes, int rows, int columns, int x_tiles, int h_tiles, int h_buffers,
-                                Kind kind = Kind::kPlain) {
+                                Kind kind = Kind::kPlain, int each = 1) {
   const int x_bytes = rows * operand_stride(codes, x_tiles);
-  const int operands = x_bytes + h_buffers * columns * operand_stride(codes, h_tiles);
+  const int operands = x_bytes + h_buffers * columns * each * operand_stride(codes, h_tiles);
   return (fixed_bytes(kind) + sums_bytes(columns) + operands + 127) / 128 * 128;
 }
 
@@ -244,7 +247,7 @@ bool place_stages(Codes codes, Kind kind, Args& args, int stage_tiles, int share
   const int part = longest_part(codes, args), x_tiles = args.k_tiles[0];
   args.stage_tiles = stage_tiles;
   const auto stages_beside = [&](int h_buffers) {
-    const int before = bytes_before_ring(codes, args.rows, args.columns, x_tiles, part, h_buffers, kind);
+    const int before = bytes_before_ring(codes, args.rows, args.columns, x_tiles, part, h_buffers, kind, args.each);
     const int stages = (shared - before) / (args.stage_tiles * tile_bytes(codes, args.p.format));
     return stages < kMaxStages ? stages : kMaxStages;
   };
@@ -259,7 +262,7 @@ bool place_stages(Codes codes, Kind kind, Args& args, int stage_tiles, int share
   args.sums_offset = fixed_bytes(kind);
   args.x_offset = args.sums_offset + sums_bytes(args.columns);
   args.h_offset = args.x_offset + args.rows * args.x_stride;
-  args.ring_offset = bytes_before_ring(codes, args.rows, args.columns, x_tiles, part, args.h_buffers, kind);
+  args.ring_offset = bytes_before_ring(codes, args.rows, args.columns, x_tiles, part, args.h_buffers, kind, args.each);
   return args.stages >= kLeastStages;
 }
 
@@ -274,12 +277,12 @@ bool place_in_shared(Codes codes, Kind kind, Args& args, int grid, int shared) {
   const bool gathers = kind == Kind::kGathered;
   const int short_stage = stage_tiles_of(codes, args.p.format, stage.short_stage);
   const bool has_more = codes == Codes::kBesideFp8 && args.p.tokens > kMaxTokens && !gathers;
-  const bool may_be_short = codes == Codes::kPacked || gathers || has_more;
+  const bool may_be_short = codes == Codes::kPacked || gathers || has_more || args.p.splits;
   args.rows = kMaxTokens;
   if (has_more && !place_stages(codes, kind, args, chosen, shared)) {
     return false;  // a layer whose fewer tokens another kernel takes
   }
-  for (args.rows = gathers ? kGatheredRows : args.p.tokens;; args.rows /= 2) {
+  for (args.rows = gathers ? kGatheredRows : args.p.tokens * args.each;; args.rows /= 2) {
     if (place_stages(codes, kind, args, chosen, shared) ||
         (may_be_short && place_stages(codes, kind, args, short_stage, shared))) {
       return true;
@@ -305,7 +308,7 @@ bool place_columns(Plan& plan, int columns, int shared) {
 bool place_units(Plan& plan, bool gathers, int shared) {
   const bool shortens = plan.codes == Codes::kBesideFp8 || plan.codes == Codes::kBesideMxfp8;
   const int shorter = plan.args.p.tokens <= 4 ? 2 : kGatheredColumns;
-  if (!place_columns(plan, gathers ? kGatheredColumns : kColumns, shared)) {
+  if (!place_columns(plan, gathers ? kGatheredColumns : kColumns / plan.args.each, shared)) {
     return false;
   }
   return !shortens || plan.args.columns <= shorter || place_columns(plan, shorter, shared) ||
@@ -337,6 +340,7 @@ static cudaError_t make_plan_of(const Problem& p, Codes codes, const Fp8& fp8, b
   args.exchange = p.partition.whole_device ? nullptr : static_cast<uint4*>(p.workspace);
   args.epochs = nullptr;
   args.slots = p.tokens * p.top_k;
+  args.each = rows_of_slot(p);
   plan.kind = gathers ? Kind::kGathered : kind_of(p);
   args.scale = accumulator_scale(codes, p.format);
   args.row_tiles[0] = row_tiles13(p.inter, p.gated);

@@ -23,7 +23,7 @@ const void* routed_of(Kind kind) {
                                       : routed<Format, Kind::kGeneral>();
 }
 
-bool has_kernel(const Problem& p) { return p.format == Format::kNvfp4 || p.format == Format::kMxfp4; }
+bool has_kernel(const Problem& p) { return !p.x_half && (p.format == Format::kNvfp4 || p.format == Format::kMxfp4); }
 
 // There is none for rounding to NVFP4 with given scales: it would have to divide the work as that of a routed call
 // does.

@@ -10,10 +10,8 @@ namespace moeq::sm90::few {
 
 // e4m3 weights in the place of a format of formats.cuh: with scales of 128 x 128, and of 128 values of a token, or of
 // rows; `kRounded`: beside activations that are rounded to e4m3, else they stay as they are.
-template <bool kGroups_, bool kRounded_>
-struct Fp8Format {
-  static constexpr bool kGroups = kGroups_, kRounded = kRounded_;
-};
+template <bool kGroups, bool kRounded>
+struct Fp8Format {};
 
 // Weights of policy `packed`, NVFP4 or MXFP4 (weights_packed.cuh).
 template <class Codes_>
@@ -184,6 +182,9 @@ struct Case {
   static __device__ __forceinline__ bool dynamic_hidden(const Problem& p) {
     return kGeneral && p.a2 == ActScale::kToken;
   }
+  // Of float16 hidden states, and of those whose operands are two bfloat16 each.
+  static __device__ __forceinline__ bool half(const Problem& p) { return kGeneral && p.x_half; }
+  static __device__ __forceinline__ bool splits(const Problem& p) { return kGeneral && p.splits; }
 };
 
 __host__ __device__ constexpr int fixed_bytes(Kind kind) {

@@ -1,5 +1,5 @@
-// The tensor cores' products of bfloat16, and of float16 for weights of 8 bits: K-steps of weights in registers or in
-// shared memory, and those of adapters, each with a branch over the widths of a tile of tokens.
+// The tensor cores' products of bfloat16, and of float16 for weights of 8 bits and NVFP4: K-steps of weights in
+// registers or in shared memory, and those of adapters, each with a branch over the widths of a tile of tokens.
 #pragma once
 #include <cstdint>
 
@@ -160,35 +160,41 @@ __device__ __forceinline__ void multiply_step<72>(float* d, const uint32_t (&a)[
   MOEQ_MULTIPLY_STEP_72;
 }
 
+#define MOEQ_MULTIPLY_STEP_160 \
+  asm volatile(                                                                                            \
+    MOEQ_BEGIN MOEQ_TOKENS("%96", "%98") MOEQ_BRANCH("%97", MOEQ_LABELS_160)                               \
+    MOEQ_TO_160(MOEQ_ONE_STEP, "{%80, %81, %82, %83}", "{%84, %85, %86, %87}",                             \
+                "{%88, %89, %90, %91}", "{%92, %93, %94, %95}") MOEQ_END                                   \
+    : MOEQ_OUT64(0), MOEQ_OUT16(64)                                                                        \
+    : MOEQ_IN16(a), "r"(b), "r"(index), "r"(kTokenOperandHigh))
+
 template <>
 __device__ __forceinline__ void multiply_step<160>(float* d, const uint32_t (&a)[4][4], uint32_t b, int index) {
-  asm volatile(
-    MOEQ_BEGIN MOEQ_TOKENS("%96", "%98") MOEQ_BRANCH("%97", MOEQ_LABELS_160)
-    MOEQ_TO_160(MOEQ_ONE_STEP, "{%80, %81, %82, %83}", "{%84, %85, %86, %87}",
-                "{%88, %89, %90, %91}", "{%92, %93, %94, %95}") MOEQ_END
-    : MOEQ_OUT64(0), MOEQ_OUT16(64)
-    : MOEQ_IN16(a), "r"(b), "r"(index), "r"(kTokenOperandHigh));
+  MOEQ_MULTIPLY_STEP_160;
 }
 
 // Two steps, the tokens of the second where a stage of tokens of max_width has them.
-template <int max_width>
+template <int max_width, Factors factors = Factors::kBfloat16>
 __device__ __forceinline__ void multiply_two_steps(float* d, const uint32_t (&a)[2][4][4], uint32_t b, int index);
 
 #define MOEQ_TWO_STEPS(width, a0, a1, a2, a3, ...)                                                         \
   MOEQ_WIDTH(width, MOEQ_STEP(width, MOEQ_D##width, a0, a1, a2, a3, "b0", "b1", "b2", "b3", "0")           \
                     MOEQ_STEP(width, MOEQ_D##width, __VA_ARGS__, "b4", "b5", "b6", "b7", "0"))
 
+#define MOEQ_MULTIPLY_TWO_STEPS_96 \
+  asm volatile(                                                                                            \
+    MOEQ_BEGIN MOEQ_TOKENS("%80", "%82")                                                                   \
+    MOEQ_NEXT_TOKENS_96("%80", "%82")                                                                      \
+    MOEQ_BRANCH("%81", MOEQ_LABELS_96)                                                                     \
+    MOEQ_TO_96(MOEQ_TWO_STEPS, "{%48, %49, %50, %51}", "{%52, %53, %54, %55}",                             \
+               "{%56, %57, %58, %59}", "{%60, %61, %62, %63}",                                             \
+               "{%64, %65, %66, %67}", "{%68, %69, %70, %71}", "{%72, %73, %74, %75}", "{%76, %77, %78, %79}") MOEQ_END \
+    : MOEQ_OUT16(0), MOEQ_OUT16(16), MOEQ_OUT16(32)                                                        \
+    : MOEQ_IN16(a[0]), MOEQ_IN16(a[1]), "r"(b), "r"(index), "r"(kTokenOperandHigh))
+
 template <>
 __device__ __forceinline__ void multiply_two_steps<96>(float* d, const uint32_t (&a)[2][4][4], uint32_t b, int index) {
-  asm volatile(
-    MOEQ_BEGIN MOEQ_TOKENS("%80", "%82")
-    MOEQ_NEXT_TOKENS_96("%80", "%82")
-    MOEQ_BRANCH("%81", MOEQ_LABELS_96)
-    MOEQ_TO_96(MOEQ_TWO_STEPS, "{%48, %49, %50, %51}", "{%52, %53, %54, %55}",
-               "{%56, %57, %58, %59}", "{%60, %61, %62, %63}",
-               "{%64, %65, %66, %67}", "{%68, %69, %70, %71}", "{%72, %73, %74, %75}", "{%76, %77, %78, %79}") MOEQ_END
-    : MOEQ_OUT16(0), MOEQ_OUT16(16), MOEQ_OUT16(32)
-    : MOEQ_IN16(a[0]), MOEQ_IN16(a[1]), "r"(b), "r"(index), "r"(kTokenOperandHigh));
+  MOEQ_MULTIPLY_TWO_STEPS_96;
 }
 
 // The same, from zero. `add` is never true, which the compiler must not know: results that nothing is added to would get
@@ -297,6 +303,16 @@ __device__ __forceinline__ void multiply_step<72, Factors::kFloat16>(float* d, c
 }
 
 template <>
+__device__ __forceinline__ void multiply_step<160, Factors::kFloat16>(float* d, const uint32_t (&a)[4][4], uint32_t b, int index) {
+  MOEQ_MULTIPLY_STEP_160;
+}
+
+template <>
+__device__ __forceinline__ void multiply_two_steps<96, Factors::kFloat16>(float* d, const uint32_t (&a)[2][4][4], uint32_t b, int index) {
+  MOEQ_MULTIPLY_TWO_STEPS_96;
+}
+
+template <>
 __device__ __forceinline__ void start_two_steps<32, Factors::kFloat16>(float* d, const uint32_t (&a)[2][4][4], uint32_t b, int index) {
   MOEQ_START_TWO_STEPS_32;
 }
@@ -355,6 +371,8 @@ __device__ __forceinline__ void multiply_shared<192>(float* d, uint32_t a, uint3
 }
 
 #undef MOEQ_TWO_SHARED
+#undef MOEQ_MULTIPLY_TWO_STEPS_96
+#undef MOEQ_MULTIPLY_STEP_160
 #undef MOEQ_MULTIPLY_STEP_96
 #undef MOEQ_MULTIPLY_STEP_72
 #undef MOEQ_START_TWO_STEPS_32

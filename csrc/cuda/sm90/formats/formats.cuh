@@ -50,6 +50,37 @@ struct Nvfp4Format {
   }
 };
 
+// The same as float16, which holds all of their values: from 2^-10 to 2688.
+struct Nvfp4HalfFormat {
+  static constexpr int kTileScaleBytes = Nvfp4Format::kTileScaleBytes;
+  static constexpr float kAccumulatorScale = 0x1p8f;  // codes come out as 2^-14 of their value, scales as 2^6
+  using ScaleWord = Nvfp4Format::ScaleWord;
+  using Scales = Nvfp4Format::Scales;
+
+  MOEQ_HOST_DEVICE static int scale_offset(int thread) { return Nvfp4Format::scale_offset(thread); }
+
+  // A byte's exponent is larger by two than that of the float16; one of zero stays zero.
+  MOEQ_HOST_DEVICE static uint32_t scale_pair(uint32_t bytes, uint32_t selector) {
+    constexpr uint32_t kLess = 2u << 10 | 2u << 26;
+    return max_u16x2(pick_bytes(bytes, 0, selector) * 128u, kLess) - kLess;
+  }
+  MOEQ_HOST_DEVICE static Scales scales(ScaleWord bytes) {
+    return {scale_pair(bytes, 0x4040), scale_pair(bytes, 0x4141)};
+  }
+
+  // The sign stays where bfloat16 has it; what has three bits of exponent less begins three bits higher.
+  MOEQ_HOST_DEVICE static uint32_t value(uint32_t placed, uint32_t scale) {
+    constexpr uint32_t kSign = 0x80008000u, kSize = 0x0E000E00u;
+    return mul_f16x2((placed & kSign) | (placed << 3 & kSize), scale);
+  }
+  MOEQ_HOST_DEVICE static void decode(uint32_t w, const Scales& s, uint32_t (&a)[4]) {
+    a[0] = value(w << 6, s.low);
+    a[1] = value(w << 2, s.high);
+    a[2] = value(rotate_right(w, 4), s.low);
+    a[3] = value(w ^ (w >> 8), s.high);
+  }
+};
+
 // MXFP4 weights of the tiled layout -> fragments of bfloat16. Codes as those of NVFP4; a scale is an exponent, so that
 // every product is exact.
 struct Mxfp4Format {

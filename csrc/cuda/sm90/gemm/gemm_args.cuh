@@ -22,6 +22,10 @@ struct W8a8Format : ByteFormat {};
 template <class Format>
 inline constexpr bool kIsW8a8 = std::is_same_v<Format, W8a8Format>;
 
+// Whether operands are float16.
+template <class Format>
+inline constexpr bool kIsHalf = kIsW8a8<Format> || std::is_same_v<Format, Nvfp4HalfFormat>;
+
 constexpr int kWeightSteps = 2;  // steps of 64 in K in a stage of weights
 
 // Many tokens an expert: two warpgroups with all the registers, 128 rows and up to 160 tokens each. Each decodes while
@@ -100,7 +104,7 @@ struct Sizes {
 struct GemmArgs {
   Problem problem;
   Schedule schedule;
-  const __nv_bfloat16* operand;  // [hidden_padded / 64, rows, 64]; W8a8Format: float16
+  const __nv_bfloat16* operand;  // [hidden_padded / 64, rows, 64]; float16 where kIsHalf
   const float* operand_factor;  // [tokens]; null: 1
   const float* operand_scale;  // W8a8Format: [hidden_padded / 128, rows], of 128 values of K each; null: 1
   __nv_bfloat16* h;  // [inter_padded / 64, rows, 64], likewise

@@ -79,7 +79,9 @@ __device__ __forceinline__ void finish_plain(const GemmArgs& args, GemmShared<C>
     }
     s.synchronize();   // nobody reads the staging any more
     stage_operand_factors(args, work, s);
+    if (kMaySplit<typename C::Format> && p.splits) add_parts<C>(work, acc[m]);
     activate_plain<C>(p, work, acc[m], s, scales, real);
+    if (kMaySplit<typename C::Format> && p.splits) make_parts<C, false>(work, acc[m]);
     s.synchronize();
     if (kRounds<typename C::Format> && args.h_wide != nullptr) {
       store_wide<C>(acc[m], s, args.inter_padded - tile * kTileRows, [&](int token) {
@@ -92,7 +94,7 @@ __device__ __forceinline__ void finish_plain(const GemmArgs& args, GemmShared<C>
       if (Sizes<C>::kQuantizes && p.a2 != ActScale::kNone) {
         quantize_plain<C>(work, acc[m], gscale_of_intermediate(p, work.expert));
       }
-      stage_tile<C>(work, acc[m], s);
+      stage_tile<C, kFactorsOf<C>>(work, acc[m], s);
       s.synchronize();
       store_intermediate<C, kTileK>(args, work, s, tile * kTileK);
     }
@@ -120,15 +122,38 @@ __device__ __forceinline__ void store_output(const GemmArgs& args, const Work& w
   }
 }
 
+// 32 float32 results of each token, which two of the warps have, into the staging: 128 bytes, swizzled like others.
+template <class C>
+__device__ __forceinline__ void stage_floats(const Work& work, const TileSums<C>& acc, const Staging& s) {
+#pragma unroll
+  for (int group = 0; group < C::kMaxWidth / 8; group++) {
+    if (group * 8 >= work.width) break;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int row = row_in_tile<typename C::Format>(s, i / 2) % 32, token = s.lane % 4 * 2 + i % 2;
+      const uint32_t to = s.address + (group * 8 + token) * 128 + (row / 4 ^ token) * 16 + row % 4 * 4;
+      asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(acc[group * 4 + i]) : "memory");
+    }
+  }
+}
+
+// 64 float32 results of each token, 32 at a time. Of two rows that are a slot's the first one is stored.
 template <class C>
 __device__ __forceinline__ void store_output_wide(const GemmArgs& args, const Work& work, const TileSums<C>& acc,
-                                                  const Staging& s, int first_row) {
-  const int hidden = args.problem.hidden;
-  store_wide<C>(acc, s, hidden - first_row, [&](int token) {
-    if (token >= work.rows) return static_cast<float*>(nullptr);
-    const int64_t slot = args.schedule.slot_of_row[work.first_row + token];
-    return static_cast<float*>(args.y) + slot * hidden + first_row;
-  });
+                                                  const Staging& s, int first_row, const int* slots) {
+  const int hidden = args.problem.hidden, each = rows_of_slot(args.problem), piece = s.thread % 8;
+#pragma unroll 1
+  for (int half = 0; half < 2; half++) {
+    if (half > 0) s.synchronize();  // nobody reads the staging any more
+    if (s.warp / 2 == half) stage_floats<C>(work, acc, s);
+    s.synchronize();
+    const int at = first_row + half * 32 + piece * 4;
+    float* y = static_cast<float*>(args.y) + at;
+    for (int row = s.thread / 8 * each; row < work.rows && at < hidden; row += kRowsAPass * each) {
+      const uint4 v = load_shared16(s.address + row * 128 + (piece ^ row % 8) * 16);
+      *reinterpret_cast<uint4*>(y + static_cast<int64_t>(slots[row]) * hidden) = v;
+    }
+  }
 }
 
 template <class Format>
@@ -161,6 +186,7 @@ __device__ __forceinline__ void finish_second(const GemmArgs& args, GemmShared<C
     s.synchronize();   // nobody reads the staging any more
     const int first = (first_tile<C>(work, s) + m) * kTileRows;
     const RowScales scales = scales_of_second<typename C::Format>(args, work, s, first);
+    if (kMaySplit<typename C::Format> && args.problem.splits) add_parts<C>(work, acc[m]);
     if (args.h_factor == nullptr) {
       transform<C>(work, acc[m], s, [&](float sum, int half, int) { return scales.of(sum, half, 1.0f); });
     } else {
@@ -170,7 +196,7 @@ __device__ __forceinline__ void finish_second(const GemmArgs& args, GemmShared<C
       s.synchronize();
     }
     if (args.y_wide) {
-      store_output_wide<C>(args, work, acc[m], s, first);
+      store_output_wide<C>(args, work, acc[m], s, first, slots);
       continue;
     }
     stage_tile<C>(work, acc[m], s);

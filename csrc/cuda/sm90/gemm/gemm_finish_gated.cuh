@@ -210,7 +210,16 @@ __device__ __forceinline__ void finish_gated(const GemmArgs& args, GemmShared<C>
                                              Accumulators<C>& acc, const Staging& s) {
   const Problem& p = args.problem;
   s.synchronize();   // nobody reads the staging any more
+  const bool splits = kMaySplit<typename C::Format> && p.splits;
+  if (splits) {
+#pragma unroll
+    for (int m = 0; m < C::kWarpgroupTiles; m++) add_parts<C>(work, acc[m]);
+  }
   apply_activation<C, finish>(args, work, acc, s);
+  if (splits) {
+#pragma unroll
+    for (int m = 0; m < C::kWarpgroupTiles; m++) make_parts<C, true>(work, acc[m]);
+  }
   if constexpr (kRounds<typename C::Format>) {
     if (args.h_wide != nullptr) return store_wide_gated<C>(args, work, acc, s);
   }

@@ -118,6 +118,14 @@ struct ConfigsOf {
   using Wide = WideConfig<Format>;
 };
 
+// Slim tiles of float16 are those of two bfloat16 each: the rate of memory decides there.
+template <>
+struct ConfigsOf<Nvfp4HalfFormat> {
+  using Slim = NarrowConfig<Nvfp4HalfFormat>;
+  using Narrow = Slim;
+  using Wide = WideConfig<Nvfp4HalfFormat>;
+};
+
 template <class Format, Finish finish>
 GemmVariants gemm_variants() {
   using Configs = ConfigsOf<Format>;

@@ -5,6 +5,9 @@
 
 namespace moeq::sm90 {
 
+template <class C>
+constexpr Factors kFactorsOf = kIsHalf<typename C::Format> ? Factors::kFloat16 : Factors::kBfloat16;
+
 // acc[m][4 * j + 2 * h + b]: row 16 * warp + lane / 4 + 8 * h of tile m, token 8 * j + lane % 4 * 2 + b.
 template <class C>
 using TileSums = float[C::kMaxWidth / 2];
@@ -112,7 +115,7 @@ struct Multiplication {
     wgmma_wait<1>();   // these fragments are free again
     if (release) release_previous();
     tile.decode(fragments);
-    multiply_step<C::kMaxWidth>(acc, fragments, tokens, index);
+    multiply_step<C::kMaxWidth, kFactorsOf<C>>(acc, fragments, tokens, index);
   }
 
   // Tile m of a step; `load_next` fetches what follows.
@@ -206,9 +209,9 @@ struct Multiplication {
     if (steps > 1) {
       if (kFetchLate) at.load(second, 1, 0);
       second.decode(fragments[1]);
-      multiply_two_steps<C::kMaxWidth>(acc[0], fragments, tokens_of(0), index);
+      multiply_two_steps<C::kMaxWidth, kFactorsOf<C>>(acc[0], fragments, tokens_of(0), index);
     } else {
-      multiply_step<C::kMaxWidth>(acc[0], fragments[0], tokens_of(0), index);
+      multiply_step<C::kMaxWidth, kFactorsOf<C>>(acc[0], fragments[0], tokens_of(0), index);
     }
   }
 

@@ -164,10 +164,6 @@ __device__ __forceinline__ uint32_t pack_16(float low, float high) {
   return reinterpret_cast<const uint32_t&>(both);
 }
 
-// What the intermediate is stored as.
-template <class C>
-constexpr Factors kFactorsOf = kIsW8a8<typename C::Format> ? Factors::kFloat16 : Factors::kBfloat16;
-
 // 64 rows of a tile as 16-bit results into the staging, where a thread has neighbours: a word of each token.
 template <class C, Factors factors>
 __device__ __forceinline__ void stage_neighbours(const Work& work, const TileSums<C>& acc, const Staging& s) {
@@ -195,7 +191,7 @@ __device__ __forceinline__ void stage_tile(const Work& work, const TileSums<C>& 
     if (pair * 16 >= work.width) break;
     uint32_t packed[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) packed[i] = pack_bf16(acc[pair * 8 + i * 2], acc[pair * 8 + i * 2 + 1]);
+    for (int i = 0; i < 4; i++) packed[i] = pack_16<factors>(acc[pair * 8 + i * 2], acc[pair * 8 + i * 2 + 1]);
     store_transposed(to + pair * 2048, packed[0], packed[1], packed[2], packed[3]);
   }
 }
@@ -210,6 +206,38 @@ __device__ __forceinline__ void transform(const Work& work, TileSums<C>& acc, co
     for (int i = 0; i < 4; i++) {
       float& value = acc[group * 4 + i];
       value = function(value, i / 2, group * 8 + s.lane % 4 * 2 + i % 2);
+    }
+  }
+}
+
+// Whether neighbouring tokens of a tile may be the two parts of one (numerics/act_rounding.cuh).
+template <class Format>
+inline constexpr bool kMaySplit = kRounds<Format> && !kIsHalf<Format>;
+
+// Of parts: both get the token's sums.
+template <class C>
+__device__ __forceinline__ void add_parts(const Work& work, TileSums<C>& acc) {
+#pragma unroll
+  for (int group = 0; group < C::kMaxWidth / 8; group++) {
+    if (group * 8 >= work.width) break;
+#pragma unroll
+    for (int i = group * 4; i < group * 4 + 4; i += 2) {
+      acc[i] += acc[i + 1];
+      acc[i + 1] = acc[i];
+    }
+  }
+}
+
+// Of tokens' intermediates, which both parts have: the parts. gated: those of two rows are in the first two sums.
+template <class C, bool gated>
+__device__ __forceinline__ void make_parts(const Work& work, TileSums<C>& acc) {
+#pragma unroll
+  for (int group = 0; group < C::kMaxWidth / 8; group++) {
+    if (group * 8 >= work.width) break;
+#pragma unroll
+    for (int i = group * 4; i < group * 4 + (gated ? 2 : 4); i += 2) {
+      acc[i] = round_to_half(acc[i]);
+      acc[i + 1] = rest_of_half(acc[i]);
     }
   }
 }

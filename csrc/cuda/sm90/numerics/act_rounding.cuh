@@ -1,4 +1,5 @@
-// Activations rounded to e4m3 and to NVFP4: codes, and values of codes, which are exact in bfloat16.
+// Activations as bfloat16 operands: rounded to e4m3 and to NVFP4, codes, and values of codes, which are exact; and
+// float16 ones.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -171,6 +172,38 @@ __device__ __forceinline__ void quantize(float (&values)[16], float gscale) {
   const BlockFactors block = block_factors(amax, gscale);
 #pragma unroll
   for (int i = 0; i < 16; i++) values[i] = quantized_value(values[i], block);
+}
+
+// Float16 hidden states, for kernels whose operands are bfloat16: a float16 has 11 bits, and is the sum of two
+// bfloat16, the nearest one and what that leaves, exactly. So a token is two rows of an operand, and the sum of their
+// products is the token's. Weights are those of bfloat16 hidden states, of any range.
+
+constexpr float kHalfMax = 65504.0f;
+
+// What the nearest bfloat16 of a float16's value leaves. Infinities and NaN are in the first part alone.
+__device__ __forceinline__ float rest_of_half(float x) {
+  return fabsf(x) <= kHalfMax ? x - __bfloat162float(__float2bfloat16_rn(x)) : 0.0f;
+}
+
+// To the nearest float16, and back.
+__device__ __forceinline__ float round_to_half(float x) { return __half2float(__float2half_rn(x)); }
+
+// The values of two bfloat16, or float16, of a word.
+__device__ __forceinline__ float2 widen_two(uint32_t word, bool half) {
+  if (half) return __half22float2(reinterpret_cast<const __half2&>(word));
+  return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
+}
+
+// Two float16 of a word as two of the nearest bfloat16, and two of what these leave.
+struct TwoParts {
+  uint32_t first, rest;
+};
+
+__device__ __forceinline__ TwoParts parts_of(uint32_t halves) {
+  const float2 x = widen_two(halves, true);
+  const __nv_bfloat162 first = __floats2bfloat162_rn(x.x, x.y);
+  const __nv_bfloat162 rest = __floats2bfloat162_rn(rest_of_half(x.x), rest_of_half(x.y));
+  return {reinterpret_cast<const uint32_t&>(first), reinterpret_cast<const uint32_t&>(rest)};
 }
 
 }  // namespace moeq::sm90

@@ -1,5 +1,6 @@
-// Two bfloat16 in a register, each result rounded once to nearest even, subnormals kept; and the two instructions that
-// place bytes and bits for them. The host versions exist so that a test can run the decoders without a GPU.
+// Two bfloat16, or float16, in a register, each result rounded once to nearest even, subnormals kept; and the
+// instructions that place bytes and bits for them. The host versions exist so that a test can run the decoders without
+// a GPU.
 #pragma once
 #include <cmath>
 
@@ -19,6 +20,23 @@ inline uint32_t bf16_of(double value) {
   return bits_of(static_cast<float>(std::ldexp(std::nearbyint(std::ldexp(value, -last)), last))) >> 16;
 }
 
+inline double value_of_half(uint32_t bits) {
+  const int exponent = static_cast<int>(bits >> 10 & 31), fraction = static_cast<int>(bits & 1023);
+  const double size = exponent == 0 ? std::ldexp(fraction, -24) : std::ldexp(1024 + fraction, exponent - 25);
+  return bits & 0x8000u ? -size : size;
+}
+
+// Of a value within the range of float16.
+inline uint32_t half_of(double value) {
+  const uint32_t sign = std::signbit(value) ? 0x8000u : 0u;
+  const double size = std::fabs(value);
+  if (size == 0.0) return sign;
+  const int exponent = std::ilogb(size) < -14 ? -14 : std::ilogb(size);
+  // A carry into the next binade comes out right because patterns of neighbours are neighbours.
+  const auto fraction = static_cast<uint32_t>(std::nearbyint(std::ldexp(size, 10 - exponent)));
+  return sign | (static_cast<uint32_t>(exponent + 14) * 1024u + fraction);
+}
+
 template <class Operation>
 uint32_t for_halves(uint32_t a, uint32_t b, uint32_t c, Operation operation) {
   const uint32_t low = bf16_of(operation(value_of(a & 0xFFFF), value_of(b & 0xFFFF), value_of(c & 0xFFFF)));
@@ -35,6 +53,29 @@ MOEQ_HOST_DEVICE uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
   return r;
 #else
   return host::for_halves(a, b, 0, [](double x, double y, double) { return x * y; });
+#endif
+}
+
+MOEQ_HOST_DEVICE uint32_t mul_f16x2(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
+  uint32_t r;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+#else
+  const auto product = [=](int shift) {
+    return host::half_of(host::value_of_half(a >> shift & 0xFFFF) * host::value_of_half(b >> shift & 0xFFFF));
+  };
+  return product(16) << 16 | product(0);
+#endif
+}
+
+// The larger of each two halves, as unsigned integers.
+MOEQ_HOST_DEVICE uint32_t max_u16x2(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
+  return __vmaxu2(a, b);
+#else
+  const auto larger = [=](uint32_t mask) { return (a & mask) > (b & mask) ? a & mask : b & mask; };
+  return larger(0xFFFF0000u) | larger(0xFFFFu);
 #endif
 }
 

@@ -53,6 +53,7 @@ void experts_sm90(const ExpertsSm90Call& call) {
                   "moeq_C::", kOp,
                   ": hidden_states_scale must be absent where hidden states are quantized or weighted");
   Layer layer(kOp, call);
+  layer.takes_half = true;
   layer.router = &call;
   layer.quantize_hidden = call.quantize_hidden;
   layer.quantize_intermediate = call.quantize_intermediate;

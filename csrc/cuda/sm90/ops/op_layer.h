@@ -132,6 +132,7 @@ struct Layer {
   bool fills_out = true;  // else it only has the sizes
   int64_t hidden_elements = 0;  // of hidden states; 0: as many as `out` has
   ScalarType hidden_type = ScalarType::BFloat16;
+  bool takes_half = false;  // hidden states may be float16
 
   Layer(const char* name, const LayerCall& arguments) : op(name), call(arguments) {}
   bool has_logits() const { return router != nullptr && router->router_logits.has_value(); }
@@ -190,6 +191,15 @@ inline void bind_scalars(Problem& p, const Layer& layer) {
   p.weight_on_input = call.router_weight_on_input;
 }
 
+// What hidden states are. a1 and a2 are known by now.
+inline void bind_hidden_type(Problem& p, const Layer& layer) {
+  p.x_half = layer.takes_half && layer.call.hidden_states.scalar_type() == ScalarType::Half;
+  if (!p.x_half) return;
+  p.splits = p.a1 == ActScale::kNone && p.a2 == ActScale::kNone;
+  STD_TORCH_CHECK(p.splits || (p.a1 != ActScale::kNone && p.a2 != ActScale::kNone), "moeq_C::", layer.op,
+                  ": of float16 hidden_states both GEMMs' activations must be quantized, or neither");
+}
+
 // Ids and weights: given, or made by a launch of their own unless the kernel routes by itself.
 struct Chosen {
   OptionalTensor ids, weights;
@@ -231,6 +241,7 @@ void run_layer(AnyProblem& p, const Layer& layer, const Kernels<AnyProblem>& ker
   const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
   bind_weights(p);
   bind_scalars(p, layer);
+  bind_hidden_type(p, layer);
   p.stream = current_stream(out);
   cudaError_t error = partition_of(p.stream, p.partition);
   STD_TORCH_CHECK(error == cudaSuccess, "moeq_C::", layer.op, ": stream of device ", out.get_device_index(), ": ",
@@ -239,7 +250,7 @@ void run_layer(AnyProblem& p, const Layer& layer, const Kernels<AnyProblem>& ker
   // A view may start anywhere; the kernels move 16 bytes at a time.
   const Tensor& given = layer.call.hidden_states;
   const Tensor x = is_aligned(given) ? given : torch::stable::clone(given);
-  p.x = data_of<void>(layer.op, "hidden_states", x, layer.hidden_type,
+  p.x = data_of<void>(layer.op, "hidden_states", x, p.x_half ? ScalarType::Half : layer.hidden_type,
                       layer.hidden_elements > 0 ? layer.hidden_elements : out.numel(), out);
   const bool direct = !layer.fills_out || is_aligned(out);
   Tensor aligned_out = direct ? out : torch::stable::empty_like(out);

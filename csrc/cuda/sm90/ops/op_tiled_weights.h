@@ -104,7 +104,8 @@ inline void bind_tiled_weights(const char* op, Problem& p, const LayerCall& call
   STD_TORCH_CHECK((p.format == Format::kNvfp4) == (call.g1_alphas.has_value() && call.g2_alphas.has_value()),
                   "moeq_C::", op, ": alphas must come with nvfp4 weights alone");
   if (has_bytes(p.format)) return bind_bytes(op, p, call);
-  STD_TORCH_CHECK(p.hidden % kTileK == 0, "moeq_C::", op, ": the hidden size must be a multiple of 64");
+  STD_TORCH_CHECK(p.hidden % kHiddenMultiple == 0, "moeq_C::", op, ": the hidden size must be a multiple of ",
+                  kHiddenMultiple);
   bind_tiled_scales(op, p, call, bind_codes(op, p, call, kTileCodeBytes, kTileK), tile_scale_bytes(p.format));
 }
 

@@ -27,8 +27,12 @@ GemmVariants variants_of(Finish finish) {
   }
 }
 
-GemmVariants variants_of(const Problem& p, bool w8a8) {
-  if (w8a8) return variants_of<W8a8Format>(finish_of(p));
+// half: operands are float16.
+GemmVariants variants_of(const Problem& p, bool half) {
+  if (half) {
+    return p.format == Format::kNvfp4 ? variants_of<Nvfp4HalfFormat>(finish_of(p))
+                                      : variants_of<W8a8Format>(finish_of(p));
+  }
   if (has_bytes(p.format)) return variants_of<ByteFormat>(finish_of(p));
   switch (p.format) {
     case Format::kNvfp4:
@@ -50,8 +54,20 @@ GemmVariants variants_of(const Problem& p, bool w8a8) {
   }
 }
 
-GemmVariant variant_for(const Problem& p, bool w8a8, Shape shape) {
-  return variants_of(p, w8a8).of_shape[static_cast<int>(shape)];
+GemmVariant variant_for(const Problem& p, bool half, Shape shape) {
+  return variants_of(p, half).of_shape[static_cast<int>(shape)];
+}
+
+// What operands are, of a whole call: its pieces share a workspace. Float16 hidden states are multiplied as they are,
+// not as two bfloat16 each, by NVFP4 weights, whose values float16 holds, where there is more to multiply than to
+// decode.
+RoundedProblem with_operands(const RoundedProblem& p, Shape shape) {
+  const bool many = int64_t{p.tokens} * p.top_k > int64_t{kHalfSlots} * p.experts;
+  RoundedProblem decided = p;
+  const bool as_they_are = p.splits && p.format == Format::kNvfp4 && shape != Shape::kSlim && many;
+  decided.splits = p.splits && !as_they_are;
+  decided.halves = as_they_are || is_w8a8(p);
+  return decided;
 }
 
 // Where 128 values of a row have a scale, of GEMM1's operand and of the intermediate.
@@ -95,15 +111,15 @@ Plan make_plan(const RoundedProblem& p, Shape shape) {
   plan.shape = shape;
   Arena arena(p.workspace);
   const int slots = p.tokens * p.top_k;
-  const Schedule schedule = take_sorted_schedule(arena, slots, p.experts);
-  const GemmVariant variant = variant_for(p, is_w8a8(p), shape);
+  const Schedule schedule = take_sorted_schedule(arena, slots, slots * rows_of_slot(p), p.experts);
+  const GemmVariant variant = variant_for(p, p.halves, shape);
   GemmArgs& gemm = plan.gemm;
   gemm = gemms_of(without_e4m3(p), schedule, variant.block_tiles);
   const int rows = gemm.rows;
   OperandArgs& operand = plan.operand;
   operand = {p,    schedule,           nullptr,           nullptr,      nullptr,
              rows, gemm.hidden_padded, variant.max_width, p.act_format, p.remote};
-  operand.half = is_w8a8(p);
+  operand.half = p.halves;
   operand.operand = arena.take<__nv_bfloat16>(int64_t{rows} * gemm.hidden_padded);
   place_factors(p, arena, plan);
   gemm.operand = operand.operand;
@@ -123,10 +139,11 @@ Plan make_plan(const RoundedProblem& p, Shape shape) {
 }
 
 cudaError_t launch_gemms(const Plan& plan, const GemmArgs& args) {
-  static KnownDevices known[kFormats + 1][kFinishes][kShapes];
+  static KnownDevices known[kFormats + 2][kFinishes][kShapes];  // the last two: float16 operands
   const Problem& p = args.problem;
   const bool half = plan.operand.half;
-  const int format = half ? kFormats : static_cast<int>(p.format), shape = static_cast<int>(plan.shape);
+  const int format = half ? kFormats + (p.format == Format::kNvfp4) : static_cast<int>(p.format);
+  const int shape = static_cast<int>(plan.shape);
   return launch_variant(variant_for(p, half, plan.shape), args, p,
                         known[format][static_cast<int>(finish_of(p))][shape]);
 }
@@ -162,16 +179,17 @@ RoundedProblem with_own(const RoundedProblem& whole, RoundedProblem piece) {
 }  // namespace
 
 size_t prefill_workspace(const RoundedProblem& p, Shape shape) {
-  RoundedProblem piece = p;
-  piece.tokens = tokens_of_piece(p);
+  RoundedProblem piece = with_operands(p, shape);
+  piece.tokens = tokens_of_piece(piece);
   piece.workspace = nullptr;
   return make_plan(piece, shape).bytes;
 }
 
 cudaError_t prefill_run(const RoundedProblem& p, Shape shape) {
   if (p.experts > kMaxExperts) return cudaErrorInvalidValue;
-  return run_in_pieces(p, tokens_of_piece(p),
-                       [&](const RoundedProblem& piece) { return run_piece(with_own(p, piece), shape); });
+  const RoundedProblem whole = with_operands(p, shape);
+  return run_in_pieces(whole, tokens_of_piece(whole),
+                       [&](const RoundedProblem& piece) { return run_piece(with_own(whole, piece), shape); });
 }
 
 }  // namespace moeq::sm90

@@ -6,7 +6,7 @@ namespace moeq::sm90 {
 namespace {
 
 // 16 values of K of a token for each of its experts.
-template <bool remote>
+template <bool remote, bool half>
 __global__ void __launch_bounds__(kRowThreads) operand_kernel(const __grid_constant__ OperandArgs args) {
   wait_for_previous_kernel();
   allow_next_kernel();
@@ -17,20 +17,25 @@ __global__ void __launch_bounds__(kRowThreads) operand_kernel(const __grid_const
   const int token = real ? unit / blocks_per_row : 0, block = real ? unit % blocks_per_row : threadIdx.x % 4;
   float x[16];
   if constexpr (!remote) {
-    load_token(args, token, block * 16, x);
+    load_token<half>(args, token, block * 16, x);
   } else {
     load_remote_units(args, unit, blocks_per_row, token, x);
   }
-  uint4 pieces[2];
+  uint4 pieces[2], rest[2] = {};
   if (p.a1 != ActScale::kExpert) {
     if (p.a1 != ActScale::kNone) {
       const float gscale = p.a1 == ActScale::kTensor ? p.a1_gscale[0] : args.row_gscale[token];
       if (args.factor != nullptr && real && block == 0) args.factor[token] = reciprocal(gscale);
       quantize(x, gscale);
     }
-    exchange(x, pieces);
+    exchange(x, pieces, half && args.half);
+    if (half && p.splits) {
+#pragma unroll
+      for (int i = 0; i < 16; i++) x[i] = rest_of_half(x[i]);
+      exchange(x, rest);
+    }
   }
-  store_in_slots(args, token, block, real, pieces, [&](int64_t, int expert, int) {
+  store_in_slots<half>(args, token, block, real, pieces, rest, [&](int64_t, int expert, int) {
     if (p.a1 != ActScale::kExpert) return;
     float values[16];
 #pragma unroll
@@ -41,6 +46,7 @@ __global__ void __launch_bounds__(kRowThreads) operand_kernel(const __grid_const
 }
 
 // The largest magnitude of a token's row, one block a row.
+template <bool half>
 __global__ void __launch_bounds__(kRowThreads) row_gscale_kernel(const __grid_constant__ OperandArgs args) {
   wait_for_previous_kernel();
   allow_next_kernel();
@@ -50,7 +56,7 @@ __global__ void __launch_bounds__(kRowThreads) row_gscale_kernel(const __grid_co
   float amax = 0.0f;
   for (int column = threadIdx.x * 16; column < args.problem.hidden; column += kRowThreads * 16) {
     float values[16];
-    load_token(args, blockIdx.x, column, values);
+    load_token<half>(args, blockIdx.x, column, values);
 #pragma unroll
     for (int i = 0; i < 16; i++) amax = max_magnitude(amax, values[i]);
   }
@@ -74,6 +80,7 @@ __device__ __forceinline__ float round_token(const OperandArgs& args, int token,
 
 // Rounded to e4m3: values of codes, and what sums of their products lack. One block a token. With a gscale of each
 // expert a token is rounded for each of its slots.
+template <bool half>
 __global__ void __launch_bounds__(kRowThreads) e4m3_operand_kernel(const __grid_constant__ OperandArgs args) {
   wait_for_previous_kernel();
   allow_next_kernel();
@@ -81,7 +88,7 @@ __global__ void __launch_bounds__(kRowThreads) e4m3_operand_kernel(const __grid_
   const int token = blockIdx.x, blocks = args.hidden_padded / 16;
   const bool mx = args.act_format == ActFormat::kMxfp8, by_slot = p.a1 == ActScale::kExpert;
   const bool of_rows = !mx && args.group_scale == nullptr;
-  const auto load = [&](int block, float (&values)[16]) { load_token(args, token, block * 16, values); };
+  const auto load = [&](int block, float (&values)[16]) { load_token<half>(args, token, block * 16, values); };
   Rounding rounding{};
   if (p.a1 == ActScale::kTensor) rounding = given_rounding(p.a1_gscale[0]);
   RowBlocks row(blocks, load);
@@ -94,7 +101,7 @@ __global__ void __launch_bounds__(kRowThreads) e4m3_operand_kernel(const __grid_
       scale = round_token(args, token, block, x, rounding);
       exchange(x, pieces, args.half);
     }
-    store_in_slots(args, token, block, block < blocks, pieces, [&](int64_t slot, int expert, int row) {
+    store_in_slots<false>(args, token, block, block < blocks, pieces, pieces, [&](int64_t slot, int expert, int row) {
       if (args.group_scale != nullptr && block % 8 == 0 && block < blocks && row >= 0) {
         args.group_scale[int64_t{block / 8} * args.rows + row] = scale;
       }
@@ -113,15 +120,21 @@ __global__ void __launch_bounds__(kRowThreads) e4m3_operand_kernel(const __grid_
 }  // namespace
 
 cudaError_t launch_operand(const OperandArgs& args) {
-  if (args.half || (args.act_format != ActFormat::kNvfp4 && args.problem.a1 != ActScale::kNone)) {
-    return launch_dependent(e4m3_operand_kernel, args, args.problem.tokens, threads_for(args.hidden_padded), 0);
+  const bool half = args.problem.x_half;
+  const bool has_codes = args.half && args.act_format != ActFormat::kNvfp4;
+  if (has_codes || (args.act_format != ActFormat::kNvfp4 && args.problem.a1 != ActScale::kNone)) {
+    const auto kernel = half ? e4m3_operand_kernel<true> : e4m3_operand_kernel<false>;
+    return launch_dependent(kernel, args, args.problem.tokens, threads_for(args.hidden_padded), 0);
   }
   if (args.problem.a1 == ActScale::kToken) {
-    const cudaError_t error = launch_dependent(row_gscale_kernel, args, args.problem.tokens, kRowThreads, 0);
+    const auto kernel = half ? row_gscale_kernel<true> : row_gscale_kernel<false>;
+    const cudaError_t error = launch_dependent(kernel, args, args.problem.tokens, kRowThreads, 0);
     if (error != cudaSuccess) return error;
   }
   const int64_t units = int64_t{args.problem.tokens} * (args.hidden_padded / 16);
-  const auto kernel = args.remote.ranks == 0 ? operand_kernel<false> : operand_kernel<true>;
+  const auto kernel = args.remote.ranks != 0 ? operand_kernel<true, false>
+                      : half                 ? operand_kernel<false, true>
+                                             : operand_kernel<false, false>;
   return launch_dependent(kernel, args, static_cast<unsigned>((units + kRowThreads - 1) / kRowThreads), kRowThreads, 0);
 }
 

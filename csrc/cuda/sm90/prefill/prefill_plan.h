@@ -11,7 +11,8 @@
 
 namespace moeq::sm90 {
 
-inline Schedule take_sorted_schedule(Arena& arena, int slots, int experts) {
+// rows: of operands, as many as slots or twice that.
+inline Schedule take_sorted_schedule(Arena& arena, int slots, int rows, int experts) {
   Schedule schedule;
   schedule.tiles_total = arena.take<int>(1);
   schedule.rows_total = arena.take<int>(1);
@@ -20,8 +21,8 @@ inline Schedule take_sorted_schedule(Arena& arena, int slots, int experts) {
   schedule.first_row = arena.take<int>(experts);
   schedule.overdue = arena.take<int>(1);
   schedule.rank = arena.take<SlotRank>(slots);
-  schedule.slot_of_row = arena.take<int>(max_rows(slots, experts));
-  schedule.tiles = arena.take<TokenTile>(max_token_tiles(slots, experts));
+  schedule.slot_of_row = arena.take<int>(max_rows(rows, experts));
+  schedule.tiles = arena.take<TokenTile>(max_token_tiles(rows, experts));
   return schedule;
 }
 
@@ -147,7 +148,7 @@ struct OperandArgs {
   int max_width;  // tokens of a tile
   ActFormat act_format;
   RemoteRows remote;
-  bool half;  // values of e4m3 codes are stored as float16
+  bool half;  // values, of e4m3 codes or of float16 hidden states, are stored as float16
   float* group_scale;  // [hidden_padded / 128, rows]: of 128 values of a row each; null: these have none
   const float* given_scale;  // [tokens, hidden_padded / 128]: of codes that are given; null: they are made
 };
@@ -184,8 +185,8 @@ cudaError_t launch_dependent(void (*kernel)(Args), const Args& args, dim3 grid, 
   return launch_after(kernel, args, grid, threads, shared_bytes, args.problem.stream);
 }
 
-// Results of single slots keep float32 where the output is finer than bfloat16.
-inline bool is_wide(const Problem& p) { return p.out_type != OutType::kBfloat16; }
+// Results of single slots keep float32 where the output is finer than bfloat16, or their rows are two.
+inline bool is_wide(const Problem& p) { return p.splits || p.out_type != OutType::kBfloat16; }
 inline int64_t result_bytes(const Problem& p) { return is_wide(p) ? 4 : 2; }
 
 // The longest array decides.
@@ -203,7 +204,7 @@ inline GemmArgs gemms_of(const Problem& p, const Schedule& schedule, int block_t
   GemmArgs gemm{};
   gemm.problem = p;
   gemm.schedule = schedule;
-  gemm.rows = max_rows(p.tokens * p.top_k, p.experts);
+  gemm.rows = max_rows(p.tokens * p.top_k * rows_of_slot(p), p.experts);
   gemm.y_wide = is_wide(p);
   const int k_step = has_bytes(p.format) ? w4a8::kTileK : kTileK;
   gemm.hidden_padded = ceil_div(p.hidden, k_step) * k_step;

@@ -30,7 +30,7 @@ struct Kept {
 Kept kept_of(const Problem& p, void* base) {
   Arena arena(base);
   const int slots = p.tokens * p.top_k;
-  Kept kept{take_sorted_schedule(arena, slots, p.experts)};
+  Kept kept{take_sorted_schedule(arena, slots, slots, p.experts)};
   kept.next_item = arena.take<int>(1);
   kept.h = arena.take<__nv_bfloat16>(int64_t{max_rows(slots, p.experts)} * k_tiles(p.inter) * kTileK);
   kept.bytes = arena.used();

@@ -133,7 +133,8 @@ __device__ __forceinline__ const __nv_bfloat16* row_of(const OperandArgs& args, 
   return reinterpret_cast<const __nv_bfloat16*>(args.remote.x[at.rank]) + at.row * hidden;
 }
 
-// 16 values of a token's row, weighted as asked for.
+// 16 values of a token's row, weighted as asked for. half: they are float16.
+template <bool half = false>
 __device__ __forceinline__ void widen_token(const OperandArgs& args, int token, const uint4 (&raw)[2],
                                             float (&values)[16]) {
   const Problem& p = args.problem;
@@ -141,16 +142,21 @@ __device__ __forceinline__ void widen_token(const OperandArgs& args, int token, 
   const float weight = p.weight_on_input ? p.topk_weights[token] : 1.0f;
 #pragma unroll
   for (int i = 0; i < 8; i++) {
-    values[2 * i] = __uint_as_float(words[i] << 16);
-    values[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+    const float2 two = widen_two(words[i], half);
+    values[2 * i] = two.x;
+    values[2 * i + 1] = two.y;
   }
   if (p.weight_on_input) {
 #pragma unroll
-    for (int i = 0; i < 16; i++) values[i] = __bfloat162float(__float2bfloat16_rn(values[i] * weight));
+    for (int i = 0; i < 16; i++) {
+      const float weighted = values[i] * weight;
+      values[i] = half ? round_to_half(weighted) : __bfloat162float(__float2bfloat16_rn(weighted));
+    }
   }
 }
 
 // 16 values of K, weighted as asked for; zeros beyond the end.
+template <bool half>
 __device__ __forceinline__ void load_token(const OperandArgs& args, int token, int column, float (&values)[16]) {
   if (column >= args.problem.hidden) {
 #pragma unroll
@@ -161,7 +167,7 @@ __device__ __forceinline__ void load_token(const OperandArgs& args, int token, i
   // Another GPU's past the L1, which does not see what is written there.
   const uint4 raw[2] = {args.remote.ranks == 0 ? from[0] : __ldcg(from),
                         args.remote.ranks == 0 ? from[1] : __ldcg(from + 1)};
-  widen_token(args, token, raw, values);
+  widen_token<half>(args, token, raw, values);
 }
 
 // Whether someone wants the token's values: one that nobody does needs not cross a link.
@@ -209,20 +215,27 @@ __device__ __forceinline__ void load_remote_units(const OperandArgs& args, int64
 }
 
 // Block `block` of 16 values of a token into the rows of its slots, by a quad; threads that are not `real` exchange
-// values, no more. `before(slot, expert, row)` may change the pieces; expert and row -1: foreign.
-template <class Before>
+// values, no more. `before(slot, expert, row)` may change the pieces; expert and row -1: foreign. `rest`: of the slots'
+// second rows, where they have some: of float16 alone.
+template <bool half, class Before>
 __device__ __forceinline__ void store_in_slots(const OperandArgs& args, int token, int block, bool real,
-                                               const uint4 (&pieces)[2], Before before) {
-  const int top_k = args.problem.top_k;
+                                               const uint4 (&pieces)[2], const uint4 (&rest)[2], Before before) {
+  const int top_k = args.problem.top_k, each = half ? rows_of_slot(args.problem) : 1;
   __nv_bfloat16* k_tile = args.operand + int64_t{block / 4} * args.rows * 64;
 #pragma unroll 4
   for (int j = 0; j < top_k; j++) {
     const int64_t slot = int64_t{token} * top_k + j;
     const auto [expert, rank] = args.schedule.rank[slot];
-    const int row = expert >= 0 ? args.schedule.first_row[expert] + rank : -1;
-    if (real && block == 0 && row >= 0) args.schedule.slot_of_row[row] = slot;
+    const int row = expert >= 0 ? args.schedule.first_row[expert] + rank * each : -1;
+    if (real && block == 0 && row >= 0) {
+      args.schedule.slot_of_row[row] = slot;
+      if (each == 2) args.schedule.slot_of_row[row + 1] = slot;
+    }
     before(slot, expert, row);
-    if (real && row >= 0) store_pieces(k_tile, row, pieces);
+    if (real && row >= 0) {
+      store_pieces(k_tile, row, pieces);
+      if (each == 2) store_pieces(k_tile, row + 1, rest);
+    }
   }
 }
 

@@ -18,11 +18,12 @@ __device__ void list_tiles(const Schedule& schedule, int expert, int start, int 
   }
 }
 
-// By one block, a thread an expert.
-__device__ void write_schedule(const OperandArgs& args, int count) {
+// By one block, a thread an expert. `slots`: of the expert.
+__device__ void write_schedule(const OperandArgs& args, int slots) {
   __shared__ int warp_sums[kThreads / 32];
   const Schedule& schedule = args.schedule;
-  const int expert = threadIdx.x, tiles = tiles_for(count, args.max_width);
+  const int expert = threadIdx.x, count = slots * rows_of_slot(args.problem);
+  const int tiles = tiles_for(count, args.max_width);
   int rows_total, tiles_total;
   const int start = prefix_sum<kThreads>((count + 7) / 8 * 8, warp_sums, rows_total);
   const int first = prefix_sum<kThreads>(tiles, warp_sums, tiles_total);
@@ -40,11 +41,11 @@ __device__ void write_schedule(const OperandArgs& args, int count) {
 }
 
 __global__ void __launch_bounds__(kThreads) schedule_kernel(const __grid_constant__ OperandArgs args) {
-  sort_by_block(args, [&](int count) { write_schedule(args, count); });
+  sort_by_block(args, [&](int slots) { write_schedule(args, slots); });
 }
 
 __global__ void __launch_bounds__(kThreads) schedule_cluster_kernel(const __grid_constant__ OperandArgs args) {
-  sort_by_cluster(args, [&](int count) { write_schedule(args, count); });
+  sort_by_cluster(args, [&](int slots) { write_schedule(args, slots); });
 }
 
 }  // namespace

@@ -61,7 +61,10 @@ struct Problem {
   const float* g2_alphas;  // [experts]; null: 1
   const float* w13_bias;  // [experts, 2 * inter] (gate, then up) or [experts, inter]; null: none
   const float* w2_bias;  // [experts, hidden]; null: none
-  const void* x;  // bfloat16 [tokens, hidden]
+  const void* x;  // [tokens, hidden], bfloat16, or float16 if x_half
+  bool x_half;
+  bool splits;  // float16 hidden states and intermediates are multiplied, as two bfloat16 each
+                // (numerics/act_rounding.cuh)
   const int32_t* topk_ids;  // [tokens, top_k]; outside [offset, offset + experts): contributes nothing
   const float* topk_weights;  // [tokens, top_k]
   void* out;  // [tokens, hidden] of out_type
@@ -71,7 +74,7 @@ struct Problem {
   bool gated;
   bool gathers;  // the decode kernel without grid barriers may gather rows (few::Kind::kGathered)
   float alpha, beta, limit;  // of the activation; limit may be infinite
-  bool weight_on_input;  // the router weight multiplies the token (rounded to bfloat16), top_k is 1
+  bool weight_on_input;  // the router weight multiplies the token (rounded to its type), top_k is 1
   ActScale a1, a2;  // of the hidden states and of the intermediate
   const float* a1_gscale;  // kTensor: [1], kExpert: [experts], else null
   const float* a2_gscale;
@@ -80,6 +83,9 @@ struct Problem {
   cudaStream_t stream;
   Partition partition;  // the stream's
 };
+
+// Rows of a GEMM's operand that a slot has.
+__host__ __device__ inline int rows_of_slot(const Problem& p) { return p.splits ? 2 : 1; }
 
 // Writes ids and weights [tokens, top_k] from p.router; an error for a failed launch.
 cudaError_t route_run(const Problem& p, int32_t* ids, float* weights);

@@ -36,6 +36,7 @@ struct RoundedProblem : Problem {
   const float* x_factor;   // where x holds values of codes: [tokens], multiplies GEMM1's sums, or of groups
                            // (rounds_groups) [tokens, hidden / 128], rounded up; null: 1
   RemoteRows remote;       // of prefill_run alone
+  bool halves;  // likewise, made by it: operands are float16, either as hidden states are or values of codes
 };
 
 inline bool rounds_to_e4m3(const RoundedProblem& p) {
@@ -57,7 +58,7 @@ inline Problem without_e4m3(const RoundedProblem& p) {
 //
 // Whether decode_run routes a problem of this shape by itself; else route_run goes before it, as before prefill_run.
 bool decode_takes_logits(const RoundedProblem& p);
-int decode_max_tokens(const Problem& p);   // more than that, whatever p.tokens, decode_run does not take
+int decode_max_tokens(const Problem& p);  // more than that, whatever p.tokens, decode_run does not take
 size_t decode_workspace(const RoundedProblem& p);
 cudaError_t decode_run(const RoundedProblem& p);
 size_t prefill_workspace(const RoundedProblem& p, Shape shape);
