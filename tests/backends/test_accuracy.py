@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from config_samples import layer_config
 from every_layer import prepared_here
 from problems import Case, make_raw
@@ -158,9 +159,15 @@ CASES = {
         "cuda_sm90_fp8",
         "up to 1.15 of cuda_sm90's time in 1 of 2 timings on this layer, 0.50 to 1.15 in all, 0.76 in the mean",
     ),
-    "slower a little, and little faster in the mean": (
+    "slower a little, where the strict one loses more than twice as much elsewhere": (
         near("cuda_sm90_fp8"),
-        [TIMES | {"us": TIMES["us"] | {"cuda_sm90_fp8": {"1": 22.0, "64": 60.0}}}],  # type: ignore[operator]
+        [TIMES | {"us": TIMES["us"] | {"cuda_sm90_fp8": {"1": 22.0, "64": 83.0}}}],  # type: ignore[operator]
+        "cuda_sm90_fp8",
+        "up to 1.10 of cuda_sm90's time in 1 of 2 timings on this layer, 0.83 to 1.10 in all, 0.96 in the mean",
+    ),
+    "slower a little, and little faster elsewhere": (
+        near("cuda_sm90_fp8"),
+        [TIMES | {"us": TIMES["us"] | {"cuda_sm90_fp8": {"1": 22.0, "64": 84.0}}}],  # type: ignore[operator]
         "cuda_sm90",
         "slower than cuda_sm90 in 1 of 2",
     ),
@@ -191,7 +198,7 @@ CASES = {
     ),
     "two other layers, one slower": (
         near("triton_fp8"),
-        [TIMES | {"num_experts": 8}, TIMES | {"num_experts": 9, "us": {"cuda_sm90": {"1": 1.0}, "triton_fp8": {"1": 1.1}}}],
+        [TIMES | {"num_experts": 8}, TIMES | {"num_experts": 9, "us": {"cuda_sm90": {"1": 1.0}, "triton_fp8": {"1": 1.14}}}],
         "cuda_sm90",
         "slower than cuda_sm90 in 1 of 3",
     ),
@@ -226,6 +233,31 @@ def test_fp8_takes_one_backend_at_every_number_of_tokens(
         hidden_size=hidden, intermediate_size=inter,
     )  # fmt: skip
     assert moe.explain(posed).chosen == "cuda_sm90_fp8"
+
+
+@pytest.mark.parametrize("layer", (*LAYERS, (128, 4, 2880, 2880)), ids=str)
+@pytest.mark.parametrize(
+    ("scheme", "scales"), [("fp8_block", None), ("fp8", "channel"), ("fp8", "tensor"), ("fp8", "half")], ids=str
+)
+@pytest.mark.parametrize(
+    ("act", "wanted", "chosen"),
+    [("fp8", "standard", "triton_fp8"), ("fp8", "strict", "cuda_sm90"), ("none", "standard", "triton")],
+)
+def test_fp8_beside_float16_takes_nothing_that_is_slower(
+    act: str, wanted: str, chosen: str, scheme: str, scales: str | None, layer: tuple[int, int, int, int]
+) -> None:
+    """By the library's own results: 4096 tokens of the exact kernels take up to 1.6 times `triton_fp8`'s time, which is
+    1.08 times theirs at most. Beside 16-bit activations they have twice the products of what was timed."""
+    experts, top_k, hidden, inter = layer
+    posed = dataclasses.replace(
+        FP8, scheme=scheme, weight_scales=scales, top_k=top_k, num_experts=experts, num_local_experts=experts,
+        hidden_size=hidden, intermediate_size=inter, act_format=act, accuracy=wanted, dtype=torch.float16,
+    )  # fmt: skip
+    explained = moe.explain(posed)
+    assert explained.chosen == chosen
+    named = "by name only: it was not timed with torch.float16 hidden states" in explained.accuracy["cuda_sm90"]
+    assert named == (act == "none")
+    assert "not timed with" not in moe.explain(dataclasses.replace(posed, dtype=torch.bfloat16)).accuracy["cuda_sm90"]
 
 
 @pytest.mark.parametrize(("least", "chosen"), [(2, "triton_fp8"), (3, "cuda_sm90")])

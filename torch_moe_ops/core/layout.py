@@ -34,7 +34,8 @@ class Layout:
         Zero points are shaped like the scales.
     intermediate_size: shape of w2 -> intermediate size, padding of the layout included.
     stored: scheme -> dtype of the codes where it is not the scheme's own.
-    pads_hidden: tensors of two hidden sizes may have the same shapes, so that who knows the layer's has to check it.
+    pads_hidden: tensors are in tiles, whose numbers are in their shapes. So tensors of two hidden sizes may have the
+        same shapes, and who knows the layer's has to check it; w13's scales and w2's have one form.
     """
 
     name: str
