@@ -241,23 +241,20 @@ def test_fp8_takes_one_backend_at_every_number_of_tokens(
 )
 @pytest.mark.parametrize(
     ("act", "wanted", "chosen"),
-    [("fp8", "standard", "triton_fp8"), ("fp8", "strict", "cuda_sm90"), ("none", "standard", "triton")],
+    [("fp8", "standard", "triton_fp8"), ("fp8", "strict", "cuda_sm90"), ("none", "standard", "cuda_sm90")],
 )
 def test_fp8_beside_float16_takes_nothing_that_is_slower(
     act: str, wanted: str, chosen: str, scheme: str, scales: str | None, layer: tuple[int, int, int, int]
 ) -> None:
     """By the library's own results: 4096 tokens of the exact kernels take up to 1.6 times `triton_fp8`'s time, which is
-    1.08 times theirs at most. Beside 16-bit activations they have twice the products of what was timed."""
+    1.08 times theirs at most. Beside 16-bit activations, multiplied as they are, `triton` takes 1.01 to 2.0 times
+    their time (benchmarks/results/h200_float16_fp8.jsonl)."""
     experts, top_k, hidden, inter = layer
     posed = dataclasses.replace(
         FP8, scheme=scheme, weight_scales=scales, top_k=top_k, num_experts=experts, num_local_experts=experts,
         hidden_size=hidden, intermediate_size=inter, act_format=act, accuracy=wanted, dtype=torch.float16,
     )  # fmt: skip
-    explained = moe.explain(posed)
-    assert explained.chosen == chosen
-    named = "by name only: it was not timed with torch.float16 hidden states" in explained.accuracy["cuda_sm90"]
-    assert named == (act == "none")
-    assert "not timed with" not in moe.explain(dataclasses.replace(posed, dtype=torch.bfloat16)).accuracy["cuda_sm90"]
+    assert moe.explain(posed).chosen == chosen
 
 
 @pytest.mark.parametrize(("least", "chosen"), [(2, "triton_fp8"), (3, "cuda_sm90")])

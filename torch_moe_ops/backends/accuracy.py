@@ -27,8 +27,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from torch_moe_ops.backends.registry import BACKENDS
 from torch_moe_ops.core.activations import ACTIVATIONS
 from torch_moe_ops.core.problem import Problem
@@ -44,10 +42,6 @@ SLOWER = 1.03
 # mean, which is at most GAIN, or where it loses most, MORE times as much. Weights are prepared for one of them.
 LOSS, GAIN, MORE = 1.15, 0.8, 2.0
 NO_CONSTANTS = (1.0, 0.0, math.inf)  # what a Problem without constants has
-# Of strict backends, which are taken as their order says: what has twice the products of what was timed, and no result
-# of its own. Float16 hidden states are two rows of an operand each: of MXFP4, 4096 tokens take 2.4 to 2.5 times
-# bfloat16's time, and of e4m3 weights `triton` takes 1.3 to 2.1 times that.
-_UNTIMED = {("cuda_sm90", scheme, "none", torch.float16) for scheme in ("fp8", "fp8_block")}
 # A matrix's scale is that of two equal halves.
 _MEASURED_AS = {"tensor": "half"}
 
@@ -127,13 +121,6 @@ def too_far(backend: str, problem: Problem) -> str | None:
     if found["ratio"] > FACTOR:
         return f"that is more than {FACTOR} times as far"
     return None
-
-
-def untimed(backend: str, problem: Problem) -> str | None:
-    """None where a strict backend may be taken unasked, else why not."""
-    if (backend, problem.scheme, problem.act_format, problem.dtype) not in _UNTIMED:
-        return None
-    return f"by name only: it was not timed with {problem.dtype} hidden states"
 
 
 def _timed(problem: Problem) -> tuple[bool, list[Record]]:

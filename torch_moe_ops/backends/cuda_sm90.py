@@ -123,6 +123,8 @@ def _kernel(call: ExpertsCall, out: Tensor, top_k: int, of_prefill: bool = False
 
 def _of_halves(call: ExpertsCall, choice: Choice, tokens: int, top_k: int) -> int:
     """Of prefill's, for float16 hidden states: each is two rows of an operand, or one of float16 (HALF_SLOTS)."""
+    if call.scheme in ("fp8", "fp8_block"):  # always one of float16
+        return choice.kernel(tokens)
     many = call.scheme == "nvfp4" and tokens * top_k > Sm90.HALF_SLOTS * call.all_experts()
     return max(choice.kernel(tokens), _NARROW) if many else choice.kernel(2 * tokens)
 

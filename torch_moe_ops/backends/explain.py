@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from torch_moe_ops.backends.accuracy import preferred, statement, untimed
+from torch_moe_ops.backends.accuracy import preferred, statement
 from torch_moe_ops.backends.registry import BACKENDS, Backend
 from torch_moe_ops.core.problem import Problem
 
@@ -54,7 +54,6 @@ def explain_problem(problem: Problem, requested: str = "auto") -> Explanation:
     fitting = [name for name, reasons in against.items() if not reasons]
     first = _first_choice(problem, fitting)
     better, why = preferred(problem, fitting, first)
-    why |= {name: reason for name in fitting if (reason := untimed(name, problem))}
     accuracy = {name: "; ".join(filter(None, (statement(name, problem), why.get(name)))) for name in fitting}
     chosen = better or first
     if requested != "auto":
@@ -65,8 +64,7 @@ def explain_problem(problem: Problem, requested: str = "auto") -> Explanation:
 def _first_choice(problem: Problem, fitting: Iterable[str]) -> str | None:
     """Of those that need no measurement the first one that may be taken unasked, else the first."""
     names = [name for name in fitting if BACKENDS[name].needs_no_measurement]
-    unasked = (name for name in names if BACKENDS[name].auto and not untimed(name, problem))
-    return next(unasked, None) or next(iter(names), None)
+    return next((name for name in names if BACKENDS[name].auto), None) or next(iter(names), None)
 
 
 def default_on(problem: Problem) -> str | None:

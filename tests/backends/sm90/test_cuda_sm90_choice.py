@@ -101,6 +101,20 @@ def test_rules_of_a_rank(sizes: tuple[int, int, int, int, int], expected: Switch
     assert choice.rules(*sizes) == expected
 
 
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((128, 8, 2048), (("decode", 8), ("slim", 384), ("narrow", 1280), ("wide", None))),
+        # Eight experts are less than three blocks a multiprocessor: no slim tiles.
+        ((8, 2, 4096), (("decode", 8), ("narrow", 320), ("wide", None))),
+        ((128, 8, 2048, 16), (("decode", 8), ("narrow", 1280), ("wide", None))),
+        ((512, 22, 1024), (("decode", 5), ("slim", 558), ("narrow", 1861), ("wide", None))),
+    ],
+)
+def test_rules_of_weights_of_8_bits(sizes: tuple[int, ...], expected: Switches) -> None:
+    assert choice.byte_rules(*sizes) == expected
+
+
 def test_rules_are_switches_that_a_file_may_hold() -> None:
     for experts in (1, 2, 8, 60, 128, 512, 1024):
         for top_k in (1, 2, 8, 22, 32):

@@ -85,17 +85,16 @@ def rules(num_experts: int, top_k: int, hidden: int, inter: int, num_local_exper
     return _ascending((("decode", decode), *prefill_rules(num_experts, top_k, hidden, num_local_experts)))
 
 
-def byte_rules(num_experts: int, top_k: int) -> Switches:
+def byte_rules(num_experts: int, top_k: int, hidden: int, num_local_experts: int | None = None) -> Switches:
     """`rules` for weights of 8 bits: the kernel for very few tokens, and prefill's shapes."""
     few = min(Sm90Few.MAX_TOKENS, Sm90Few.MAX_SLOTS // top_k)
-    slim, narrow = (mean * num_experts // top_k for mean in (SLIM_MEAN, NARROW_MEAN))
-    return _ascending((("decode", few), ("slim", slim), ("narrow", narrow), ("wide", None)))
+    return _ascending((("decode", few), *prefill_rules(num_experts, top_k, hidden, num_local_experts)))
 
 
 def rules_for(key: Key, num_experts: int) -> Switches:
     """What a layer of `num_experts` gets where nothing was measured. key: `key_of` a rank's own experts."""
     if key.scheme in byte_formats.SCHEMES:
-        return byte_rules(num_experts, key.top_k)
+        return byte_rules(num_experts, key.top_k, key.hidden_size, key.num_experts)
     return rules(num_experts, key.top_k, key.hidden_size, key.intermediate_size, key.num_experts)
 
 

@@ -200,7 +200,7 @@ Plan make_plan(const Problem& p) {
   const Schedule schedule = take_sorted_schedule(arena, slots, slots, p.experts);
   GemmArgs& gemm = plan.gemm.gemm;
   gemm = gemms_of(p, schedule, variant.block_tiles);
-  plan.operand = {p, schedule, nullptr, nullptr, nullptr, gemm.rows, gemm.hidden_padded, variant.max_width};
+  plan.operand = {p, schedule, nullptr, nullptr, nullptr, nullptr, gemm.rows, gemm.hidden_padded, variant.max_width};
   plan.operand.operand = arena.take<__nv_bfloat16>(int64_t{gemm.rows} * gemm.hidden_padded);
   gemm.operand = plan.operand.operand;
   gemm.h = arena.take<__nv_bfloat16>(int64_t{gemm.rows} * gemm.inter_padded);

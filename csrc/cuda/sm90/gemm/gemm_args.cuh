@@ -17,7 +17,7 @@ struct ByteFormat {
   static constexpr float kAccumulatorScale = 1.0f;
 };
 
-// e4m3 weights beside activations that are e4m3 codes: both become float16, which holds the values of codes.
+// e4m3 weights beside activations that are e4m3 codes, or float16: all become float16, which holds the values of codes.
 struct W8a8Format : ByteFormat {};
 template <class Format>
 inline constexpr bool kIsW8a8 = std::is_same_v<Format, W8a8Format>;
@@ -105,12 +105,12 @@ struct GemmArgs {
   Problem problem;
   Schedule schedule;
   const __nv_bfloat16* operand;  // [hidden_padded / 64, rows, 64]; float16 where kIsHalf
-  const float* operand_factor;  // [tokens]; null: 1
+  const float* operand_factor;  // [rows]: what products of a row lack; null: nothing
   const float* operand_scale;  // W8a8Format: [hidden_padded / 128, rows], of 128 values of K each; null: 1
   __nv_bfloat16* h;  // [inter_padded / 64, rows, 64], likewise
-  float* h_scale;  // [inter_padded / 128, rows], likewise; null: 1
+  float* h_scale;  // [inter_padded / 128, rows], likewise; null: groups of the intermediate are not rounded
   float* h_wide;  // [rows, inter_padded] in natural order, where quantization needs whole rows; or null
-  const float* h_factor;  // [rows]; null: 1
+  const float* h_factor;  // [rows], likewise
   void* y;  // [slots, hidden] by slot: bfloat16, or float32 if y_wide
   bool y_wide;
   int rows;  // max_rows

@@ -47,11 +47,11 @@ __device__ __forceinline__ void activate_plain(const Problem& p, const Work& wor
   }
 }
 
-// What is activated, rounded in groups of 128.
+// What is activated as float16, rounded in groups of 128 where these have scales.
 template <class C>
-__device__ __forceinline__ void store_plain_groups(const GemmArgs& args, GemmShared<C>& shared, const Work& work,
+__device__ __forceinline__ void store_plain_halves(const GemmArgs& args, GemmShared<C>& shared, const Work& work,
                                                    Accumulators<C>& acc, const Staging& s) {
-  round_groups<C, false>(args, shared.beside.rounding, work, acc, s);
+  if (args.h_scale != nullptr) round_groups<C, false>(args, shared.beside.rounding, work, acc, s);
 #pragma unroll
   for (int m = 0; m < C::kWarpgroupTiles; m++) {
     s.synchronize();   // nobody reads the staging any more
@@ -61,13 +61,15 @@ __device__ __forceinline__ void store_plain_groups(const GemmArgs& args, GemmSha
   }
 }
 
-// GEMM1 where there is no gate. Where groups of 128 are rounded, both tiles have to be activated before.
+// GEMM1 where there is no gate. Where groups of 128 may be rounded, both tiles are activated before.
 template <class C>
 __device__ __forceinline__ void finish_plain(const GemmArgs& args, GemmShared<C>& shared, const Work& work,
                                              Accumulators<C>& acc, const Staging& s) {
   const Problem& p = args.problem;
+  copy_wait();
 #pragma unroll
   for (int m = 0; m < C::kWarpgroupTiles; m++) {
+    s.synchronize();   // nobody reads the staging any more; what was asked for ahead is there
     const int tile = first_tile<C>(work, s) + m;
     RowScales scales;
     bool real[2];
@@ -75,18 +77,14 @@ __device__ __forceinline__ void finish_plain(const GemmArgs& args, GemmShared<C>
       const int i = tile * kTileRows + row_in_tile<typename C::Format>(s, half);
       real[half] = i < p.inter;
       scales.alpha[half] = s.alpha[0];
-      scales.bias[half] = p.w13_bias != nullptr && real[half] ? p.w13_bias[work.expert * int64_t{p.inter} + i] : 0.0f;
+      scales.bias[half] = bias_of(p, work, s, m, half);
     }
-    s.synchronize();   // nobody reads the staging any more
-    stage_operand_factors(args, work, s);
     if (kMaySplit<typename C::Format> && p.splits) add_parts<C>(work, acc[m]);
     activate_plain<C>(p, work, acc[m], s, scales, real);
     if (kMaySplit<typename C::Format> && p.splits) make_parts<C, false>(work, acc[m]);
-    s.synchronize();
     if (kRounds<typename C::Format> && args.h_wide != nullptr) {
-      store_wide<C>(acc[m], s, args.inter_padded - tile * kTileRows, [&](int token) {
-        const int64_t row = work.first_row + token;
-        return token < work.rows ? args.h_wide + row * args.inter_padded + tile * kTileRows : nullptr;
+      store_wide<C>(work, acc[m], s, args.inter_padded - tile * kTileRows, 1, [&](int row) {
+        return args.h_wide + int64_t{work.first_row + row} * args.inter_padded + tile * kTileRows;
       });
       continue;
     }
@@ -100,7 +98,7 @@ __device__ __forceinline__ void finish_plain(const GemmArgs& args, GemmShared<C>
     }
   }
   if constexpr (kIsW8a8<typename C::Format>) {
-    if (args.h_wide == nullptr) store_plain_groups<C>(args, shared, work, acc, s);
+    if (args.h_wide == nullptr) store_plain_halves<C>(args, shared, work, acc, s);
   }
 }
 
@@ -122,81 +120,37 @@ __device__ __forceinline__ void store_output(const GemmArgs& args, const Work& w
   }
 }
 
-// 32 float32 results of each token, which two of the warps have, into the staging: 128 bytes, swizzled like others.
-template <class C>
-__device__ __forceinline__ void stage_floats(const Work& work, const TileSums<C>& acc, const Staging& s) {
-#pragma unroll
-  for (int group = 0; group < C::kMaxWidth / 8; group++) {
-    if (group * 8 >= work.width) break;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int row = row_in_tile<typename C::Format>(s, i / 2) % 32, token = s.lane % 4 * 2 + i % 2;
-      const uint32_t to = s.address + (group * 8 + token) * 128 + (row / 4 ^ token) * 16 + row % 4 * 4;
-      asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(acc[group * 4 + i]) : "memory");
-    }
-  }
-}
-
-// 64 float32 results of each token, 32 at a time. Of two rows that are a slot's the first one is stored.
-template <class C>
-__device__ __forceinline__ void store_output_wide(const GemmArgs& args, const Work& work, const TileSums<C>& acc,
-                                                  const Staging& s, int first_row, const int* slots) {
-  const int hidden = args.problem.hidden, each = rows_of_slot(args.problem), piece = s.thread % 8;
-#pragma unroll 1
-  for (int half = 0; half < 2; half++) {
-    if (half > 0) s.synchronize();  // nobody reads the staging any more
-    if (s.warp / 2 == half) stage_floats<C>(work, acc, s);
-    s.synchronize();
-    const int at = first_row + half * 32 + piece * 4;
-    float* y = static_cast<float*>(args.y) + at;
-    for (int row = s.thread / 8 * each; row < work.rows && at < hidden; row += kRowsAPass * each) {
-      const uint4 v = load_shared16(s.address + row * 128 + (piece ^ row % 8) * 16);
-      *reinterpret_cast<uint4*>(y + static_cast<int64_t>(slots[row]) * hidden) = v;
-    }
-  }
-}
-
-template <class Format>
-__device__ __forceinline__ RowScales scales_of_second(const GemmArgs& args, const Work& work, const Staging& s,
-                                                      int first_row) {
-  const Problem& p = args.problem;
+// Of a thread's rows in its warpgroup's tile m.
+__device__ __forceinline__ RowScales scales_of_second(const Problem& p, const Work& work, const Staging& s, int m) {
   RowScales scales;
   for (int half = 0; half < 2; half++) {
-    const int row = first_row + row_in_tile<Format>(s, half);
     scales.alpha[half] = s.alpha[0];
-    scales.bias[half] = 0.0f;
-    if (p.w2_bias != nullptr && row < p.hidden) scales.bias[half] = p.w2_bias[work.expert * int64_t{p.hidden} + row];
+    scales.bias[half] = bias_of(p, work, s, m, half);
   }
   return scales;
-}
-
-// Begun before the multiplication, so that nobody waits for memory after it.
-__device__ __forceinline__ void prefetch_slots(const GemmArgs& args, const Work& work, const Staging& s, int* slots) {
-  for (int row = s.thread; row < work.rows; row += 128) {
-    copy4(shared_address(slots + row), args.schedule.slot_of_row + work.first_row + row);
-  }
 }
 
 template <class C>
 __device__ __forceinline__ void finish_second(const GemmArgs& args, GemmShared<C>&, const Work& work,
                                               Accumulators<C>& acc, const Staging& s, const int* slots) {
-  copy_wait();   // for prefetch_slots, which the first synchronization below makes known to all
+  const Problem& p = args.problem;
+  copy_wait();
 #pragma unroll
   for (int m = 0; m < C::kWarpgroupTiles; m++) {
-    s.synchronize();   // nobody reads the staging any more
+    s.synchronize();   // nobody reads the staging any more; what was asked for ahead is there
     const int first = (first_tile<C>(work, s) + m) * kTileRows;
-    const RowScales scales = scales_of_second<typename C::Format>(args, work, s, first);
-    if (kMaySplit<typename C::Format> && args.problem.splits) add_parts<C>(work, acc[m]);
+    const RowScales scales = scales_of_second(p, work, s, m);
+    if (kMaySplit<typename C::Format> && p.splits) add_parts<C>(work, acc[m]);
     if (args.h_factor == nullptr) {
       transform<C>(work, acc[m], s, [&](float sum, int half, int) { return scales.of(sum, half, 1.0f); });
     } else {
-      stage_factors(work, s, [&](int row) { return args.h_factor[row]; });
       transform<C>(work, acc[m], s,
                    [&](float sum, int half, int token) { return scales.of(sum, half, factor_of<true>(s, token)); });
-      s.synchronize();
     }
     if (args.y_wide) {
-      store_output_wide<C>(args, work, acc[m], s, first, slots);
+      store_wide<C>(work, acc[m], s, p.hidden - first, rows_of_slot(p), [&](int row) {
+        return static_cast<float*>(args.y) + static_cast<int64_t>(slots[row]) * p.hidden + first;
+      });
       continue;
     }
     stage_tile<C>(work, acc[m], s);

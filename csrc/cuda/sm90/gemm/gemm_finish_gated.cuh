@@ -14,10 +14,7 @@ __device__ __forceinline__ RowScales scales_of_gated(const Problem& p, const Wor
   RowScales scales;
   for (int half = 0; half < 2; half++) {
     scales.alpha[half] = i < p.inter ? s.alpha[half] : 0.0f;
-    scales.bias[half] = 0.0f;
-    if (p.w13_bias != nullptr && i < p.inter) {
-      scales.bias[half] = p.w13_bias[(work.expert * int64_t{2} + half) * p.inter + i];
-    }
+    scales.bias[half] = bias_of(p, work, s, m, half);
   }
   return scales;
 }
@@ -47,9 +44,8 @@ __device__ __forceinline__ void apply(const GemmArgs& args, const Work& work, Ac
 template <class C, class Function>
 __device__ __forceinline__ void apply_scaled(const GemmArgs& args, const Work& work, Accumulators<C>& acc,
                                              const Staging& s, Function function) {
-  stage_operand_factors(args, work, s);
-  apply<C, true>(args, work, acc, s, function);
-  s.synchronize();
+  apply<C, kRounds<typename C::Format>>(args, work, acc, s, function);
+  if (Sizes<C>::kHasBlocks) s.synchronize();  // scales of blocks take the factors' place
 }
 
 #define MOEQ_ACTIVATION(name)                  \
@@ -57,14 +53,21 @@ __device__ __forceinline__ void apply_scaled(const GemmArgs& args, const Work& w
     return apply_scaled<C>(args, work, acc, s, \
                            [&](float gate, float up) { return activate(Activation::name, p, gate, up); });
 
+// Whether GEMM1's end multiplies by its rows' factors, be they 1: not silu where there are none.
+template <Finish finish>
+__device__ __forceinline__ bool needs_factors(const GemmArgs& args) {
+  const Problem& p = args.problem;
+  const bool is_silu = finish == Finish::kSwiglu && p.alpha == 1.0f && p.beta == 0.0f && p.limit == INFINITY;
+  return !is_silu || args.operand_factor != nullptr;
+}
+
 // The switch is outside of the loops over the accumulators, which are unrolled.
 template <class C, Finish finish>
 __device__ __forceinline__ void apply_activation(const GemmArgs& args, const Work& work, Accumulators<C>& acc,
                                                  const Staging& s) {
   const Problem& p = args.problem;
   if constexpr (finish == Finish::kSwiglu) {
-    const bool is_silu = p.alpha == 1.0f && p.beta == 0.0f && p.limit == INFINITY;
-    if (is_silu && args.operand_factor == nullptr) {
+    if (!needs_factors<finish>(args)) {
       apply<C, false>(args, work, acc, s, [](float gate, float up) { return silu(gate) * up; });
     } else {
       apply_scaled<C>(args, work, acc, s, [&](float gate, float up) { return swiglu(p, gate, up); });
@@ -166,23 +169,25 @@ __device__ __forceinline__ void quantize_gated_mx(GemmShared<C>& shared, const W
   }
 }
 
-// Straight to memory, for those whose quantization has to see whole rows.
+// In float32, for those whose quantization has to see whole rows.
 template <class C>
 __device__ __forceinline__ void store_wide_gated(const GemmArgs& args, const Work& work, const Accumulators<C>& acc,
                                                  const Staging& s) {
 #pragma unroll
   for (int m = 0; m < C::kWarpgroupTiles; m++) {
-    const int i = (first_tile<C>(work, s) + m) * 32 + s.warp * 8 + s.lane / 4;
-    if (i >= args.inter_padded) continue;
-    float* to = args.h_wide + int64_t{work.first_row} * args.inter_padded + i;
+    if (m > 0) s.synchronize();  // nobody reads the staging any more
 #pragma unroll
     for (int group = 0; group < C::kMaxWidth / 8; group++) {
+      if (group * 8 >= work.width) break;
 #pragma unroll
       for (int b = 0; b < 2; b++) {
-        const int token = group * 8 + s.lane % 4 * 2 + b;
-        if (token < work.rows) to[int64_t{token} * args.inter_padded] = acc[m][group * 4 + b];
+        stage_float(s, group * 8 + s.lane % 4 * 2 + b, s.warp * 8 + s.lane / 4, acc[m][group * 4 + b]);
       }
     }
+    s.synchronize();
+    const int column = (first_tile<C>(work, s) + m) * 32;
+    store_floats(work, s, args.inter_padded - column, 1,
+                 [&](int row) { return args.h_wide + int64_t{work.first_row + row} * args.inter_padded + column; });
   }
 }
 
@@ -209,7 +214,8 @@ template <class C, Finish finish>
 __device__ __forceinline__ void finish_gated(const GemmArgs& args, GemmShared<C>& shared, const Work& work,
                                              Accumulators<C>& acc, const Staging& s) {
   const Problem& p = args.problem;
-  s.synchronize();   // nobody reads the staging any more
+  copy_wait();
+  s.synchronize();   // nobody reads the staging any more; what was asked for ahead is there
   const bool splits = kMaySplit<typename C::Format> && p.splits;
   if (splits) {
 #pragma unroll
@@ -229,7 +235,9 @@ __device__ __forceinline__ void finish_gated(const GemmArgs& args, GemmShared<C>
   if constexpr (Sizes<C>::kQuantizesMx) {
     if (args.mx) quantize_gated_mx<C>(shared, work, acc, s);
   }
-  if constexpr (kIsW8a8<typename C::Format>) round_groups<C, true>(args, shared.beside.rounding, work, acc, s);
+  if constexpr (kIsW8a8<typename C::Format>) {
+    if (args.h_scale != nullptr) round_groups<C, true>(args, shared.beside.rounding, work, acc, s);
+  }
   stage_gated<C>(work, acc, s);
   s.synchronize();
   constexpr int columns = Sizes<C>::kGatedColumns;

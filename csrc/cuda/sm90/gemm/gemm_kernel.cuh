@@ -65,6 +65,11 @@ __device__ __forceinline__ void consume_both(const GemmArgs& args, GemmShared<C>
   prepare_consumers(args, shared);
   const auto begin = [&](const Work& work, Staging& staging, int* slots, int) {
     if (work.second) prefetch_slots(args, work, staging, slots);
+    if constexpr (kRounds<typename C::Format>) {
+      const float* factors = work.second ? args.h_factor : args.operand_factor;
+      if (work.second ? factors != nullptr : needs_factors<finish>(args)) prefetch_factors<C>(factors, work, staging);
+    }
+    prefetch_biases<C>(args.problem, work, staging);
   };
   consume<C>(args, shared, begin,
              [&](const Work& work, Accumulators<C>& acc, const Staging& staging, int* slots, int at) {

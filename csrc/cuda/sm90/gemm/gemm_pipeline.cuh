@@ -26,6 +26,10 @@ struct GemmOperands {
   IntermediateBlocks<C> blocks;
 };
 
+// What rows of tokens lack, of each warpgroup; next to nothing where `blocks` has room for them.
+template <class C>
+using RowFactors = float[Sizes<C>::kHasBlocks ? 1 : C::kConsumers][Sizes<C>::kHasBlocks ? 1 : C::kMaxWidth];
+
 template <class C>
 struct __align__(1024) GemmShared : GemmOperands<C> {
   int slots[C::kConsumers][2][C::kMaxWidth];  // of this work and of the next
@@ -35,6 +39,10 @@ struct __align__(1024) GemmShared : GemmOperands<C> {
   uint64_t work_full[kWorkSlots], work_empty[kWorkSlots];
   uint64_t stored[kWorkSlots];  // the intermediate of this work is in memory
   uint64_t work_wanted;
+  // Last, as ptxas takes other registers for the branches of products elsewhere: tiles of up to 96 tokens took 3 %
+  // longer.
+  float biases[C::kConsumers][C::kWarpgroupTiles * kTileRows];
+  RowFactors<C> factors;
 };
 
 template <int size>

@@ -156,8 +156,7 @@ __device__ __forceinline__ void scale_second(const RowsArgs& args, const Work& w
                                              const Staging& s) {
 #pragma unroll
   for (int m = 0; m < C::kWarpgroupTiles; m++) {
-    const RowScales scales =
-        scales_of_second<typename C::Format>(args, work, s, (first_tile<C>(work, s) + m) * kTileRows);
+    const RowScales scales = scales_of_second(args.problem, work, s, m);
     transform<C>(work, acc[m], s, [&](float sum, int half, int) { return scales.of(sum, half, 1.0f); });
   }
 }
@@ -227,6 +226,7 @@ __device__ __forceinline__ void store_rows(const RowsArgs& args, const Work& wor
 template <class C>
 __device__ __forceinline__ void begin_rows(const RowsArgs& args, const Work& work, const Staging& s, int* slots) {
   prefetch_slots(args, work, s, slots);
+  prefetch_biases<C>(args.problem, work, s);
   if (args.low == nullptr) return;
   s.synchronize();  // nobody reads the staging any more
   fetch_factor<C>(args, work, s, 0);
@@ -235,6 +235,10 @@ __device__ __forceinline__ void begin_rows(const RowsArgs& args, const Work& wor
 template <class C>
 __device__ __forceinline__ void finish_rows(const RowsArgs& args, RowsShared<C>& shared, const Work& work,
                                             Accumulators<C>& acc, const Staging& s, Ring<1>& ranks, const int* slots) {
+  if (biases_of(args.problem, work) != nullptr) {
+    copy_wait();
+    s.synchronize();
+  }
   if (work.second) {
     scale_second<C>(args, work, acc, s);
   } else {

@@ -7,8 +7,21 @@
 
 namespace moeq::sm90 {
 
+// In the place of the scales of blocks, where there are some: these come after the factors have been read, and have
+// been read when the next tile's factors come.
+template <class C>
+__device__ __forceinline__ uint32_t factors_address(GemmShared<C>& shared, int warpgroup) {
+  if constexpr (Sizes<C>::kHasBlocks) {
+    static_assert(sizeof(shared.blocks[0]) >= C::kMaxWidth * sizeof(float));
+    return shared_address(shared.blocks[warpgroup]);
+  } else {
+    return shared_address(shared.factors[warpgroup]);
+  }
+}
+
 struct Staging {
   uint32_t address;
+  uint32_t factors, biases;  // what the tile's end needs besides: see prefetch_factors, prefetch_biases
   int warpgroup, thread, warp, lane;
   float alpha[2];   // of the work at hand: see fetch_alphas
   int work_slot;    // where it is in the ring
@@ -16,6 +29,8 @@ struct Staging {
   template <class C>
   __device__ Staging(GemmShared<C>& shared, int wg)
       : address(shared_address(shared.staging[wg])),
+        factors(factors_address(shared, wg)),
+        biases(shared_address(shared.biases[wg])),
         warpgroup(wg),
         thread(threadIdx.x % 128),
         warp(threadIdx.x % 128 / 32),
@@ -130,27 +145,62 @@ struct RowScales {
   }
 };
 
-// What each token's operand row was multiplied by less, read back by `factor_of`. In the staging: to be called by the
-// whole warpgroup, and followed by a synchronization before results are staged.
-template <class Function>
-__device__ __forceinline__ void stage_factors(const Work& work, const Staging& s, Function function) {
-  for (int token = s.thread; token < work.width; token += 128) {
-    const float factor = token < work.rows ? function(work.first_row + token) : 1.0f;
-    asm volatile("st.shared.f32 [%0], %1;" ::"r"(s.address + token * 4), "f"(factor) : "memory");
+// What a tile's end needs from memory is asked for before the multiplication: there nothing hides a load, which waits
+// behind the multiprocessor's own copies for a microsecond and more. Known to a warpgroup after `copy_wait` and a
+// synchronization, and read before the last one of the tile's end, as the next tile's takes its place.
+__device__ __forceinline__ void prefetch_slots(const GemmArgs& args, const Work& work, const Staging& s, int* slots) {
+  for (int row = s.thread; row < work.rows; row += 128) {
+    copy4(shared_address(slots + row), args.schedule.slot_of_row + work.first_row + row);
   }
-  s.synchronize();
 }
 
-__device__ __forceinline__ void stage_operand_factors(const GemmArgs& args, const Work& work, const Staging& s) {
-  stage_factors(work, s, [&](int row) {
-    return args.operand_factor == nullptr ? 1.0f
-                                          : args.operand_factor[args.schedule.slot_of_row[row] / args.problem.top_k];
-  });
+__device__ __forceinline__ void store_shared(uint32_t to, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(value) : "memory");
+}
+
+// What products of each row of tokens lack; null: nothing.
+template <class C>
+__device__ __forceinline__ void prefetch_factors(const float* factors, const Work& work, const Staging& s) {
+  for (int row = s.thread; row < C::kMaxWidth; row += 128) {
+    if (factors != nullptr && row < work.rows) {
+      copy4(s.factors + row * 4, factors + work.first_row + row);
+    } else {
+      store_shared(s.factors + row * 4, 1.0f);
+    }
+  }
 }
 
 template <bool scaled>
 __device__ __forceinline__ float factor_of(const Staging& s, int token) {
-  return scaled ? __uint_as_float(load_shared(s.address + token * 4)) : 1.0f;
+  return scaled ? __uint_as_float(load_shared(s.factors + token * 4)) : 1.0f;
+}
+
+__device__ __forceinline__ const float* biases_of(const Problem& p, const Work& work) {
+  return work.second ? p.w2_bias : p.w13_bias;
+}
+
+// Those of a warpgroup's rows, in the order in which its threads have them: first rows, then second ones, of each warp.
+template <class C>
+__device__ __forceinline__ void prefetch_biases(const Problem& p, const Work& work, const Staging& s) {
+  const float* biases = biases_of(p, work);
+  if (biases == nullptr || s.thread >= C::kWarpgroupTiles * kTileRows) return;
+  const bool gated = !work.second && p.gated;
+  const int tile = first_tile<C>(work, s) + s.thread / kTileRows, rows = work.second ? p.hidden : p.inter;
+  const int warp = s.thread % kTileRows / 16, half = s.thread / 8 % 2, g = s.thread % 8;
+  const int of_pair = kHasNeighbours<typename C::Format> ? 2 * g + half : 8 * half + g;
+  const int row = gated ? tile * 32 + warp * 8 + g : tile * kTileRows + warp * 16 + of_pair;
+  const uint32_t to = s.biases + s.thread * 4;
+  if (row < rows) {
+    copy4(to, biases + (gated ? work.expert * int64_t{2} + half : int64_t{work.expert}) * rows + row);
+  } else {
+    store_shared(to, 0.0f);
+  }
+}
+
+// Of a thread's first or second row of its warpgroup's tile m.
+__device__ __forceinline__ float bias_of(const Problem& p, const Work& work, const Staging& s, int m, int half) {
+  if (biases_of(p, work) == nullptr) return 0.0f;
+  return __uint_as_float(load_shared(s.biases + (m * kTileRows + s.warp * 16 + half * 8 + s.lane / 4) * 4));
 }
 
 __device__ __forceinline__ float gscale_of_intermediate(const Problem& p, int expert) {
@@ -361,17 +411,47 @@ __device__ __forceinline__ void round_groups(const GemmArgs& args, GroupRounding
   }
 }
 
-// float32 rows straight to memory: `row_of(token)` is where the tile's 64 values begin, null beyond the last token.
-template <class C, class RowOf>
-__device__ __forceinline__ void store_wide(const TileSums<C>& acc, const Staging& s, int limit, RowOf row_of) {
+// Float32 results of a token, 32 at a time, through the staging: 128 bytes, swizzled like others.
+__device__ __forceinline__ void stage_float(const Staging& s, int token, int column, float value) {
+  store_shared(s.address + token * 128 + (column / 4 ^ token % 8) * 16 + column % 4 * 4, value);
+}
+
+// Half of a tile's rows, which two of the warps have.
+template <class C>
+__device__ __forceinline__ void stage_floats(const Work& work, const TileSums<C>& acc, const Staging& s) {
 #pragma unroll
   for (int group = 0; group < C::kMaxWidth / 8; group++) {
+    if (group * 8 >= work.width) break;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const int at = row_in_tile<typename C::Format>(s, i / 2);
-      float* row = row_of(group * 8 + s.lane % 4 * 2 + i % 2);
-      if (row != nullptr && at < limit) row[at] = acc[group * 4 + i];
+      const int row = row_in_tile<typename C::Format>(s, i / 2) % 32;
+      stage_float(s, group * 8 + s.lane % 4 * 2 + i % 2, row, acc[group * 4 + i]);
     }
+  }
+}
+
+// From the staging, 16 bytes a thread. place(row): where the 32 of a row are, of which `columns` are real. Of `each`
+// rows the first one is stored.
+template <class Place>
+__device__ __forceinline__ void store_floats(const Work& work, const Staging& s, int columns, int each, Place place) {
+  const int piece = s.thread % 8;
+  if (piece * 4 >= columns) return;
+  for (int row = s.thread / 8 * each; row < work.rows; row += kRowsAPass * each) {
+    const uint4 v = load_shared16(s.address + row * 128 + (piece ^ row % 8) * 16);
+    *reinterpret_cast<uint4*>(place(row) + piece * 4) = v;
+  }
+}
+
+// All rows of a tile.
+template <class C, class Place>
+__device__ __forceinline__ void store_wide(const Work& work, const TileSums<C>& acc, const Staging& s, int columns,
+                                           int each, Place place) {
+#pragma unroll 1
+  for (int half = 0; half < 2; half++) {
+    if (half > 0) s.synchronize();  // nobody reads the staging any more
+    if (s.warp / 2 == half) stage_floats<C>(work, acc, s);
+    s.synchronize();
+    store_floats(work, s, columns - half * 32, each, [&](int row) { return place(row) + half * 32; });
   }
 }
 

@@ -59,12 +59,13 @@ GemmVariant variant_for(const Problem& p, bool half, Shape shape) {
 }
 
 // What operands are, of a whole call: its pieces share a workspace. Float16 hidden states are multiplied as they are,
-// not as two bfloat16 each, by NVFP4 weights, whose values float16 holds, where there is more to multiply than to
-// decode.
+// not as two bfloat16 each, by weights whose values float16 holds: by codes of e4m3, and by NVFP4 weights where there
+// is more to multiply than to decode.
 RoundedProblem with_operands(const RoundedProblem& p, Shape shape) {
   const bool many = int64_t{p.tokens} * p.top_k > int64_t{kHalfSlots} * p.experts;
   RoundedProblem decided = p;
-  const bool as_they_are = p.splits && p.format == Format::kNvfp4 && shape != Shape::kSlim && many;
+  const bool are_held = p.format == Format::kFp8 || (p.format == Format::kNvfp4 && shape != Shape::kSlim && many);
+  const bool as_they_are = p.splits && are_held;
   decided.splits = p.splits && !as_they_are;
   decided.halves = as_they_are || is_w8a8(p);
   return decided;
@@ -86,12 +87,10 @@ void place_factors(const RoundedProblem& p, Arena& arena, Plan& plan) {
   if (rounds_groups(p)) return place_group_scales(p, arena, plan);
   const bool nvfp4 = p.act_format == ActFormat::kNvfp4;
   if (nvfp4 && p.a1 == ActScale::kToken) operand.row_gscale = arena.take<float>(p.tokens);
-  if (nvfp4 ? p.a1 == ActScale::kToken : p.act_format == ActFormat::kFp8 && p.a1 != ActScale::kNone) {
-    const bool by_slot = p.a1 == ActScale::kExpert;
-    operand.factor = arena.take<float>(int64_t{p.tokens} * (by_slot ? p.top_k : 1));
-    if (by_slot) gemm.problem.top_k = 1;   // the GEMMs' only use of it: a slot's place among the factors
-  }
-  gemm.operand_factor = p.x_factor != nullptr ? p.x_factor : operand.factor;
+  const bool rounds = nvfp4 ? p.a1 == ActScale::kToken : p.act_format == ActFormat::kFp8 && p.a1 != ActScale::kNone;
+  operand.given_factor = p.x_factor;
+  if (rounds || p.x_factor != nullptr) operand.factor = arena.take<float>(gemm.rows);
+  gemm.operand_factor = operand.factor;
 }
 
 // Whether GEMM1 rounds the intermediate to mxfp8: where there are gates, a block is a warpgroup's.
@@ -117,7 +116,7 @@ Plan make_plan(const RoundedProblem& p, Shape shape) {
   gemm = gemms_of(without_e4m3(p), schedule, variant.block_tiles);
   const int rows = gemm.rows;
   OperandArgs& operand = plan.operand;
-  operand = {p,    schedule,           nullptr,           nullptr,      nullptr,
+  operand = {p,    schedule,           nullptr,           nullptr,      nullptr, nullptr,
              rows, gemm.hidden_padded, variant.max_width, p.act_format, p.remote};
   operand.half = p.halves;
   operand.operand = arena.take<__nv_bfloat16>(int64_t{rows} * gemm.hidden_padded);

@@ -22,10 +22,11 @@ __global__ void __launch_bounds__(kRowThreads) operand_kernel(const __grid_const
     load_remote_units(args, unit, blocks_per_row, token, x);
   }
   uint4 pieces[2], rest[2] = {};
+  float factor = args.given_factor != nullptr ? args.given_factor[token] : 1.0f;
   if (p.a1 != ActScale::kExpert) {
     if (p.a1 != ActScale::kNone) {
       const float gscale = p.a1 == ActScale::kTensor ? p.a1_gscale[0] : args.row_gscale[token];
-      if (args.factor != nullptr && real && block == 0) args.factor[token] = reciprocal(gscale);
+      factor = reciprocal(gscale);
       quantize(x, gscale);
     }
     exchange(x, pieces, half && args.half);
@@ -35,7 +36,8 @@ __global__ void __launch_bounds__(kRowThreads) operand_kernel(const __grid_const
       exchange(x, rest);
     }
   }
-  store_in_slots<half>(args, token, block, real, pieces, rest, [&](int64_t, int expert, int) {
+  store_in_slots<half>(args, token, block, real, pieces, rest, [&](int64_t, int expert, int row) {
+    if (args.factor != nullptr && real && block == 0 && row >= 0) args.factor[row] = factor;
     if (p.a1 != ActScale::kExpert) return;
     float values[16];
 #pragma unroll
@@ -93,7 +95,7 @@ __global__ void __launch_bounds__(kRowThreads) e4m3_operand_kernel(const __grid_
   if (p.a1 == ActScale::kTensor) rounding = given_rounding(p.a1_gscale[0]);
   RowBlocks row(blocks, load);
   if (p.a1 == ActScale::kToken && of_rows) rounding = dynamic_rounding(row.amax(load));
-  if (args.factor != nullptr && !by_slot && threadIdx.x == 0) args.factor[token] = rounding.factor;
+  const float factor = args.given_factor != nullptr ? args.given_factor[token] : rounding.factor;
   row.for_each(load, [&](int block, float (&x)[16]) {
     uint4 pieces[2];
     float scale = 1.0f;
@@ -101,13 +103,15 @@ __global__ void __launch_bounds__(kRowThreads) e4m3_operand_kernel(const __grid_
       scale = round_token(args, token, block, x, rounding);
       exchange(x, pieces, args.half);
     }
-    store_in_slots<false>(args, token, block, block < blocks, pieces, pieces, [&](int64_t slot, int expert, int row) {
+    store_in_slots<false>(args, token, block, block < blocks, pieces, pieces, [&](int64_t, int expert, int row) {
       if (args.group_scale != nullptr && block % 8 == 0 && block < blocks && row >= 0) {
         args.group_scale[int64_t{block / 8} * args.rows + row] = scale;
       }
+      const bool stores = args.factor != nullptr && block == 0 && row >= 0;
+      if (stores) args.factor[row] = factor;
       if (!by_slot) return;
       const Rounding of_slot = given_rounding(expert >= 0 ? p.a1_gscale[expert] : 1.0f);
-      if (block == 0) args.factor[slot] = of_slot.factor;
+      if (stores) args.factor[row] = of_slot.factor;
       float values[16];
 #pragma unroll
       for (int i = 0; i < 16; i++) values[i] = x[i];

@@ -142,7 +142,8 @@ struct OperandArgs {
   Schedule schedule;
   __nv_bfloat16* operand;   // [hidden_padded / 64, rows, 64]
   float* row_gscale;        // [tokens]: where each token has its own
-  float* factor;  // [tokens]: 1 / row_gscale; e4m3 with a gscale of each expert: [slots]; null: there is none
+  float* factor;  // [rows]: what products of a row lack; null: nothing
+  const float* given_factor;  // [tokens]: the same of values that are codes' already; null: they are none
   int rows;  // max_rows
   int hidden_padded;
   int max_width;  // tokens of a tile

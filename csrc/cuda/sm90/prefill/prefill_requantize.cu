@@ -29,12 +29,18 @@ __device__ float gscale_of(const float* row, int columns) {
   return nvfp4_dynamic_gscale(largest);
 }
 
+// Rows are those that there might be, as a row may be asked for then before their number is known. The last ones come
+// first: they were written last, and what GEMM2 begins with is written last then, so that both are in the L2.
+__device__ __forceinline__ int64_t row_of_block(const RequantizeArgs& args) {
+  if (blockIdx.x == 0 && threadIdx.x == 0) *args.schedule.next_item = 0;
+  return args.rows - 1 - blockIdx.x;
+}
+
 // One block a row.
 __global__ void __launch_bounds__(kRowThreads) requantize_kernel(const __grid_constant__ RequantizeArgs args) {
   wait_for_previous_kernel();
   allow_next_kernel();
-  const int64_t row = blockIdx.x;
-  if (row == 0 && threadIdx.x == 0) *args.schedule.next_item = 0;
+  const int64_t row = row_of_block(args);
   if (row >= *args.schedule.rows_total) return;
   const float* wide = args.wide + row * args.inter_padded;
   const float gscale = gscale_of(wide, args.inter_padded);
@@ -64,12 +70,11 @@ __device__ __forceinline__ float gscale_of_row(const RequantizeArgs& args, int64
 __global__ void __launch_bounds__(kRowThreads) e4m3_requantize_kernel(const __grid_constant__ RequantizeArgs args) {
   wait_for_previous_kernel();
   allow_next_kernel();
-  const int64_t row = blockIdx.x;
-  if (row == 0 && threadIdx.x == 0) *args.schedule.next_item = 0;
-  if (row >= *args.schedule.rows_total) return;
+  const int64_t row = row_of_block(args);
   const float* wide = args.wide + row * args.inter_padded;
   const auto load = [&](int block, float (&values)[16]) { load_row(wide, block, values); };
   RowBlocks blocks(args.inter_padded / 16, load);
+  if (row >= *args.schedule.rows_total) return;
   Rounding rounding{};
   if (args.act_format == ActFormat::kFp8) {
     rounding = args.problem.a2 == ActScale::kToken ? dynamic_rounding(blocks.amax(load))

@@ -372,13 +372,13 @@ struct RowRing {
     __syncthreads();
   }
 
-  __device__ __forceinline__ void fetch(int row, int to) const {
-    if (threadIdx.x > 0 || row >= total) return;
+  __device__ __forceinline__ void fetch(int at, int to) const {
+    if (threadIdx.x > 0 || at >= total) return;
     const uint32_t barrier = shared_address(&full[to]);
     barrier_expect(barrier, args.row_bytes);
     copy_bulk(shared_address(rows + to * args.row_bytes),
-              reinterpret_cast<const uint8_t*>(args.quantize.h) + int64_t{row} * args.row_bytes, args.row_bytes,
-              barrier);
+              reinterpret_cast<const uint8_t*>(args.quantize.h) + int64_t{total - 1 - at} * args.row_bytes,
+              args.row_bytes, barrier);
   }
   __device__ __forceinline__ void begin() {
     total = args.quantize.schedule.start[args.quantize.problem.experts];
@@ -388,9 +388,9 @@ struct RowRing {
     barrier_wait(shared_address(&full[stage]), parity);
     return reinterpret_cast<const float*>(rows + stage * args.row_bytes);
   }
-  // After a barrier of the block: `row` has been read.
-  __device__ __forceinline__ void advance(int row) {
-    fetch(row + args.stages * gridDim.x, stage);
+  // After a barrier of the block: the row has been read.
+  __device__ __forceinline__ void advance(int at) {
+    fetch(at + args.stages * gridDim.x, stage);
     if (++stage == args.stages) {
       stage = 0;
       parity ^= 1;
@@ -398,7 +398,8 @@ struct RowRing {
   }
 };
 
-// As many blocks as fit, each with a ring of rows; a thread has one piece.
+// As many blocks as fit, each with a ring of rows; a thread has one piece. The last rows first: they were written last,
+// and what GEMM2 begins with is written last then, so that both are in the L2 when they are read.
 template <bool groups>
 __global__ void __launch_bounds__(kRingThreads, 1) quantize_ring_kernel(const __grid_constant__ RingArgs ring_args) {
   extern __shared__ __align__(128) uint8_t shared_rows[];
@@ -412,7 +413,7 @@ __global__ void __launch_bounds__(kRingThreads, 1) quantize_ring_kernel(const __
   ring.begin();
   const bool dynamic = p.a2 == ActScale::kToken;
   int turn = 0;
-  const auto place_at = [&](int at) { return args.schedule.place_of_row[min(at, ring.total - 1)]; };
+  const auto place_at = [&](int at) { return args.schedule.place_of_row[max(ring.total - 1 - at, 0)]; };
   Place next = ring.total > 0 ? place_at(blockIdx.x) : Place{-1, 0, 0, 0};
   for (int at = blockIdx.x; at < ring.total; at += gridDim.x) {
     const Place place = next;
@@ -456,9 +457,11 @@ __global__ void __launch_bounds__(1024, 1) quantize_long_kernel(const __grid_con
   wait_for_previous_kernel();
   const Problem& p = args.problem;
   const int total = args.schedule.start[p.experts];
-  const Place place = args.schedule.place_of_row[blockIdx.x];
-  if (blockIdx.x >= total || place.row < 0) return;
-  const float* h = args.h + int64_t{blockIdx.x} * p.inter * (p.gated && !args.activated ? 2 : 1);
+  const int row = total - 1 - static_cast<int>(blockIdx.x);
+  if (row < 0) return;
+  const Place place = args.schedule.place_of_row[row];
+  if (place.row < 0) return;
+  const float* h = args.h + int64_t{row} * p.inter * (p.gated && !args.activated ? 2 : 1);
   const bool dynamic = groups || p.a2 == ActScale::kToken;
   float by = 0.0f;
   if (!groups) {
