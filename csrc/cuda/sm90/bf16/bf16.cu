@@ -78,6 +78,14 @@ struct WeightStream<Bf16Config> {
   }
 };
 
+// Activations are never rounded: no row lacks anything, and nobody asks for factors.
+__device__ __forceinline__ void prepare_consumers(const GemmArgs&, GemmShared<Bf16Config>& shared) {
+  using C = Bf16Config;
+  float* factors = &shared.factors[0][0];
+  for (int i = threadIdx.x; i < C::kConsumers * C::kMaxWidth; i += 128 * C::kConsumers) factors[i] = 1.0f;
+  synchronize_consumers<C>();
+}
+
 // Where a warpgroup is in the rings, from tile to tile.
 template <>
 struct Consumer<Bf16Config> {
