@@ -4,7 +4,7 @@
 
 A backend depends on the Python modules that its own reaches by imports inside the package, on the router, and on the
 C++ and CUDA sources of the ops that those call: the file that registers an op, what it includes, and the files that
-define what the included headers declare. Hashed are their top-level statements (Python) and their texts (C++), without
+define what the included headers declare and any of these files uses. Hashed are their top-level statements (Python) and their texts (C++), without
 comments, docstrings, imports and includes, in no order: renaming a file, or moving a function to another one that the
 backend reaches, leaves the digest as it is.
 """
@@ -130,6 +130,7 @@ class Sources:
         files = sorted(p for p in folder.rglob("*") if p.suffix in (".h", ".cuh", ".cpp", ".cu"))
         self.text = {file: cpp_text(file.read_text()) for file in files}
         self.includes = {file: self._includes(file) for file in files}
+        self.uses = {file: _uses(text) for file, text in self.text.items()}
         self._all: dict[Path, set[Path]] = {}
         self.definers: dict[str, set[Path]] = {}
         for file in files:
@@ -147,22 +148,23 @@ class Sources:
 
     def of_op(self, op: str) -> set[Path]:
         """Every file that the op is compiled from."""
-        todo = [file for file, text in self.text.items() if f'm.impl("{op}"' in text]
-        seen: set[Path] = set()
-        while todo:
-            file = todo.pop()
-            if file in seen:
-                continue
-            seen.add(file)
-            todo += self.includes[file]
-            if file.suffix in (".h", ".cuh"):
-                todo += self._definitions(file)
-        return seen
+        files = {file for file, text in self.text.items() if f'm.impl("{op}"' in text}
+        while True:
+            files = files.union(*(self.all_includes(file) for file in files))
+            found = files | self._definitions(files)
+            if found == files:
+                return files
+            files = found
 
-    def _definitions(self, header: Path) -> Iterator[Path]:
-        """The sources that define what a header declares: they include it."""
-        for name in set(_DECLARED.findall(self.text[header])):
-            yield from (s for s in self.definers.get(name, ()) if header in self.all_includes(s))
+    def _definitions(self, files: set[Path]) -> set[Path]:
+        """The sources that define what headers among the files declare, which they include, and one of the files uses."""
+        used = set[str]().union(*(self.uses[file] for file in files))
+        found: set[Path] = set()
+        for header in files:
+            if header.suffix in (".h", ".cuh"):
+                for name in used & set(_DECLARED.findall(self.text[header])):
+                    found.update(s for s in self.definers.get(name, ()) if header in self.all_includes(s))
+        return found
 
     def all_includes(self, file: Path) -> set[Path]:
         """What a file includes, directly or not."""
@@ -177,7 +179,16 @@ _ARGUMENTS = r"\([^;{}]*?\)"
 _TYPED = r"(?<!return)(?<!else)(?<!new)[\w>*&]\s[*&]?(?:\w+::)*([a-zA-Z_]\w+) ?"
 _DECLARED = re.compile(rf"{_TYPED}{_ARGUMENTS}(?: const)?;")
 _DEFINED = re.compile(rf"{_TYPED}{_ARGUMENTS}(?: const)? ?{{")
+# The same without calls that are returned: what is declared here, and not used.
+_DECLARATION = re.compile(
+    rf"\b(?!return\b|else\b|new\b)[\w:]+(?:<[^;{{}}()]*>)?[ *&]+(?:\w+::)*([a-zA-Z_]\w+) ?(?={_ARGUMENTS}(?: const)?;)"
+)
 _INSTANTIATED = re.compile(rf"\btemplate [^;{{}}]*?\b([a-zA-Z_]\w+) ?<[^;{{}}]*?> ?{_ARGUMENTS};")
+
+
+def _uses(text: str) -> set[str]:
+    """Every name in a source but those that are declared there and nowhere mentioned else."""
+    return set(re.findall(r"\w+", _DECLARATION.sub(" ", text)))
 
 
 def backend_modules(root: Path) -> dict[str, str]:
