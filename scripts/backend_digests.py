@@ -4,9 +4,9 @@
 
 A backend depends on the Python modules that its own reaches by imports inside the package, on the router, and on the
 C++ and CUDA sources of the ops that those call: the file that registers an op, what it includes, and the files that
-define what the included headers declare and any of these files uses. Hashed are their top-level statements (Python) and their texts (C++), without
-comments, docstrings, imports and includes, in no order: renaming a file, or moving a function to another one that the
-backend reaches, leaves the digest as it is.
+define what the included headers declare and any of these files uses. Hashed are their top-level statements (Python) and
+their texts (C++), without comments, docstrings, imports and includes, in no order: renaming a file, or moving a
+function to another one that the backend reaches, leaves the digest as it is.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Sources:
             files = found
 
     def _definitions(self, files: set[Path]) -> set[Path]:
-        """The sources that define what headers among the files declare, which they include, and one of the files uses."""
+        """The sources that define what headers among the files declare, which they include, and a file uses."""
         used = set[str]().union(*(self.uses[file] for file in files))
         found: set[Path] = set()
         for header in files:

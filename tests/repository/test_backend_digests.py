@@ -113,7 +113,9 @@ def test_moved_files_and_functions_leave_a_digest() -> None:
 
 
 def test_names_that_are_declared_are_no_uses() -> None:
-    declared = "struct Plan; const void* kernel_of(Kind kind); template <class T> Variant<T> rows(int n); int run(Plan& p);"
+    declared = (
+        "struct Plan; const void* kernel_of(Kind kind); template <class T> Variant<T> rows(int n); int run(Plan& p);"
+    )
     assert not {"kernel_of", "rows", "run"} & digests._uses(declared)
     used = " inline int both(Plan& p) { return run(p); } launch(kernel_of(Kind::kOne), rows<Format>(2));"
     assert {"kernel_of", "rows", "run", "launch"} <= digests._uses(declared + used)
@@ -138,7 +140,9 @@ def test_backends_depend_on_their_own_sources() -> None:
     assert {"decode_few.cu", "route.cuh", "prefill.cu", "schedule.cu", "op_experts.cpp"} <= names("cuda_sm90")
     assert {"experts.cpp", "isa_avx2.cpp", "chunk_gemm.cpp", "quantize.h", "ops.cpp"} <= names("cpu")
     assert {"decode_few_fp8.cu", "decode_few_int4.cu", "gemm_rows.cu"} <= names("cuda_sm90")
-    assert not {"bf16.cu", "op_bf16.cpp"} & (names("cuda_sm90") | names("cuda_sm90_fp8")), "declared beside what they use"
+    assert not {"bf16.cu", "op_bf16.cpp"} & (names("cuda_sm90") | names("cuda_sm90_fp8")), (
+        "declared beside what they use"
+    )
     assert "gemm_rows.cu" not in names("cuda_sm90_bf16")
     assert "experts.cpp" not in names("cuda_sm90")
     assert not {"w4a8_int4.cu", "bf16.cu"} & names("cpu")
