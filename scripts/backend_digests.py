@@ -175,12 +175,9 @@ class Sources:
 
 
 _ARGUMENTS = r"\([^;{}]*?\)"
-# A type, a name, its arguments, and what follows: a semicolon, or a body.
-_TYPED = r"(?<!return)(?<!else)(?<!new)[\w>*&]\s[*&]?(?:\w+::)*([a-zA-Z_]\w+) ?"
-_DECLARED = re.compile(rf"{_TYPED}{_ARGUMENTS}(?: const)?;")
-_DEFINED = re.compile(rf"{_TYPED}{_ARGUMENTS}(?: const)? ?{{")
-# The same without calls that are returned: what is declared here, and not used.
-_DECLARATION = re.compile(
+# A type, a name, its arguments, and what follows: a body, or a semicolon, where it is no call that is returned.
+_DEFINED = re.compile(rf"[\w>*&]\s[*&]?(?:\w+::)*([a-zA-Z_]\w+) ?{_ARGUMENTS}(?: const)? ?{{")
+_DECLARED = re.compile(
     rf"\b(?!return\b|else\b|new\b)[\w:]+(?:<[^;{{}}()]*>)?[ *&]+(?:\w+::)*([a-zA-Z_]\w+) ?(?={_ARGUMENTS}(?: const)?;)"
 )
 _INSTANTIATED = re.compile(rf"\btemplate [^;{{}}]*?\b([a-zA-Z_]\w+) ?<[^;{{}}]*?> ?{_ARGUMENTS};")
@@ -188,7 +185,7 @@ _INSTANTIATED = re.compile(rf"\btemplate [^;{{}}]*?\b([a-zA-Z_]\w+) ?<[^;{{}}]*?
 
 def _uses(text: str) -> set[str]:
     """Every name in a source but those that are declared there and nowhere mentioned else."""
-    return set(re.findall(r"\w+", _DECLARATION.sub(" ", text)))
+    return set(re.findall(r"\w+", _DECLARED.sub(" ", text)))
 
 
 def backend_modules(root: Path) -> dict[str, str]:
