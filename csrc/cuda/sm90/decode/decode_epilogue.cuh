@@ -4,6 +4,7 @@
 
 #include "decode_multiply.cuh"
 #include "decode_quantize.cuh"
+#include "../device/scans.cuh"
 #include "../numerics/activations.cuh"
 
 namespace moeq::sm90::decode {
@@ -72,11 +73,7 @@ __device__ inline void quantize_values(const Args& args, const Shared& s, int ex
   for (int i = 0; i < kGroups; ++i) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      float largest = max_magnitude(hidden.v[i][j][0], hidden.v[i][j][1]);
-#pragma unroll
-      for (int step = 4; step < 32; step *= 2) {
-        largest = max_magnitude(largest, __shfl_xor_sync(0xffffffffu, largest, step));
-      }
+      const float largest = amax_of_lanes<4, 32>(max_magnitude(hidden.v[i][j][0], hidden.v[i][j][1]));
       amax[i][j] = largest;
       if (lane < 4) {
         s.fixed->pair_amax[warp][i * kGroupTokens + lane * 2 + j] = largest;

@@ -2,6 +2,7 @@
 // row its scale, or those of its groups of 128. mxfp8's scales are in the values.
 #pragma once
 #include "decode_few_hidden.cuh"
+#include "../device/scans.cuh"
 #include "../numerics/act_rounding.cuh"
 
 namespace moeq::sm90::few {
@@ -18,14 +19,7 @@ __device__ __forceinline__ uint32_t amax_of_warp(const float4& v) {
 }
 
 // Of the eight lanes that have a block of mxfp8. All lanes.
-__device__ __forceinline__ float amax_of_eight(const float4& v) {
-  float amax = amax_of_four(v);
-#pragma unroll
-  for (int step = 1; step < 8; step *= 2) {
-    amax = max_magnitude(amax, __shfl_xor_sync(0xffffffffu, amax, step));
-  }
-  return amax;
-}
+__device__ __forceinline__ float amax_of_eight(const float4& v) { return amax_of_lanes<1, 8>(amax_of_four(v)); }
 
 __device__ __forceinline__ uint32_t codes_of(const float4& v, const Rounding& rounding) {
   return w4a8::with_scaling(rounding.by, rounding.divide, [&](auto scaled) {

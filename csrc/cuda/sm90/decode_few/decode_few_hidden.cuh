@@ -5,6 +5,7 @@
 #include "../decode/decode_epilogue.cuh"
 #include "../decode/decode_exchange.cuh"
 #include "../decode/decode_quantize.cuh"
+#include "../device/scans.cuh"
 #include "../numerics/act_rounding.cuh"
 
 namespace moeq::sm90::few {
@@ -17,11 +18,7 @@ struct Two {
 // The largest magnitude of a block of 16 values, on eight neighbouring lanes, or, `apart`, on lanes n to n + 3
 // and n + 8 to n + 11. All lanes.
 __device__ __forceinline__ float amax_of_block(Two v, bool apart) {
-  float amax = max_magnitude(v.a, v.b);
-#pragma unroll
-  for (int step = 1; step < 4; step *= 2) {
-    amax = max_magnitude(amax, __shfl_xor_sync(0xffffffffu, amax, step));
-  }
+  const float amax = amax_of_lanes<1, 4>(max_magnitude(v.a, v.b));
   return max_magnitude(amax, __shfl_xor_sync(0xffffffffu, amax, apart ? 8 : 4));
 }
 

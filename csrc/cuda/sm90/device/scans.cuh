@@ -1,6 +1,9 @@
-// What threads of a block or of a warp find out together: prefix sums, and who has what others have.
+// What threads of a block or of a warp find out together: prefix sums, largest magnitudes, and who has what others
+// have.
 #pragma once
 #include <cstdint>
+
+#include "../../rounding.cuh"
 
 namespace moeq::sm90 {
 
@@ -24,6 +27,26 @@ __device__ int prefix_sum(int value, int* warp_sums, int& total) {
   total = all;
   __syncthreads();
   return before + sum - value;
+}
+
+// The largest magnitude of lanes that differ in the bits of their numbers from `first` to below `end`, powers of two.
+template <int first, int end>
+__device__ __forceinline__ float amax_of_lanes(float value) {
+#pragma unroll
+  for (int step = first; step < end; step *= 2) {
+    value = max_magnitude(value, __shfl_xor_sync(0xffffffffu, value, step));
+  }
+  return value;
+}
+
+// Of the whole block; `shared` has one place a warp, and may be written again after a barrier.
+__device__ __forceinline__ float amax_of_threads(float value, float* shared) {
+  value = amax_of_lanes<1, 32>(value);
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
+  __syncthreads();
+  value = shared[0];
+  for (int i = 1; i < blockDim.x / 32; i++) value = max_magnitude(value, shared[i]);
+  return value;
 }
 
 // Up to 32 slots, a lane of one warp each, in chunks of one expert: what both decode kernels multiply at a time.

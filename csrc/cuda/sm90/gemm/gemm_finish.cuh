@@ -1,6 +1,7 @@
 // The ends of GEMM1 of activations without a gate and of GEMM2, which has one row of the result for each slot.
 #pragma once
 #include "gemm_staging.cuh"
+#include "../device/scans.cuh"
 #include "../numerics/act_rounding.cuh"
 #include "../numerics/activations.cuh"
 
@@ -14,8 +15,7 @@ __device__ __forceinline__ void quantize_plain(const Work& work, TileSums<C>& ac
     if (group * 8 >= work.width) break;
 #pragma unroll
     for (int b = 0; b < 2; b++) {
-      float amax = max_magnitude(acc[group * 4 + b], acc[group * 4 + 2 + b]);
-      for (int step = 4; step < 32; step *= 2) amax = max_magnitude(amax, __shfl_xor_sync(0xffffffffu, amax, step));
+      const float amax = amax_of_lanes<4, 32>(max_magnitude(acc[group * 4 + b], acc[group * 4 + 2 + b]));
       const BlockFactors block = block_factors(amax, gscale);
       acc[group * 4 + b] = quantized_value(acc[group * 4 + b], block);
       acc[group * 4 + 2 + b] = quantized_value(acc[group * 4 + 2 + b], block);

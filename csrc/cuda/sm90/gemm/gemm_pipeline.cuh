@@ -28,7 +28,7 @@ struct GemmOperands {
 
 // What rows of tokens lack, of each warpgroup; next to nothing where `blocks` has room for them.
 template <class C>
-using RowFactors = float[Sizes<C>::kHasBlocks ? 1 : C::kConsumers][Sizes<C>::kHasBlocks ? 1 : C::kMaxWidth];
+using TokenFactors = float[Sizes<C>::kHasBlocks ? 1 : C::kConsumers][Sizes<C>::kHasBlocks ? 1 : C::kMaxWidth];
 
 template <class C>
 struct __align__(1024) GemmShared : GemmOperands<C> {
@@ -42,7 +42,7 @@ struct __align__(1024) GemmShared : GemmOperands<C> {
   // Last, as ptxas takes other registers for the branches of products elsewhere: tiles of up to 96 tokens took 3 %
   // longer.
   float biases[C::kConsumers][C::kWarpgroupTiles * kTileRows];
-  RowFactors<C> factors;
+  TokenFactors<C> factors;
 };
 
 template <int size>

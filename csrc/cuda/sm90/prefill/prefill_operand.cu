@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kRowThreads) operand_kernel(const __grid_const
       exchange(x, rest);
     }
   }
-  store_in_slots<half>(args, token, block, real, pieces, rest, [&](int64_t, int expert, int row) {
+  store_in_slots<half>(args, token, block, real, pieces, rest, [&](int expert, int row) {
     if (args.factor != nullptr && real && block == 0 && row >= 0) args.factor[row] = factor;
     if (p.a1 != ActScale::kExpert) return;
     float values[16];
@@ -52,19 +52,13 @@ template <bool half>
 __global__ void __launch_bounds__(kRowThreads) row_gscale_kernel(const __grid_constant__ OperandArgs args) {
   wait_for_previous_kernel();
   allow_next_kernel();
-  __shared__ uint32_t largest;
-  if (threadIdx.x == 0) largest = 0;
-  __syncthreads();
   float amax = 0.0f;
   for (int column = threadIdx.x * 16; column < args.problem.hidden; column += kRowThreads * 16) {
     float values[16];
     load_token<half>(args, blockIdx.x, column, values);
-#pragma unroll
-    for (int i = 0; i < 16; i++) amax = max_magnitude(amax, values[i]);
+    amax = max_magnitude(amax, amax_of(values));
   }
-  const uint32_t of_warp = __reduce_max_sync(0xffffffffu, bits_of(amax));
-  if (threadIdx.x % 32 == 0) atomicMax(&largest, of_warp);
-  __syncthreads();
+  const uint32_t largest = amax_of_row(amax);
   if (threadIdx.x == 0) args.row_gscale[blockIdx.x] = nvfp4_dynamic_gscale(largest);
 }
 
@@ -78,6 +72,18 @@ __device__ __forceinline__ float round_token(const OperandArgs& args, int token,
   if (args.group_scale != nullptr) return round_group(x);
   if (args.problem.a1 != ActScale::kNone) round_block(x, args.act_format, of_row);
   return 1.0f;
+}
+
+// A copy of a token's values with the expert's gscale; returns what sums of its products lack. expert -1: any.
+__device__ __forceinline__ float round_for_expert(const OperandArgs& args, int expert, const float (&x)[16],
+                                                  uint4 (&pieces)[2]) {
+  const Rounding rounding = given_rounding(expert >= 0 ? args.problem.a1_gscale[expert] : 1.0f);
+  float values[16];
+#pragma unroll
+  for (int i = 0; i < 16; i++) values[i] = x[i];
+  round_to_e4m3(values, rounding);
+  exchange(values, pieces, args.half);
+  return rounding.factor;
 }
 
 // Rounded to e4m3: values of codes, and what sums of their products lack. One block a token. With a gscale of each
@@ -103,20 +109,17 @@ __global__ void __launch_bounds__(kRowThreads) e4m3_operand_kernel(const __grid_
       scale = round_token(args, token, block, x, rounding);
       exchange(x, pieces, args.half);
     }
-    store_in_slots<false>(args, token, block, block < blocks, pieces, pieces, [&](int64_t, int expert, int row) {
+    store_in_slots<false>(args, token, block, block < blocks, pieces, pieces, [&](int expert, int row) {
       if (args.group_scale != nullptr && block % 8 == 0 && block < blocks && row >= 0) {
         args.group_scale[int64_t{block / 8} * args.rows + row] = scale;
       }
       const bool stores = args.factor != nullptr && block == 0 && row >= 0;
-      if (stores) args.factor[row] = factor;
-      if (!by_slot) return;
-      const Rounding of_slot = given_rounding(expert >= 0 ? p.a1_gscale[expert] : 1.0f);
-      if (stores) args.factor[row] = of_slot.factor;
-      float values[16];
-#pragma unroll
-      for (int i = 0; i < 16; i++) values[i] = x[i];
-      round_to_e4m3(values, of_slot);
-      exchange(values, pieces, args.half);
+      if (by_slot) {
+        const float of_expert = round_for_expert(args, expert, x, pieces);
+        if (stores) args.factor[row] = of_expert;
+      } else if (stores) {
+        args.factor[row] = factor;
+      }
     });
   });
 }

@@ -1,6 +1,7 @@
 // Rows that a prefill makes: a token's values, rounding, and where they go: the rows of all its slots.
 #pragma once
 #include "prefill_plan.h"
+#include "../device/scans.cuh"
 #include "../numerics/act_rounding.cuh"
 
 namespace moeq::sm90 {
@@ -58,15 +59,10 @@ __device__ __forceinline__ float amax_of(const float (&values)[16]) {
   return amax;
 }
 
-// The largest of all threads' magnitudes, as bits. By the whole block, once.
-__device__ __forceinline__ uint32_t amax_of_threads(float amax) {
-  __shared__ uint32_t largest;
-  if (threadIdx.x == 0) largest = 0;
-  __syncthreads();
-  const uint32_t of_warp = __reduce_max_sync(0xffffffffu, bits_of(amax));
-  if (threadIdx.x % 32 == 0) atomicMax(&largest, of_warp);
-  __syncthreads();
-  return largest;
+// As bits. By the whole block, once.
+__device__ __forceinline__ uint32_t amax_of_row(float amax) {
+  __shared__ float of_warps[32];
+  return bits_of(amax_of_threads(amax, of_warps));
 }
 
 // A row of blocks of 16 that a thread block rounds. Of each thread the first one stays in registers, which is all of a
@@ -89,7 +85,7 @@ struct RowBlocks {
       load(block, values);
       amax = max_magnitude(amax, amax_of(values));
     }
-    return amax_of_threads(amax);
+    return amax_of_row(amax);
   }
 
   // each(block, values), by whole warps: beyond the row's end values are zeros.
@@ -108,8 +104,7 @@ struct RowBlocks {
 // Whole warps come: two neighbouring threads have a block of mxfp8.
 __device__ __forceinline__ void round_block(float (&values)[16], ActFormat format, const Rounding& of_row) {
   if (format == ActFormat::kMxfp8) {
-    const float amax = amax_of(values);
-    round_to_e4m3(values, mx_rounding(max_magnitude(amax, __shfl_xor_sync(0xffffffffu, amax, 1))));
+    round_to_e4m3(values, mx_rounding(amax_of_lanes<1, 2>(amax_of(values))));
   } else {
     round_to_e4m3(values, of_row);
   }
@@ -117,10 +112,7 @@ __device__ __forceinline__ void round_block(float (&values)[16], ActFormat forma
 
 // A group of 128, of eight neighbouring threads; returns what values of codes lack.
 __device__ __forceinline__ float round_group(float (&values)[16]) {
-  float amax = amax_of(values);
-#pragma unroll
-  for (int step = 1; step < 8; step *= 2) amax = max_magnitude(amax, __shfl_xor_sync(0xffffffffu, amax, step));
-  const Rounding rounding = dynamic_rounding(bits_of(amax));
+  const Rounding rounding = dynamic_rounding(bits_of(amax_of_lanes<1, 8>(amax_of(values))));
   round_to_e4m3(values, rounding);
   return rounding.factor;
 }
@@ -215,7 +207,7 @@ __device__ __forceinline__ void load_remote_units(const OperandArgs& args, int64
 }
 
 // Block `block` of 16 values of a token into the rows of its slots, by a quad; threads that are not `real` exchange
-// values, no more. `before(slot, expert, row)` may change the pieces; expert and row -1: foreign. `rest`: of the slots'
+// values, no more. `before(expert, row)` may change the pieces; both -1: foreign. `rest`: of the slots'
 // second rows, where they have some: of float16 alone.
 template <bool half, class Before>
 __device__ __forceinline__ void store_in_slots(const OperandArgs& args, int token, int block, bool real,
@@ -231,7 +223,7 @@ __device__ __forceinline__ void store_in_slots(const OperandArgs& args, int toke
       args.schedule.slot_of_row[row] = slot;
       if (each == 2) args.schedule.slot_of_row[row + 1] = slot;
     }
-    before(slot, expert, row);
+    before(expert, row);
     if (real && row >= 0) {
       store_pieces(k_tile, row, pieces);
       if (each == 2) store_pieces(k_tile, row + 1, rest);

@@ -38,7 +38,7 @@ __device__ __forceinline__ void load_rows(const GemmArgs& args, GemmShared<Polic
     barrier_wait(shared_address(&shared.work_full[ring.slot]), ring.parity);
     const int expert = shared.work[ring.slot].expert, row_block = shared.work[ring.slot].row_block;
     if (expert < 0) break;
-    RowFactors<Policy::kBlockTiles>& to = shared.rows[ring.slot];
+    WeightRows<Policy::kBlockTiles>& to = shared.rows[ring.slot];
 #pragma unroll
     for (int at = threadIdx.x % 32; at < Policy::kBlockTiles * kTileRows; at += 32) {
       const int in_tile = at % kTileRows, tile = row_block * Policy::kBlockTiles + at / kTileRows;
@@ -60,7 +60,7 @@ struct RowPair {
   float scale[2], bias[2];
 
   template <int tiles>
-  __device__ __forceinline__ RowPair(const RowFactors<tiles>& rows, const Work& work, int warpgroup)
+  __device__ __forceinline__ RowPair(const WeightRows<tiles>& rows, const Work& work, int warpgroup)
       : tile(work.row_block * tiles + warpgroup), warp(threadIdx.x % 128 / 32), g(threadIdx.x % 32 / 4) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {

@@ -3,13 +3,14 @@
 
 #include "w4a8_shared.cuh"
 #include "../device/async.cuh"
+#include "../device/scans.cuh"
 #include "../numerics/act_rounding.cuh"
 #include "../numerics/activations.cuh"
 
 namespace moeq::sm90::w4a8 {
 
 // Rows of numbers -> e4m3 codes in the order and with the swizzle of the token operand (w4a8_layout.h).
-constexpr int kPieces = kTileK / 16;   // of 16 bytes, of a row's K tile
+constexpr int kPieces = kTileK / 16;   // of 16 bytes, of a row's K tile: neighbouring lanes have them
 
 // Piece q of a row holds the values at K = 128 * (q / 8) + 64 * (q / 4 % 2) + 16 * c + 4 * (q % 4) + b.
 __device__ __forceinline__ int first_k(int q, int c) { return q / 8 * 128 + q / 4 % 2 * 64 + c * 16 + q % 4 * 4; }
@@ -41,14 +42,6 @@ struct Piece {
   }
 };
 
-// The largest of the eight neighbouring lanes that hold the pieces of a K tile.
-__device__ __forceinline__ float group_max(float value) {
-  for (int step = 1; step < kPieces; step *= 2) {
-    value = max_magnitude(value, __shfl_xor_sync(0xffffffffu, value, step));
-  }
-  return value;
-}
-
 // A row of the operand, [k tiles, rows of its expert, 128 bytes] of an expert.
 struct OperandRow {
   uint4* at;
@@ -72,16 +65,6 @@ __device__ __forceinline__ int64_t group_at(const Place& place, int k_tiles, int
 }
 
 // A row that a thread block quantizes to e4m3: it lies in registers between its maximum and its codes.
-
-// Of the whole block; `shared` has one place a warp, and may be written again after a barrier.
-__device__ __forceinline__ float block_max(float value, float* shared) {
-  for (int step = 16; step > 0; step /= 2) value = max_magnitude(value, __shfl_xor_sync(0xffffffffu, value, step));
-  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
-  __syncthreads();
-  value = shared[0];
-  for (int i = 1; i < blockDim.x / 32; i++) value = max_magnitude(value, shared[i]);
-  return value;
-}
 
 // Of a thread: the pieces threadIdx.x + i * blockDim.x.
 template <int pieces>
@@ -114,7 +97,7 @@ struct Groups {
   __device__ __forceinline__ explicit Groups(const Row<pieces>& row) {
 #pragma unroll
     for (int i = 0; i < pieces; i++) {
-      by[i] = scale_of(group_max(row.piece[i].largest()));
+      by[i] = scale_of(amax_of_lanes<1, kPieces>(row.piece[i].largest()));
       codes[i] = row.piece[i].encode(by[i], true);
     }
   }
@@ -242,7 +225,7 @@ __global__ void __launch_bounds__(kMostThreads<pieces>, pieces == 4 ? 1 : 2)
     return;
   }
   const bool dynamic = p.a1 == ActScale::kToken;
-  float by = dynamic ? scale_of(block_max(row.largest(), shared)) : p.a1_gscale[0];
+  float by = dynamic ? scale_of(amax_of_threads(row.largest(), shared)) : p.a1_gscale[0];
   uint4 codes[pieces];
   encode_row(row, by, dynamic, args.order, codes);
   for_each_place(args, places, [&](const Place& place) {
@@ -422,7 +405,7 @@ __global__ void __launch_bounds__(kRingThreads, 1) quantize_ring_kernel(const __
     const Row<1> row = load_row<1>(args, threadIdx.x, [=](int k) { return *reinterpret_cast<const float4*>(h + k); });
     float by = 0.0f;
     if (!groups && dynamic) {
-      by = scale_of(block_max(row.largest(), maxima[turn]));
+      by = scale_of(amax_of_threads(row.largest(), maxima[turn]));
       turn ^= 1;
     } else {
       __syncthreads();
@@ -447,7 +430,7 @@ __device__ __forceinline__ float scale_of_long_row(const QuantizeArgs& args, con
     const Row<1> row = load_row<1>(args, q, [=](int k) { return *reinterpret_cast<const float4*>(h + k); });
     amax = row.piece[0].largest(amax);
   }
-  return scale_of(block_max(amax, shared));
+  return scale_of(amax_of_threads(amax, shared));
 }
 
 template <bool groups>
@@ -473,7 +456,7 @@ __global__ void __launch_bounds__(1024, 1) quantize_long_kernel(const __grid_con
   for (int q = threadIdx.x; q < kLongPieces * blockDim.x; q += blockDim.x) {
     const int k_tile = q / kPieces;
     const Row<1> row = load_row<1>(args, q, [=](int k) { return __ldcs(reinterpret_cast<const float4*>(h + k)); });
-    if (groups) by = scale_of(group_max(row.largest()));
+    if (groups) by = scale_of(amax_of_lanes<1, kPieces>(row.largest()));
     if (k_tile >= args.k_tiles) continue;
     to.store(q, row.piece[0].encode(by, dynamic, groups ? 0x3210 : args.order));
     if (groups && q % kPieces == 0) args.factor[group_at(place, args.k_tiles, k_tile)] = by;

@@ -214,7 +214,7 @@ constexpr int kGemmThreads = kConsumerThreads<Policy> + 128;
 
 // What the sums of a block's rows are multiplied by, and what is added.
 template <int tiles>
-struct RowFactors {
+struct WeightRows {
   float scale[tiles * kTileRows];  // of the expert, times that of the row
   float bias[tiles * kTileRows];
 };
@@ -229,7 +229,7 @@ struct __align__(1024) GemmShared {
   // Of the work's tokens; where groups have their own, maxima that warpgroups exchange.
   alignas(16) float factor[kWorkSlots][kIsTokensFirst<Policy> ? 256 : Policy::kWidth];
   alignas(16) int slots[kWorkSlots][Policy::kWidth];
-  RowFactors<Policy::kBlockTiles> rows[kWorkSlots];
+  WeightRows<Policy::kBlockTiles> rows[kWorkSlots];
   // TokensFirst: a thread's sums of the rest, which has no registers left.
   alignas(16)
       float4 rest[kIsTokensFirst<Policy> ? kRestTokens / 4 : 0][kIsTokensFirst<Policy> ? kConsumerThreads<Policy> : 0];

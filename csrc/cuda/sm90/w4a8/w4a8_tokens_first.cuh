@@ -7,6 +7,7 @@
 // expert's tokens beyond a multiple of 64, if it is at most 16, is a second factor: as a first one it would be 64.
 #pragma once
 #include "w4a8_epilogue.cuh"
+#include "../device/scans.cuh"
 #include "../numerics/act_rounding.cuh"
 
 namespace moeq::sm90::w4a8 {
@@ -178,7 +179,7 @@ __device__ __forceinline__ void multiply(TokenSums<halves>& sums, GemmShared<Pol
 // What becomes of a row's sum, by its place in the block: scaled and biased, where there is anything of the kind.
 template <bool plain>
 struct Finished {
-  const RowFactors<TokensFirst::kBlockTiles>& rows;
+  const WeightRows<TokensFirst::kBlockTiles>& rows;
   __device__ __forceinline__ float operator()(float sum, int at) const {
     return plain ? sum : __fmaf_rn(sum, rows.scale[at], rows.bias[at]);
   }
@@ -213,11 +214,7 @@ __device__ __forceinline__ float2 group_maxima(const TokenSums<halves>& sums, fl
       most.y = max_magnitude(max_magnitude(most.y, sums.v[i][at + 2]), sums.v[i][at + 3]);
     }
   }
-#pragma unroll
-  for (int step = 1; step < 4; step *= 2) {
-    most.x = max_magnitude(most.x, __shfl_xor_sync(0xffffffffu, most.x, step));
-    most.y = max_magnitude(most.y, __shfl_xor_sync(0xffffffffu, most.y, step));
-  }
+  most = make_float2(amax_of_lanes<1, 4>(most.x), amax_of_lanes<1, 4>(most.y));
   if constexpr (halves == 1) {
     const int token = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
     if (threadIdx.x % 4 == 0) {
@@ -365,11 +362,7 @@ __device__ __forceinline__ float4 rest_maxima(const RestValues& values, float* e
   float most[kRestTokens / 4];
 #pragma unroll
   for (int t = 0; t < kRestTokens / 4; t++) {
-    most[t] = max_magnitude(max_magnitude(0.0f, values.v[0][t]), values.v[1][t]);
-#pragma unroll
-    for (int step = 4; step < 32; step *= 2) {
-      most[t] = max_magnitude(most[t], __shfl_xor_sync(0xffffffffu, most[t], step));
-    }
+    most[t] = amax_of_lanes<4, 32>(max_magnitude(max_magnitude(0.0f, values.v[0][t]), values.v[1][t]));
     if (threadIdx.x % 32 < 4) exchange[threadIdx.x / 32 * kRestTokens + rest_token(t)] = most[t];
   }
   named_barrier(1, kConsumerThreads<TokensFirst>);
