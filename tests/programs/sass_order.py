@@ -1,4 +1,4 @@
-"""Machine code as the steps of launch_order.py, and the Hopper kernels judged by it.
+"""Machine code as the steps of launch_order.py, and the Hopper kernels judged by it; and arrivals before loads have come.
 
 `python tests/programs/sass_order.py OBJECT ...` prints what the kernels in objects of csrc/cuda/sm90 do wrong; fails if
 any does.
@@ -13,11 +13,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
+from early_releases import find_early_releases
 from launch_order import Order, Step, faults_alone, order_of
 from wgmma_hazards import disassembled, parse, where_to
 
 # The kernels that no launch attribute starts early: they wait for nobody. All others do, unless they are added here.
 LAUNCHED_NORMALLY = ("decode_kernel", "decode_few_kernel", "decode_few_routed_kernel")
+# Kernels of 4-bit weights leave stages of tokens, which the tensor cores alone have read, while the next codes are on their
+# way from another ring; a stage of codes they leave behind the products that the codes went into.
+_TWO_RINGS = re.compile(r"(?:Slim|Narrow|Wide)Config")
 _OPCODE = re.compile(r"(@!?U?P\w+\s+)?([A-Z0-9]+)")
 _KINDS = {
     "ACQBULK": "wait",
@@ -55,6 +59,12 @@ def sass_order(sass: str) -> Order:
 
 def faults_of(name: str, sass: str) -> list[str]:
     """Of a kernel of csrc/cuda/sm90, by its mangled name."""
+    early = [] if _TWO_RINGS.search(name) else find_early_releases(sass)
+    releases = [f"{hex(r.address)} {r.instruction} does not wait for {r.load.instruction}" for r in early]
+    return releases + _order_faults(name, sass)
+
+
+def _order_faults(name: str, sass: str) -> list[str]:
     order = sass_order(sass)
     if not any(f"{len(normal)}{normal}" in name for normal in LAUNCHED_NORMALLY):
         return faults_alone(order)

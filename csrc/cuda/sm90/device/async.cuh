@@ -22,6 +22,21 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   cuda::ptx::mbarrier_arrive(static_cast<uint64_t*>(__cvta_shared_to_generic(barrier)));
 }
 
+// The same barrier, known once `word` has been loaded. An arrival does not wait for the loads in front of it, and a
+// bulk copy that the arrival allows can be there before them: beside tensor cores that read shared memory a load of
+// scales came after the copy of the next ones (docs/hopper.md, "What compiling does not see"). So who tells a barrier
+// that a bulk copy may overwrite what it has read passes what its last loads brought through here.
+__device__ __forceinline__ uint32_t once_loaded(uint32_t barrier, uint32_t word) {
+  uint32_t same;  // + 0, which the compiler does not know: a shift by at least 32
+  asm volatile(
+      "{ .reg .b32 zero; mov.u32 zero, %%ntid.x;\n"
+      "shr.u32 zero, %2, zero; add.u32 %0, %1, zero; }"
+      : "=r"(same)
+      : "r"(barrier), "r"(word)
+      : "memory");
+  return same;
+}
+
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }

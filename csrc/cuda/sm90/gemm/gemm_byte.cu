@@ -158,9 +158,9 @@ __device__ __forceinline__ E4m3Halves decode_e4m3_to_half(uint32_t codes) {
   return {values.x, values.y};
 }
 
-// 64 rows by 64 of K of tile m of the stage at hand.
+// 64 rows by 64 of K of tile m of the stage at hand. Returns a word of each load: see once_loaded.
 template <class C>
-__device__ __forceinline__ void decode_half(uint32_t (&fragments)[4][4], const Consumer<C>& at, int m, int half) {
+__device__ __forceinline__ uint32_t decode_half(uint32_t (&fragments)[4][4], const Consumer<C>& at, int m, int half) {
   const uint32_t from = at.codes_of(m) ^ half * 64;
   const uint4 low = load_matrices(from), high = load_matrices(from + 1024);
   const uint32_t low_words[4] = {low.x, low.y, low.z, low.w}, high_words[4] = {high.x, high.y, high.z, high.w};
@@ -180,6 +180,7 @@ __device__ __forceinline__ void decode_half(uint32_t (&fragments)[4][4], const C
     uint32_t (&to)[4] = fragments[step];
     to[0] = l.first, to[1] = h.first, to[2] = l.second, to[3] = h.second;
   }
+  return low.x | high.x;
 }
 
 template <class C>
@@ -194,14 +195,16 @@ __device__ __forceinline__ float2 load_two_scales(uint32_t at) {
 
 // Sums of a step, from token `first` of the tile on, added times the scales of their rows and, where there are some
 // (`scales`: of this lane's first tokens of the stage), of their tokens. Those beyond a tile's tokens are never looked
-// at.
+// at. Returns a word of each load: see once_loaded.
 template <class C>
-__device__ __forceinline__ void add_scaled(TileSums<C>& sums, const PartSums<C>& part, int first, float2 factor,
-                                           uint32_t scales) {
+__device__ __forceinline__ uint32_t add_scaled(TileSums<C>& sums, const PartSums<C>& part, int first, float2 factor,
+                                               uint32_t scales) {
+  uint32_t loaded = 0;
 #pragma unroll
   for (int group = 0; group < C::kPartWidth / 8; group++) {
     float2 of_tokens = {1.0f, 1.0f};
     if constexpr (kIsW8a8<typename C::Format>) of_tokens = load_two_scales(scales + (first + group * 8) * 4);
+    loaded |= __float_as_uint(of_tokens.x);
 #pragma unroll
     for (int i = 4 * group; i < 4 * group + 4; i++) {
       float& sum = sums[first / 2 + i];
@@ -209,6 +212,7 @@ __device__ __forceinline__ void add_scaled(TileSums<C>& sums, const PartSums<C>&
       sum = __fmaf_rn(product, i / 2 % 2 == 0 ? factor.x : factor.y, sum);
     }
   }
+  return loaded;
 }
 
 // A warpgroup's multiplication of a tile, stage by stage.
@@ -231,34 +235,39 @@ struct ByteMultiplication {
   __device__ __forceinline__ uint32_t token_scales() const {
     return scales_of_stage(shared, at.tokens.slot) + lane % 4 * 2 * static_cast<int>(sizeof(float));
   }
-  // All codes of the stage have been read.
-  __device__ __forceinline__ void leave_weights() {
+  // All codes of the stage have been read; the last of them: `codes`.
+  __device__ __forceinline__ void leave_weights(uint32_t codes) {
     __syncwarp();
-    arrive_once_a_warp(shared_address(&shared.weights_empty[at.weights.slot]), lane);
+    arrive_once_a_warp(once_loaded(shared_address(&shared.weights_empty[at.weights.slot]), codes), lane);
     at.weights.advance();
   }
-  __device__ __forceinline__ void leave_tokens() {
-    if (kIsW8a8<typename C::Format>) __syncwarp();  // all lanes have read scales
-    arrive_once_a_warp(shared_address(&shared.tokens_empty[at.tokens.slot]), lane);
+  // Likewise, and of their scales `scales`, if they have some.
+  __device__ __forceinline__ void leave_tokens(uint32_t scales) {
+    uint32_t empty = shared_address(&shared.tokens_empty[at.tokens.slot]);
+    if constexpr (kIsW8a8<typename C::Format>) {
+      __syncwarp();
+      empty = once_loaded(empty, scales);
+    }
+    arrive_once_a_warp(empty, lane);
     at.tokens.advance();
   }
   // Both tiles of a step, one after the other: two blocks of a multiprocessor fill each other's gaps.
   __device__ __forceinline__ void in_turn(Accumulators<C>& sums, int step) {
     wait_for_weights();
     const uint32_t tokens = wait_for_tokens(at.tokens), scales = token_scales();
+    uint32_t last_scales = 0;
 #pragma unroll
     for (int m = 0; m < C::kWarpgroupTiles; m++) {
       const float2 factor = at.factors(m, step);
-      decode_half(fragments[0], at, m, 0);
-      decode_half(fragments[1], at, m, 1);
-      if (m == C::kWarpgroupTiles - 1) leave_weights();
+      const uint32_t first = decode_half(fragments[0], at, m, 0), second = decode_half(fragments[1], at, m, 1);
+      if (m == C::kWarpgroupTiles - 1) leave_weights(first | second);
       start_two_steps<C::kPartWidth, kFactorsOf<C>>(part, fragments, tokens, width / 8 - 1);
       wait_for_sums<C::kPartWidth>(part);
       keep(fragments[0]);
       keep(fragments[1]);
-      add_scaled<C>(sums[m], part, 0, factor, scales);
+      last_scales = add_scaled<C>(sums[m], part, 0, factor, scales);
     }
-    leave_tokens();
+    leave_tokens(last_scales);
   }
 
   // Tokens of both halves of a step's K, which are a stage or two.
@@ -276,16 +285,16 @@ struct ByteMultiplication {
     const bool has_more = kPart < C::kMaxWidth && width > kPart;  // tokens than a part
     const int first = (has_more ? kPart : width) / 8 - 1, second = (width - kPart) / 8 - 1;
     const uint32_t tokens = wait_for_tokens(at.tokens), scales = token_scales();
-    uint32_t others = 0;
+    uint32_t others = 0, last_scales = 0;
 #pragma unroll
     for (int m = 0; m < C::kWarpgroupTiles; m++) {
       const float2 factor = at.factors(m, step);
       start_step<kPart, kFactorsOf<C>>(part, fragments[0], tokens, first);
-      decode_half(fragments[1], at, m, 1);
+      const uint32_t codes = decode_half(fragments[1], at, m, 1);
       if (m == 0) others = wait_for_second_half(tokens);
       multiply_step<kPart, kFactorsOf<C>>(part, fragments[1], others, first);
       if (m == kLast) {
-        leave_weights();
+        leave_weights(codes);
         if (!last) wait_for_weights();
       }
       if (has_more) {
@@ -300,13 +309,13 @@ struct ByteMultiplication {
       wait_for_sums<kPart>(part);
       keep(fragments[1]);
       if (has_more) {
-        add_scaled<C>(sums[m], part, C::kMaxWidth - kPart, factor, scales);
+        last_scales = add_scaled<C>(sums[m], part, C::kMaxWidth - kPart, factor, scales);
       } else {
-        add_scaled<C>(sums[m], part, 0, factor, scales);
+        last_scales = add_scaled<C>(sums[m], part, 0, factor, scales);
       }
     }
-    leave_tokens();
-    if constexpr (C::kTokenSteps == 1) leave_tokens();
+    leave_tokens(last_scales);
+    if constexpr (C::kTokenSteps == 1) leave_tokens(last_scales);
   }
 };
 

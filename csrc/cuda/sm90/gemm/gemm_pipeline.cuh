@@ -74,7 +74,7 @@ __device__ __forceinline__ Work wait_for_work(GemmShared<C>& shared, const Ring<
 template <class C>
 __device__ __forceinline__ Work take_work(GemmShared<C>& shared, Ring<kWorkSlots>& ring) {
   const Work work = wait_for_work(shared, ring);
-  barrier_arrive(shared_address(&shared.work_empty[ring.slot]));
+  barrier_arrive(once_loaded(shared_address(&shared.work_empty[ring.slot]), work.expert | work.k_tiles));
   ring.advance();
   return work;
 }

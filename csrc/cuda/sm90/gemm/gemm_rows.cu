@@ -60,7 +60,8 @@ __device__ __forceinline__ void load_ranks(const RowsArgs& args, RowsShared<C>& 
   while (true) {
     const Work work = wait_for_work(shared, work_ring);
     __syncwarp();
-    if (lane == 0) barrier_arrive(shared_address(&shared.work_empty[work_ring.slot]));
+    const uint32_t read = once_loaded(shared_address(&shared.work_empty[work_ring.slot]), work.expert | work.rows);
+    if (lane == 0) barrier_arrive(read);
     work_ring.advance();
     if (work.expert < 0) return;
     const int chunks = rank_chunks(args.ranks), apart = chunks * 2 * kRankChunk;

@@ -95,10 +95,15 @@ struct Steps {
   int many, thread;
 };
 
+// `loaded`: a word of the last loads of tokens' scales, where groups have some; see once_loaded.
 template <class Policy>
-__device__ __forceinline__ void release(GemmShared<Policy>& shared, int stage, int thread) {
-  if (Policy::kGroups) __syncwarp();   // all lanes have read their tokens' scales
-  if (thread % 32 == 0) barrier_arrive(shared_address(&shared.empty[stage]));
+__device__ __forceinline__ void release(GemmShared<Policy>& shared, int stage, int thread, uint32_t loaded = 0) {
+  uint32_t empty = shared_address(&shared.empty[stage]);
+  if constexpr (Policy::kGroups) {
+    __syncwarp();   // of all lanes
+    empty = once_loaded(empty, loaded);
+  }
+  if (thread % 32 == 0) barrier_arrive(empty);
 }
 
 template <class P>
@@ -317,17 +322,19 @@ class BlockScales {
   float2 mine_, next_;
 };
 
-// groups: scales of the part's tokens. same: both rows have weight.x.
+// groups: scales of the part's tokens; a word of the last ones is returned. same: both rows have weight.x.
 template <bool same, int registers>
-__device__ __forceinline__ void add_scaled(float (&sums)[registers], const float (&part)[registers], int tokens,
-                                           const float* groups, float2 weight) {
+__device__ __forceinline__ uint32_t add_scaled(float (&sums)[registers], const float (&part)[registers], int tokens,
+                                               const float* groups, float2 weight) {
   constexpr int kGroup = 16;   // registers: 32 tokens
+  uint32_t loaded = 0;
 #pragma unroll
   for (int first = 0; first < registers; first += kGroup) {
     if (first * 2 >= tokens) break;
 #pragma unroll
     for (int i = first; i < first + kGroup && i < registers; i += 4) {
       const float2 token = *reinterpret_cast<const float2*>(groups + 2 * i + threadIdx.x % 4 * 2);
+      loaded = __float_as_uint(token.x);
       const float2 first = make_float2(__fmul_rn(weight.x, token.x), __fmul_rn(weight.x, token.y));
       const float2 second = same ? first : make_float2(__fmul_rn(weight.y, token.x), __fmul_rn(weight.y, token.y));
       sums[i] = __fmaf_rn(part[i], first.x, sums[i]);
@@ -336,6 +343,7 @@ __device__ __forceinline__ void add_scaled(float (&sums)[registers], const float
       sums[i + 3] = __fmaf_rn(part[i + 3], second.y, sums[i + 3]);
     }
   }
+  return loaded;
 }
 
 // Rows and Blocks: the tensor cores read weights where they lie. same: a thread's two rows have one scale, as they do
@@ -352,6 +360,7 @@ __device__ __forceinline__ void multiply_bytes(Sums<P>& sums, GemmShared<Policy>
     const uint64_t tokens = swizzled_operand(shared_address(shared.tokens[ring.slot]));
     const uint64_t weights = swizzled_operand(shared_address(shared.weights[ring.slot] + warpgroup * kFp8Bytes));
     float2 scale = make_float2(1.0f, 1.0f);
+    uint32_t loaded = 0;
 #pragma unroll
     for (int i = 0; i < parts; i++) {
       start(part, weights, tokens_of_part(tokens, span, i), span.index);
@@ -359,12 +368,12 @@ __device__ __forceinline__ void multiply_bytes(Sums<P>& sums, GemmShared<Policy>
       wgmma_wait<0>();
       if (!Policy::kGroups && i == parts - 1) release(shared, ring.slot, steps.thread);
       if constexpr (Policy::kGroups) {
-        add_scaled<same>(sums.v[i], part, span.tokens, shared.groups[ring.slot] + i * span.tokens, scale);
+        loaded = add_scaled<same>(sums.v[i], part, span.tokens, shared.groups[ring.slot] + i * span.tokens, scale);
       } else {
         add(sums.v[i], part, span.tokens);
       }
     }
-    if (Policy::kGroups) release(shared, ring.slot, steps.thread);
+    if (Policy::kGroups) release(shared, ring.slot, steps.thread, loaded);
     ring.advance();
   }
 }

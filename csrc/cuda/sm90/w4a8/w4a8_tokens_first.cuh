@@ -102,10 +102,10 @@ __device__ __forceinline__ void start_rest(float (&part)[kRestTokens], GemmShare
   multiply_two_16(part, weights, weights + kFp8Bytes / 16, tokens, never);
 }
 
-// What they become, of step k. half: of the scales.
+// What they become, of step k. half: of the scales. Returns a word of the last loads of tokens' scales.
 template <bool gated, class Policy>
-__device__ __forceinline__ void add_rest(const float (&part)[kRestTokens], GemmShared<Policy>& shared, int slot,
-                                         const Share& share, const TwoScales& scales, int half, int k) {
+__device__ __forceinline__ uint32_t add_rest(const float (&part)[kRestTokens], GemmShared<Policy>& shared, int slot,
+                                             const Share& share, const TwoScales& scales, int half, int k) {
   const float2 weight = gated ? scales.both(k) : scales.one(k, half);
   float scale[2][kRestTokens / 4];  // [row][token]
 #pragma unroll
@@ -129,6 +129,7 @@ __device__ __forceinline__ void add_rest(const float (&part)[kRestTokens], GemmS
     sum.w = __fmaf_rn(part[4 * i + 3], scale[1][t + 1], sum.w);
     sums = sum;
   }
+  return __float_as_uint(scale[0][kRestTokens / 4 - 2]);
 }
 
 template <bool gated, bool rest, int halves, class Policy>
@@ -158,7 +159,9 @@ __device__ __forceinline__ void multiply(TokenSums<halves>& sums, GemmShared<Pol
         }
       }
       wgmma_wait<0>();
-      if (!rest && i == halves - 1) release(shared, ring.slot, steps.thread);
+      if (!rest && i == halves - 1) {
+        release(shared, ring.slot, steps.thread, __float_as_uint(scale[0][0]) | __float_as_uint(scale[0][1]));
+      }
       if (rest && i == halves - 1) start_rest(rest_part, shared, ring.slot, share, steps.many);
 #pragma unroll
       for (int j = 0; j < kHalfRows / 8; j++) {
@@ -169,8 +172,9 @@ __device__ __forceinline__ void multiply(TokenSums<halves>& sums, GemmShared<Pol
       }
     }
     if constexpr (rest) {
-      add_rest<gated>(rest_part, shared, ring.slot, share, scales, halves == 1 ? 0 : share.warpgroup, k);
-      release(shared, ring.slot, steps.thread);
+      const int half = halves == 1 ? 0 : share.warpgroup;
+      const uint32_t loaded = add_rest<gated>(rest_part, shared, ring.slot, share, scales, half, k);
+      release(shared, ring.slot, steps.thread, loaded);
     }
     ring.advance();
   }
