@@ -2,7 +2,8 @@
 
 Scales of tokens once did: a stage of shared memory was given back before the loads from it had been carried out
 (once_loaded in csrc/cuda/sm90/device/async.cuh), and FP8 blocks beside fp8 activations had wrong values in a tile in one
-of 75 to 200 runs of these sizes. On a GPU of compute capability 9.0.
+of 70 to 200 runs of these sizes with float32 results; of 2000 with bfloat16 ones in none. On a GPU of compute
+capability 9.0.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(REASON), reason=REASON or
 
 RUNS = 2000
 # Several tiles of tokens for each expert, and as many steps of K as the rings have stages, or more.
-SIZES: dict[str, Any] = {"hidden": 1024, "inter": 320, "experts": 16, "top_k": 4, "tokens": 500}
+SIZES: dict[str, Any] = {
+    "hidden": 1024, "inter": 320, "experts": 16, "top_k": 4, "tokens": 500, "out_dtype": torch.float32,
+}  # fmt: skip
 FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in ("nvfp4", "mxfp4", "mxint4", "int4", "fp8", "fp8_block", "mxfp8")},
     **{f"{name}-a8": (name, {"act_format": "fp8"}) for name in ("nvfp4", "mxfp4", "int4", "fp8", "fp8_block")},
