@@ -41,7 +41,7 @@ def _touched(instruction: str) -> set[int]:
 
 
 def find_early_releases(sass: str) -> list[EarlyRelease]:
-    """Of one kernel, between two places where paths meet: what lies further back has come, or is not seen here."""
+    """Of one kernel, between two places where paths meet: what lies further back is not seen here."""
     instructions, labels = parse(sass)
     meetings = set(labels.values())
     found: list[EarlyRelease] = []
