@@ -11,12 +11,11 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from wgmma_hazards import parse, written
+from wgmma_hazards import OPERAND_REGISTERS, PRODUCT, parse, written
 
 _LOAD = re.compile(r"^(?:@!?U?P\w+\s+)?(?:LDS|LDSM)\S* R\d")
 _ARRIVAL = re.compile(r"^(?:@!?U?P\w+\s+)?SYNCS\.ARRIVE\b")
 _REGISTER = re.compile(r"\bR(\d+)\b")
-_PRODUCT = re.compile(r"\b[HQI]GMMA\S*\s+R\d+, R(\d+)")
 
 
 class Load(NamedTuple):
@@ -34,9 +33,8 @@ class EarlyRelease(NamedTuple):
 def _touched(instruction: str) -> set[int]:
     """Registers that it names, and those that belong to them as operands of products."""
     named = {int(number) for number in _REGISTER.findall(instruction)}
-    if product := _PRODUCT.search(instruction):
-        first = int(product[1])
-        named |= set(range(first, first + 4))
+    if (product := PRODUCT.search(instruction)) and product[2]:
+        named |= {int(product[2]) + i for i in range(OPERAND_REGISTERS)}
     return named | set(written(instruction))
 
 

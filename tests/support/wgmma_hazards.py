@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 _INSTRUCTION = re.compile(r"\s*/\*([0-9a-f]+)\*/\s+(.*?);")
 _LABEL = re.compile(r"\s*(\.L_\S+):")
-_PRODUCT = re.compile(r"\b[HQI]GMMA\S*\s+R(\d+), (?:R(\d+)|gdesc)")
+PRODUCT = re.compile(r"\b[HQI]GMMA\S*\s+R(\d+), (?:R(\d+)|gdesc)")
 _WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x([0-9a-f]+)")
 _BRANCH = re.compile(r"\bBRA\b.*`\((\.L_\S+)\)")
 _TABLE = re.compile(r"\bBRXU?\b.*BRANCH_TARGETS ([^\"]+)\"")
 _NEVER_FALLS = re.compile(r"(?:EXIT|BRXU?|RET)\b|BRA `")  # BRA.DIV and the like branch on what no predicate shows
 _FIRST_OPERAND = re.compile(r"^(?:@!?U?P\w+\s+)?(\S+)\s+(?:!?U?P\w+,\s*)*R(\d+)\b")
 _NO_DESTINATION = ("ST", "RED", "BAR", "LDGSTS", "CCTL", "HGMMA", "QGMMA", "IGMMA", "R2UR", "UTMA", "ATOMS")
-_OPERAND_REGISTERS = 4  # of a thread, for one instruction
+OPERAND_REGISTERS = 4  # of a thread, for one instruction
 
 
 class Product(NamedTuple):
@@ -76,7 +76,7 @@ def where_to(instruction: str) -> tuple[bool, list[str]]:
 
 def count_products(sass: str) -> int:
     """Products whose first operand is in registers."""
-    return sum(1 for _, text in parse(sass)[0] if (found := _PRODUCT.search(text)) and found[2])
+    return sum(1 for _, text in parse(sass)[0] if (found := PRODUCT.search(text)) and found[2])
 
 
 def find_hazards(sass: str) -> list[Hazard]:
@@ -92,7 +92,7 @@ def find_hazards(sass: str) -> list[Hazard]:
             if at in targets:
                 seen.add((at, flying))
             address, text = instructions[at]
-            if found := _PRODUCT.search(text):
+            if found := PRODUCT.search(text):
                 flying = (*flying, Product(address, int(found[2]) if found[2] else None, "gsb0" in text))
             elif found := _WAIT.search(text):
                 flying = _after_wait(flying, int(found[1], 16))
@@ -100,7 +100,7 @@ def find_hazards(sass: str) -> list[Hazard]:
                 touched = written(text)
                 for product in flying:
                     first = product.first
-                    if first is not None and any(first <= r < first + _OPERAND_REGISTERS for r in touched):
+                    if first is not None and any(first <= r < first + OPERAND_REGISTERS for r in touched):
                         hazards.add(Hazard(address, text, product))
             ends, next_labels = where_to(text)
             todo += [(labels[label], flying) for label in next_labels if label in labels]
@@ -135,4 +135,4 @@ def disassembled(binary: Path, folder: Path) -> Iterator[tuple[str, str]]:
 
 def kernels(library: Path, folder: Path) -> list[tuple[str, str]]:
     """(name, SASS) of the kernels in a shared library that multiply by wgmma."""
-    return [(name, sass) for name, sass in disassembled(library, folder) if _PRODUCT.search(sass)]
+    return [(name, sass) for name, sass in disassembled(library, folder) if PRODUCT.search(sass)]
