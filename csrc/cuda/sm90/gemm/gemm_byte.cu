@@ -158,7 +158,8 @@ __device__ __forceinline__ E4m3Halves decode_e4m3_to_half(uint32_t codes) {
   return {values.x, values.y};
 }
 
-// 64 rows by 64 of K of tile m of the stage at hand. Returns a word of each load: see once_loaded.
+// 64 rows by 64 of K of tile m of the stage at hand. Returns a word of each load of codes, not of exponents: see
+// once_loaded.
 template <class C>
 __device__ __forceinline__ uint32_t decode_half(uint32_t (&fragments)[4][4], const Consumer<C>& at, int m, int half) {
   const uint32_t from = at.codes_of(m) ^ half * 64;
