@@ -1,12 +1,16 @@
 # `make quickstart` and `make test` do all the set-up, in .venv.
-# make TORCH='torch==2.13.0' chooses the torch that is installed, JOBS how many test processes run at a time.
+# make TORCH='torch==2.13.0' chooses the torch that is installed, TRITON what is installed where torch brings none,
+# CONSTRAINTS the releases of what the tests need, JOBS how many test processes run at a time.
 
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
+TRITON ?= triton==3.9.0
+CONSTRAINTS ?= tests/constraints.txt
 JOBS   ?= 2
 VENV   ?= .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
+WITH_TRITON := $(PY) -c 'import triton' 2>/dev/null || $(PY) -m pip install --quiet '$(TRITON)'
 
 SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/cpu/*.cpp csrc/cpu/*.h csrc/generated/* csrc/cuda/* csrc/cuda/expert_parallel/* csrc/cuda/sm90/*/*)
 
@@ -18,12 +22,12 @@ help:
 	@echo 'make TARGET [PYTHON=python3] [TORCH=torch==2.13.0] [JOBS=2]'
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 20
 
-$(STAMP): pyproject.toml setup.py $(SOURCES)
+$(STAMP): pyproject.toml setup.py $(CONSTRAINTS) $(SOURCES)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or later is needed")'
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet 'setuptools>=77' wheel ninja numpy
 	$(PY) -m pip install --quiet '$(TORCH)'
-	$(PY) -m pip install --quiet --no-build-isolation -e '.[test,lint]'
+	$(PY) -m pip install --quiet --no-build-isolation --constraint $(CONSTRAINTS) -e '.[test,lint]'
 	touch $(STAMP)
 
 install: $(STAMP) ## the virtual environment, the package in it with what tests and linters need
@@ -45,11 +49,11 @@ test-all: install ## everything that is slow
 	$(MAKE) docs
 
 test-triton: install ## the Triton kernels in the interpreter and ahead of time
-	$(PY) -m pip install --quiet 'triton>=3.6'
+	$(WITH_TRITON)
 	TRITON_INTERPRET=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal tests/backends/triton
 
-test-flashinfer: install ## several releases of FlashInfer against their simulators
-	PYTHON=$(PY) bash scripts/flashinfer_releases.sh
+test-flashinfer: install ## releases of FlashInfer against their simulators; FLASHINFER='0.7.4 0.8.0' says which
+	PYTHON=$(PY) bash scripts/flashinfer_releases.sh $(FLASHINFER)
 
 # Not in test-all: vLLM is 4 GB of packages.
 test-vllm: install ## the plug-in inside vLLM on this CPU, in a virtual environment of its own
@@ -90,7 +94,7 @@ docs: install ## the site, into site/; a warning is an error
 
 # Proves on a machine without a GPU that the CUDA sources compile.
 cuda-compile: install ## that the CUDA sources compile, without a GPU
-	$(PY) -m pip install --quiet 'triton>=3.6'
+	$(WITH_TRITON)
 	JOBS=$(JOBS) PYTHON=$(PY) bash scripts/cuda_compile.sh
 
 # The C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer.

@@ -56,6 +56,10 @@ def _needs_situ(problem: Problem) -> str | None:
     return _function(problem) if problem.activation == "situ" else None
 
 
+def _quantizes_to_nvfp4(problem: Problem) -> str | None:
+    return _function(problem) if problem.act_format == "nvfp4" else None
+
+
 def _mixed_unmet(problem: Problem) -> str | None:
     if (problem.scheme, problem.act_format) != ("mxfp4", "none"):
         return None
@@ -104,6 +108,7 @@ def _notes(problem: Problem) -> str:
         said.append("rounds biases to the dtype of the output")
     if limits.can_import(problem) and "use_fused_finalize" not in package.entry(cutlass_call.FUNCTION).parameters:
         said.append(f"not deterministic: flashinfer {package.installed_version()} cannot finalize without atomics")
+    said.append(limits.release_noted())
     return "; ".join(s for s in said if s)
 
 
@@ -129,6 +134,7 @@ register(
             limits.has_activation(NAMES),
             limits.has_parameter("situ_beta", _needs_situ, "activation 'situ'"),
             limits.calibrated(("nvfp4", "fp8"), "the kernels quantize with one static scale a GEMM"),
+            limits.usual_nvfp4(_quantizes_to_nvfp4),
             limits.one_input_scale(),
             limits.weight_scales("tensor"),
             Requirement(_alphas_unmet),

@@ -127,7 +127,7 @@ def _notes(problem: Problem) -> str:
     said = [limits.sizes_noted(problem, *padded), limits.routing_noted(problem)]
     if problem.input_scale == "expert":
         said.append("takes the largest input scale for all experts")
-    said += _rounded(problem)
+    said += [*_rounded(problem), limits.release_noted()]
     return "; ".join(["by contract, not run on SM100", *(s for s in said if s)])
 
 
@@ -183,6 +183,7 @@ register(
             limits.since("0.7.2", _newest),
             limits.one_input_scale(),
             limits.has_parameter("per_token_scale", _scales_tokens, "input_scale 'none'"),
+            limits.usual_nvfp4(_scales_tokens),
             limits.weight_scales("tensor", "half", dynamic=("tensor", "half", "channel")),
             limits.no_bias(("mxint4", "mxfp8", "fp8", "fp8_block", "none")),
             limits.hidden_dtype({name: (torch.bfloat16,) for name in ("mxfp4", "mxint4", "none")}),

@@ -8,9 +8,10 @@ import math
 import pytest
 import torch
 from flashinfer_problems import CUTLASS, NVFP4, TRTLLM, _installed, _version, against  # noqa: F401 (two fixtures)
+from paths import ROOT
 
 import torch_moe_ops as moe
-from torch_moe_ops.backends import tested
+from torch_moe_ops.backends import BACKENDS, tested
 from torch_moe_ops.backends.explain import Explanation
 from torch_moe_ops.backends.flashinfer import package
 
@@ -120,6 +121,20 @@ def test_arguments_that_a_release_lacks_are_reasons(installed: str, monkeypatch:
     assert "input_scale 'none' needs trtllm_fp4_block_scale_routed_moe(per_token_scale=...)" in against(dynamic)
     if package.has_member("ActivationType", "Situ"):
         assert "activation 'situ' needs cutlass_fused_moe(situ_beta=...)" in against(situ, CUTLASS)
+
+
+def test_a_release_newer_than_any_that_was_tested_is_named(version: object) -> None:
+    newest = package.NEWEST
+    for text, said in ((newest, False), (f"{newest}.post1", True), ("9.0", True)):
+        version(text)  # type: ignore[operator]
+        for backend in (TRTLLM, CUTLASS):
+            notes = BACKENDS[backend].notes(dataclasses.replace(NVFP4, device="cpu"))
+            assert (f"flashinfer {text} is newer than {newest}, the newest that was tested" in notes) == said
+
+
+def test_the_page_names_the_releases_that_are_tested() -> None:
+    page = (ROOT / "docs/flashinfer.md").read_text()
+    assert f"Supported: flashinfer-python {package.OLDEST} to {package.NEWEST};" in page
 
 
 HOPPER = {  # what is said of each backend on an H200; "": it fits

@@ -93,14 +93,14 @@ def test_functions_take_our_keywords(scheme: str, routed: bool, installed: str) 
     assert ("routing_bias" in entry.parameters) == (not routed or trtllm_call.FAMILIES[scheme].bias_in_routed)
 
 
-OLDEST, NEWEST = (0, 6, 8), (0, 7, 2)
-PARAMETERS = {  # of the compiled function, in the oldest and in the newest release that this was written against
-    "trtllm_fp4_block_scale_moe": (34, 43),
-    "trtllm_fp8_block_scale_moe": (29, 42),
-    "trtllm_bf16_moe": (25, 33),
-    "trtllm_mxint4_block_scale_moe": (25, 33),
-    "trtllm_fp8_per_tensor_scale_moe": (25, 29),
-    "trtllm_fp8_per_channel_scale_moe": (0, 29),
+OLDEST, NEWEST = (package.parse_version(text)[:3] for text in (package.OLDEST, package.NEWEST))
+PARAMETERS = {  # of the compiled function, in the oldest and in the newest release
+    "trtllm_fp4_block_scale_moe": (34, 46),
+    "trtllm_fp8_block_scale_moe": (29, 44),
+    "trtllm_bf16_moe": (25, 35),
+    "trtllm_mxint4_block_scale_moe": (25, 35),
+    "trtllm_fp8_per_tensor_scale_moe": (25, 31),
+    "trtllm_fp8_per_channel_scale_moe": (0, 31),
 }
 
 

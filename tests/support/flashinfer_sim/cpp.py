@@ -8,6 +8,7 @@ from pathlib import Path
 
 LAUNCHER = "data/csrc/trtllm_fused_moe_kernel_launcher.cu"
 CUTLASS = "data/csrc/fused_moe/cutlass_backend/flashinfer_cutlass_fused_moe_binding.cu"
+ENVIRONMENT = "data/csrc/nv_internal/cpp/common/envUtils.cpp"
 
 
 @cache
@@ -33,7 +34,7 @@ def split_parameters(text: str) -> list[str]:
 @cache
 def parameters(op: str) -> tuple[str, ...]:
     """Of a TRTLLM function."""
-    found = re.search(rf"^Array<Tensor> {op}\((.*?)\) \{{", source(LAUNCHER), re.S | re.M)
+    found = re.search(rf"^Array<(?:Tensor|Optional<Tensor>)> {op}\((.*?)\) \{{", source(LAUNCHER), re.S | re.M)
     assert found is not None, f"{op} is not in {LAUNCHER}"
     return tuple(split_parameters(found.group(1)))
 

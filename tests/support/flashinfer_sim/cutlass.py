@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import cpp, experts, layouts, numbers
+from . import cpp, experts, launcher, layouts, numbers
 
 
 class Runner:
@@ -195,6 +195,7 @@ def _activations(a: dict[str, Any], scales: list[Tensor]) -> tuple[Tensor, Calla
     linear = layouts.untiled(sf.view(torch.uint8))[: x.shape[0]]
     if a["mxfp8_act"]:
         return numbers.blocks(numbers.e4m3(x), numbers.e8m0(linear)), lambda e, h: numbers.through_mxfp8(h)
+    launcher.usual_nvfp4(a)
     multiplier = scales[3].expand(len(scales[2]))
     hidden = numbers.blocks(numbers.e2m1(x), numbers.e4m3(linear))
     return hidden, lambda e, h: numbers.through_nvfp4(h, multiplier[e])

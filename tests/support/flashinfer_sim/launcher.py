@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
+
+from . import cpp
 
 F8, BF16, F32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
 
@@ -28,6 +31,13 @@ def per_expert(a: dict[str, Any], name: str, required: bool = False) -> None:
         assert not required, name
         return
     assert tensor.dtype == F32 and tensor.shape == (a["local_num_experts"],) and tensor.is_contiguous(), name
+
+
+def usual_nvfp4(a: dict[str, Any]) -> None:
+    """Where intermediates are quantized to NVFP4: not by the rule that 4OVER6 asks for, which is not modelled."""
+    rule = a.get("nvfp4_4over6_code", -1)  # -1, and releases that take no rule: as the environment says
+    from_environment = os.environ.get("FLASHINFER_NVFP4_4OVER6") == "1" and "4OVER6" in cpp.source(cpp.ENVIRONMENT)
+    assert rule == 0 or (rule == -1 and not from_environment), f"nvfp4_4over6_code is {rule}: FLASHINFER_NVFP4_4OVER6"
 
 
 def activation(a: dict[str, Any], allowed: tuple[str, ...]) -> str:

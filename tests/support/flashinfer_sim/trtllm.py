@@ -80,6 +80,7 @@ def _fp4(a: dict[str, Any]) -> Tensor:
         one = torch.tensor(1.0)  # what comes out of the first GEMM is in the right units already
         requantize = lambda e, h: numbers.through_nvfp4(h, one)  # noqa: E731
         if a.get("per_token_scales") is not None:
+            launcher.usual_nvfp4(a)
             hidden = hidden * a["per_token_scales"].double()[:, None]
             requantize = lambda e, h: numbers.through_nvfp4_rows(_written(h))  # noqa: E731
     elif act_vec == 32:

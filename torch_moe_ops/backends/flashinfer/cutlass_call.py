@@ -188,7 +188,7 @@ def _run(call: ExpertsCall, out: Tensor) -> None:
     buffer = workspace(sizes, dtypes, activation["activation_type"], ranks, flags, out.device)
     package.entry(FUNCTION)(
         # Atomic additions in the last step would make results differ from run to run.
-        {"use_fused_finalize": False, "workspace_buffer": buffer},
+        {"use_fused_finalize": False, "workspace_buffer": buffer, **package.USUAL_NVFP4},
         input=operands.hidden,
         token_selected_experts=_known_ids(call.topk_ids, total),
         token_final_scales=call.topk_weights,

@@ -136,6 +136,16 @@ def has_parameter(name: str, function: Callable[[Problem], str | None], why: str
     return Requirement(unmet, of_machine=True)
 
 
+def usual_nvfp4(function: Callable[[Problem], str | None]) -> Requirement:
+    """No environment variable changes how a function quantizes to NVFP4. function: one that does so, or None."""
+
+    def unmet(problem: Problem) -> str | None:
+        found = function(problem)
+        return package.four_over_six_unmet(found) if found is not None and can_import(problem) else None
+
+    return Requirement(unmet, of_machine=True, mend=f"unset {package.FOUR_OVER_SIX}")
+
+
 def since(release: str, what: Callable[[Problem], str | None]) -> Requirement:
     """Releases from `release` on do `what`, where the problem asks for it (None: it does not)."""
 
@@ -200,6 +210,14 @@ def even_experts(schemes: tuple[str, ...], multiple: int) -> Requirement:
         return None
 
     return Requirement(unmet)
+
+
+def release_noted() -> str:
+    """That the installed release is newer than any that was tested, or ""."""
+    version = package.installed_version()
+    if version is None or package.parse_version(version) <= package.parse_version(package.NEWEST):
+        return ""
+    return f"flashinfer {version} is newer than {package.NEWEST}, the newest that was tested"
 
 
 def sizes_noted(problem: Problem, hidden: int, inter: int) -> str:

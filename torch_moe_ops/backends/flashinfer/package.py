@@ -10,14 +10,22 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import os
 import re
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-OLDEST = "0.6.8"
+# The releases that the contract tests run against; newer ones than NEWEST are used, and said to be so.
+OLDEST, NEWEST = "0.6.8", "0.7.4"
 # (first release, last release, schemes that it concerns, what is wrong)
 KNOWN_BAD = (("0.6.16rc5", "0.6.17.post99", ("nvfp4",), "its 192-token tiles give NaN (flashinfer issue 4486)"),)
+
+# Where this is 1, releases from FOUR_OVER_SIX_SINCE on quantize NVFP4 intermediates by another rule (a block's largest
+# magnitude becomes 4 or 6, whichever is nearer, and the largest scale may be 256). Newer ones take the rule as an
+# argument, and None as "the usual one, whatever the environment says".
+FOUR_OVER_SIX, FOUR_OVER_SIX_SINCE = "FLASHINFER_NVFP4_4OVER6", "0.6.12"
+USUAL_NVFP4: dict[str, Any] = {"nvfp4_4over6": None}
 
 Version = tuple[int, int, int, int, int]
 
@@ -57,6 +65,20 @@ def package_unmet(scheme: str, importing: bool) -> str | None:
             return f"flashinfer-python must not be one of {first} to {last} for {scheme} ({what}), got {version}"
     error = import_error() if importing else None
     return None if error is None else f"flashinfer must be importable, got {error}"
+
+
+def four_over_six_unmet(function: str) -> str | None:
+    """Why the environment makes a function quantize intermediates by another rule than ours, or None."""
+    version = installed_version()
+    asked = os.environ.get(FOUR_OVER_SIX) == "1"
+    if not asked or version is None or parse_version(version) < parse_version(FOUR_OVER_SIX_SINCE):
+        return None
+    if USUAL_NVFP4.keys() <= entry(function).parameters:
+        return None
+    return (
+        f"{FOUR_OVER_SIX} must not be 1: {function} of flashinfer {version} then quantizes intermediates by another "
+        "rule, and cannot be told not to"
+    )
 
 
 @cache

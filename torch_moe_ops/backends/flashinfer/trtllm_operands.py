@@ -91,7 +91,7 @@ def nvfp4(call: ExpertsCall, x: Hidden) -> Prepared:
         arguments["gemm1_bias"] = _bias_before_scaling(call.w13_bias, call.g1_alphas, gated)
     if call.w2_bias is not None:
         arguments["gemm2_bias"] = call.w2_bias / call.g2_alphas[:, None]
-    return Prepared(arguments | _activation(call), _linear_scales())
+    return Prepared(arguments | _activation(call), _linear_scales() | package.USUAL_NVFP4)
 
 
 def _bias_before_scaling(bias: Tensor, alphas: Tensor, gated: bool) -> Tensor:
