@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Proves that every CUDA source compiles, on a machine without a GPU and with a CPU-only torch: objects, no linking.
-# Kernels of csrc/cuda/sm90 have to wait for those in front before they touch memory (tests/programs/sass_order.py).
+# Kernels of csrc/cuda/sm90 have to wait for those in front before they touch memory, and for what they load from shared
+# memory before they give it back (tests/programs/sass_order.py).
 #
 # usage: scripts/cuda_compile.sh [source ...]          (default: all of csrc/cuda; the host's .cpp by nvcc's host compiler)
 #   PYTHON       interpreter that has torch, and Triton for its nvdisasm  (default: python3)
@@ -44,11 +45,12 @@ for path in [*include_paths(), sysconfig.get_path("include")]:
     print("-I" + path)')
 mapfile -t includes <<<"$paths"
 
-# The flags of setup.py and those that torch's BuildExtension adds, and a report of registers and spills from ptxas.
+# The flags of setup.py and those that torch's BuildExtension adds, a report of registers and spills from ptxas, and lines
+# of the sources, by which early arrivals are told apart: machine code is the same with them.
 flags=(-O3 -std=c++17 --fmad=false -DTORCH_TARGET_VERSION=0x020b000000000000 -DPy_LIMITED_API=0x030a0000 -DUSE_CUDA
   -D__CUDA_NO_HALF_OPERATORS__ -D__CUDA_NO_HALF_CONVERSIONS__ -D__CUDA_NO_BFLOAT16_CONVERSIONS__
   -D__CUDA_NO_HALF2_OPERATORS__ --expt-relaxed-constexpr
-  -Xcompiler -fPIC -Xptxas -v "${includes[@]}")
+  -lineinfo -Xcompiler -fPIC -Xptxas -v "${includes[@]}")
 
 sources=("$@")
 if [ ${#sources[@]} -eq 0 ]; then
@@ -89,7 +91,7 @@ compile() {
       echo "FAIL $source: ptxas serializes its products" | tee -a "$failures"
     fi
     if [ -n "$disassembles" ] && [[ $source == */sm90/*.cu ]]; then
-      "$python" tests/programs/sass_order.py "$object" || echo "FAIL $source: does not wait as docs/design.md, section 11, wants it" | tee -a "$failures"
+      "$python" tests/programs/sass_order.py "$object" || echo "FAIL $source: does not wait as docs/design.md, section 11, and docs/hopper.md want it" | tee -a "$failures"
     fi
   else
     echo "FAIL $source" | tee -a "$failures"

@@ -1,7 +1,7 @@
 """Machine code as the steps of launch_order.py, and the Hopper kernels judged by it; and arrivals before loads have come.
 
 `python tests/programs/sass_order.py OBJECT ...` prints what the kernels in objects of csrc/cuda/sm90 do wrong; fails if
-any does.
+any does. Which early arrivals are accepted is known by the lines of the sources: the objects need -lineinfo.
 """
 
 from __future__ import annotations
@@ -13,15 +13,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
-from early_releases import find_early_releases
+import early_releases
 from launch_order import Order, Step, faults_alone, order_of
 from wgmma_hazards import disassembled, parse, where_to
 
 # The kernels that no launch attribute starts early: they wait for nobody. All others do, unless they are added here.
 LAUNCHED_NORMALLY = ("decode_kernel", "decode_few_kernel", "decode_few_routed_kernel")
-# Kernels of 4-bit weights leave stages of tokens, which the tensor cores alone have read, while the next codes are on their
-# way from another ring; a stage of codes they leave behind the products that the codes went into.
-_TWO_RINGS = re.compile(r"(?:Slim|Narrow|Wide)Config")
 _OPCODE = re.compile(r"(@!?U?P\w+\s+)?([A-Z0-9]+)")
 _KINDS = {
     "ACQBULK": "wait",
@@ -58,13 +55,7 @@ def sass_order(sass: str) -> Order:
 
 
 def faults_of(name: str, sass: str) -> list[str]:
-    """Of a kernel of csrc/cuda/sm90, by its mangled name."""
-    early = [] if _TWO_RINGS.search(name) else find_early_releases(sass)
-    releases = [f"{hex(r.address)} {r.instruction} does not wait for {r.load.instruction}" for r in early]
-    return releases + _order_faults(name, sass)
-
-
-def _order_faults(name: str, sass: str) -> list[str]:
+    """Of a kernel of csrc/cuda/sm90, by its mangled name: what it does before those in front have ended."""
     order = sass_order(sass)
     if not any(f"{len(normal)}{normal}" in name for normal in LAUNCHED_NORMALLY):
         return faults_alone(order)
@@ -76,8 +67,8 @@ def main(objects: list[str]) -> int:
     wrong = 0
     for file in objects:
         with tempfile.TemporaryDirectory() as folder:
-            for name, sass in disassembled(Path(file), Path(folder)):
-                for fault in faults_of(name, sass):
+            for name, sass in disassembled(Path(file), Path(folder), "-hex", "-gi"):
+                for fault in [*faults_of(name, sass), *early_releases.faults(sass)]:
                     print(f"{name}: {fault}")
                     wrong += 1
     return min(wrong, 1)

@@ -124,11 +124,16 @@ def disassemble(cubin: bytes, folder: Path) -> str:
     return subprocess.run([tool("nvdisasm"), "-c", file], capture_output=True, text=True, check=True).stdout
 
 
-def disassembled(binary: Path, folder: Path) -> Iterator[tuple[str, str]]:
-    """(name, SASS) of every kernel in an object or a shared library; folder: an empty one, for what lies in it."""
+def disassembled(binary: Path, folder: Path, *options: str) -> Iterator[tuple[str, str]]:
+    """(name, SASS) of every kernel in an object or a shared library; folder: an empty one, for what lies in it.
+
+    options: of nvdisasm: -hex, encodings; -gi, lines of the sources, where they were compiled with -lineinfo.
+    """
     subprocess.run([tool("cuobjdump"), "-xelf", "all", binary.resolve()], cwd=folder, capture_output=True, check=True)
     for cubin in sorted(folder.glob("*.cubin")):
-        sass = subprocess.run([tool("nvdisasm"), "-c", cubin], capture_output=True, text=True, check=True).stdout
+        sass = subprocess.run(
+            [tool("nvdisasm"), *options, "-c", cubin], capture_output=True, text=True, check=True
+        ).stdout
         for section in re.split(r"(?m)^\s*\.section\s+\.text\.", sass)[1:]:
             yield section.split(",")[0], section
 

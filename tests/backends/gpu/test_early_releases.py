@@ -1,61 +1,233 @@
-"""The reader of machine code that finds arrivals which do not wait for loads before them, on small programs.
+"""The reader of machine code that finds arrivals which do not wait for loads before them: small programs, and compiled ones.
 
-test_launch_order.py reads the built extension with it.
+`make cuda-compile` reads every kernel of csrc/cuda/sm90 with it.
 """
 
 from __future__ import annotations
 
-import pytest
-from early_releases import find_early_releases
-from sass_order import faults_of
+import re
+import shutil
+import subprocess
+from pathlib import Path
 
-LOAD, SCALED = "LDS.64 R12, [R22+UR12+0x18000]", "FMUL R40, R24, R13"
+import early_releases
+import pytest
+from early_releases import Accepted, find_early_releases
+from paths import ROOT
+from sass_code import function_at, is_read_later, predicates_written, read, read_code, written
+
+LOAD, USE = "LDS.64 R12, [R22+UR12+0x18000]", "FMUL R40, R24, R13"
 ARRIVAL = "@!P0 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR9+0x18a28], RZ"
 
 
-def program(*instructions: str) -> str:
-    """What nvdisasm prints; a label is an instruction that ends in a colon."""
-    lines, address = [], 0
-    for text in (*instructions, "EXIT"):
-        if text.endswith(":"):
-            lines.append(text)
+def program(*lines: str, file: str = "") -> str:
+    """What nvdisasm prints with -hex -gi, and "EXIT". A line may begin with "sb2 " (it reports on scoreboard 2), "wait2 "
+    (it waits for that) or "name.cuh:12 " (where it comes from); a label ends in a colon."""
+    text, address = [], 0
+    for line in (*lines, "EXIT"):
+        if line.endswith(":"):
+            text.append(line)
             continue
-        lines.append(f"        /*{address:04x}*/                   {text} ;")
+        reports, waits = 7, 0
+        while found := re.match(r"(?:sb(\d)|wait(\d)|(\w+\.cuh?):(\d+)) ", line):
+            line = line[found.end() :]
+            reports = int(found[1] or reports)
+            waits |= 1 << int(found[2]) if found[2] else 0
+            if found[3]:
+                text.append(f'\t//## File "/csrc/{found[3]}", line {found[4]}')
+        text.append(f"        /*{address:04x}*/                   {line} ;   /* 0x{0:016x} */")
+        text.append(f"                                              /* 0x{waits << 52 | reports << 46:016x} */")
         address += 16
-    return "\n".join(lines)
+    return "\n".join(text)
 
 
 @pytest.mark.parametrize("load", (LOAD, "LDSM.16.M88.4 R12, [R82+0x8400]", "@P1 LDS R13, [R2]"))
 def test_an_arrival_right_behind_a_load_is_found(load: str) -> None:
-    (release,) = find_early_releases(program(load, ARRIVAL, SCALED))
-    assert (release.address, release.load.instruction) == (0x10, load)
+    (release,) = find_early_releases(program(f"sb2 {load}", ARRIVAL, f"wait2 {USE}"))
+    assert release.arrival.address == 0x10 and release.load.text in load
+    assert "does not wait for 0x0 LDS" in str(release)
 
 
 @pytest.mark.parametrize(
-    "reader",
-    (
-        SCALED,  # of the second of two registers
-        "HGMMA.64x8x16.F32 R24, R12, gdesc[UR36], R24, gsb0",
-        "SHF.R.U32.HI R12, RZ, R3, R12",
-        "IMAD.MOV.U32 R12, RZ, RZ, R40",  # which may write it only then
-    ),
+    "waits", (f"wait2 {USE}", "wait2 NOP", "DEPBAR.LE SB2, 0x0", "@P5 wait2 NOP".replace("@P5 ", ""))
 )
-def test_who_reads_what_was_loaded_has_waited(reader: str) -> None:
-    assert not find_early_releases(program(LOAD, reader, ARRIVAL))
+def test_who_waits_for_its_scoreboard_has_it(waits: str) -> None:
+    assert not find_early_releases(program(f"sb2 {LOAD}", waits, ARRIVAL, USE))
+
+
+def test_an_arrival_may_wait_itself() -> None:
+    assert not find_early_releases(program(f"sb2 {LOAD}", f"wait2 {ARRIVAL}", USE))
+
+
+@pytest.mark.parametrize("waits", ("wait3 NOP", "DEPBAR.LE SB2, 0x1", "DEPBAR.LE SB3, 0x0", "FMUL R40, R24, R23"))
+def test_other_waits_do_not_count(waits: str) -> None:
+    assert find_early_releases(program(f"sb2 {LOAD}", waits, ARRIVAL, USE))
 
 
 def test_each_load_is_waited_for_by_itself() -> None:
     second = "LDS.64 R20, [R22+UR12+0x18020]"
-    (release,) = find_early_releases(program(LOAD, second, SCALED, ARRIVAL))
-    assert release.load.instruction == second
+    code = program(f"sb2 {LOAD}", f"sb3 {second}", f"wait2 {USE}", ARRIVAL, "wait3 FMUL R40, R24, R21")
+    (release,) = find_early_releases(code)
+    assert release.load.text == second
 
 
-@pytest.mark.parametrize("between", ("LDS RZ, [RZ]", "LDG.E R12, desc[UR44][R16.64]"))
-def test_other_loads_do_not_count(between: str) -> None:
-    assert not find_early_releases(program(between, ARRIVAL))
+@pytest.mark.parametrize("next_one", (ARRIVAL, "sb1 LDS R30, [R2]", "sb1 SHFL.BFLY PT, R30, R39, 0x4, 0x1f"))
+def test_a_load_that_reports_nothing_has_come_with_the_next_one(next_one: str) -> None:
+    found = find_early_releases(program(LOAD, next_one, "wait1 NOP", ARRIVAL, USE))
+    assert bool(found) == (next_one == ARRIVAL)
 
 
-def test_kernels_of_two_rings_are_left_out() -> None:
-    sass = program("ACQBULK", LOAD, ARRIVAL)
-    assert any("does not wait for LDS.64" in fault for fault in faults_of("gemm_kernelByteConfig", sass))
-    assert not any("does not wait for LDS" in fault for fault in faults_of("gemm_kernelSlimConfig", sass))
+@pytest.mark.parametrize("other", ("sb2 LDG.E R12, desc[UR44][R16.64]", "sb2 LDS RZ, [RZ]"))
+def test_other_loads_do_not_count(other: str) -> None:
+    assert not find_early_releases(program(other, ARRIVAL, USE, "FMUL R40, R24, R12"))
+
+
+# ---------------------------------------------------------------------------------------------------------------- paths
+
+
+def test_a_path_around_the_wait() -> None:
+    code = program(f"sb2 {LOAD}", "@P1 BRA `(.L_x_1)", "wait2 NOP", ".L_x_1:", ARRIVAL, USE)
+    assert len(find_early_releases(code)) == 1
+
+
+def test_a_load_of_the_turn_before() -> None:
+    code = program(".L_x_1:", ARRIVAL, f"wait2 {USE}", f"sb2 {LOAD}", "@P1 BRA `(.L_x_1)")
+    assert len(find_early_releases(code)) == 1
+
+
+def test_a_path_that_a_predicate_excludes() -> None:
+    """The last turn loads nothing for the next one."""
+    turn = (".L_x_1:", f"wait2 {USE}", f"sb2 @!P1 {LOAD}", "@!P1 BRA `(.L_x_1)", ARRIVAL, USE)
+    assert not find_early_releases(program(*turn))
+    forgotten = [*turn[:3], "ISETP.GE.AND P1, PT, R25, 0x28, PT", *turn[3:]]
+    assert find_early_releases(program(*forgotten))
+    around = (f"sb2 {LOAD}", ".L_x_2:", "@P1 BRA `(.L_x_1)", ARRIVAL, ".L_x_1:", USE)
+    assert not find_early_releases(program("@!P1 BRA `(.L_x_2)", *around[:-1], USE))
+
+
+def test_predicates_meet() -> None:
+    """What holds on one path to a place alone is not known there."""
+    code = ("@P1 BRA `(.L_x_1)", "NOP", ".L_x_1:", f"sb2 {LOAD}", "@P1 BRA `(.L_x_2)", ARRIVAL, ".L_x_2:", USE)
+    assert find_early_releases(program(*code))
+
+
+def test_a_value_that_nobody_reads_may_come_late() -> None:
+    assert not find_early_releases(program(f"sb2 {LOAD}", ARRIVAL, "MOV R12, R3", "MOV R13, R3", USE))
+    assert find_early_releases(program(f"sb2 {LOAD}", ARRIVAL, "MOV R12, R3", "@P1 MOV R13, R3", USE))
+    same = program(f"sb2 {LOAD}", ARRIVAL, "@P1 MOV R13, R3", f"@P1 {USE}")
+    assert not find_early_releases(same)
+    changed = program(f"sb2 {LOAD}", ARRIVAL, "@P1 MOV R13, R3", "ISETP.GE.AND P1, PT, R25, 0x28, PT", f"@P1 {USE}")
+    assert find_early_releases(changed)
+    assert not is_read_later(read_code(program("NOP", "@P1 MOV R13, R3", "@!P1 MOV R13, R3", USE)), 0, 13)
+
+
+# ------------------------------------------------------------------------------------------------------------- accepted
+
+
+def test_what_is_accepted_is_known_by_functions() -> None:
+    async_cuh = (ROOT / "csrc/cuda/sm90/device/async.cuh").read_text().splitlines()
+    line = next(
+        number
+        for number, text in enumerate(async_cuh, 1)
+        if "mbarrier.arrive.shared" in text or "mbarrier_arrive(" in text
+    )
+    assert function_at("async.cuh", line) == "barrier_arrive"
+    (release,) = find_early_releases(program(f"sb2 {LOAD}", f"async.cuh:{line} {ARRIVAL}", USE))
+    assert release.arrival.places == ("barrier_arrive",) and release.load.places == ()
+    release = release._replace(load=release.arrival)
+    assert Accepted("barrier_arrive", "barrier_arrive", "").covers(release)
+    assert not Accepted("arrive", "barrier_arrive", "").covers(release)
+    assert not Accepted("barrier_arrive", "barrier_arrive < consume", "").covers(release)
+
+
+def test_accepted_functions_exist() -> None:
+    text = "\n".join(file.read_text() for file in (ROOT / "csrc/cuda/sm90").rglob("*.cuh"))
+    for entry in early_releases.accepted():
+        assert entry.because
+        for name in f"{entry.arrival} < {entry.load}".split(" < "):
+            assert re.search(rf"\b{name}\(", text), name
+
+
+def test_a_release_that_no_entry_covers_is_a_fault() -> None:
+    assert len(early_releases.faults(program(f"sb2 {LOAD}", ARRIVAL, USE))) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------- instructions
+
+
+@pytest.mark.parametrize(
+    ("text", "writes", "reads"),
+    (
+        (LOAD, {12, 13}, {22}),
+        ("LDS.128 R8, [R8]", {8, 9, 10, 11}, {8}),
+        ("STG.E.128 desc[UR12][R34.64+0x800], R28", set(), {34, 35, 28, 29, 30, 31}),
+        ("IMAD.WIDE.U32 R18, R27, R34, R4", {18, 19}, {27, 28, 34, 35, 4, 5}),  # two of each: never too few
+        ("IADD3 R34, P1, R34, R36, RZ", {34}, {34, 36}),
+        ("ISETP.GE.AND P1, PT, R25, 0x28, PT", set(), {25}),
+        ("SHFL.BFLY PT, R40, R39, 0x4, 0x1f", {40}, {39}),
+        ("HGMMA.64x8x16.F32 R24, R12, gdesc[UR36], R24, gsb0", set(), {12, 13, 14, 15, 24, 25, 26, 27}),
+    ),
+)
+def test_registers(text: str, writes: set[int], reads: set[int]) -> None:
+    assert (written(text), read(text)) == (writes, reads)
+
+
+@pytest.mark.parametrize(
+    ("text", "predicates"),
+    (
+        ("ISETP.GE.AND P1, P2, R25, 0x28, P3", {"P1", "P2"}),
+        ("UISETP.GE.AND UP0, UPT, UR6, UR16, UPT", {"UP0", "UPT"}),
+        ("PLOP3.LUT P2, PT, PT, PT, UP0, 0x80, 0x0", {"P2", "PT"}),
+        ("IADD3 R34, P1, R34, R36, RZ", {"P1"}),
+        ("SEL R34, R35, R36, P1", set()),
+        ("SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR7+0x33860], R2", {"P0"}),
+        ("SHFL.BFLY P3, R40, R39, 0x4, 0x1f", {"P3"}),
+        (USE, set()),
+    ),
+)
+def test_predicates(text: str, predicates: set[str]) -> None:
+    assert predicates_written(text) - {"PT"} == predicates - {"PT"}
+
+
+# ------------------------------------------------------------------------------------------------------------- compiled
+
+SOURCE = """
+#include "async.cuh"
+using namespace moeq::sm90;
+__global__ void kernel(float* out) {{
+  __shared__ float values[1024];
+  __shared__ uint64_t barrier;
+  const uint32_t at = shared_address(&barrier);
+  values[threadIdx.x] = out[threadIdx.x];
+  __syncthreads();
+  const float value = values[threadIdx.x ^ 1];
+  barrier_arrive({barrier});
+  out[threadIdx.x] = value;
+}}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("barrier", "early"),
+    (("at", True), ("once_loaded(at, __float_as_uint(value))", False)),
+    ids=("at once", "once loaded"),
+)
+def test_compiled_code(barrier: str, early: bool, tmp_path: Path) -> None:
+    """Bits that nobody documents mean what they are taken for."""
+    pytest.importorskip("triton", reason="CUDA's binary utilities come with Triton")
+    from wgmma_hazards import disassembled
+
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("needs nvcc")
+    source, compiled, folder = tmp_path / "kernel.cu", tmp_path / "kernel.o", tmp_path / "code"
+    source.write_text(SOURCE.format(barrier=barrier))
+    folder.mkdir()
+    include = ROOT / "csrc/cuda/sm90/device"
+    command = [nvcc, "-std=c++17", "-arch=sm_90a", "-lineinfo", f"-I{include}", "-c", str(source), "-o", str(compiled)]
+    subprocess.run(command, check=True, timeout=300)
+    ((_, sass),) = disassembled(compiled, folder, "-hex", "-gi")
+    found = find_early_releases(sass)
+    assert len(found) == early
+    assert all("barrier_arrive" in release.arrival.places for release in found)
