@@ -132,7 +132,7 @@ def _after(at: int, step: Instruction, labels: dict[str, int], count: int) -> li
 
 def _width(name: str) -> int:
     """Registers of an operand that is not an address."""
-    if ".128" in name or "GMMA" in name or name.startswith("LDSM") and ".4" in name:
+    if ".128" in name or "GMMA" in name or (name.startswith("LDSM") and ".4" in name):
         return 4
     return 2 if ".64" in name or ".WIDE" in name or name.startswith(("D", "LDSM")) else 1
 
