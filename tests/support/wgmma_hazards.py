@@ -44,6 +44,8 @@ def parse(sass: str) -> tuple[list[tuple[int, str]], dict[str, int]]:
     instructions: list[tuple[int, str]] = []
     labels: dict[str, int] = {}
     for line in sass.splitlines():
+        if line.startswith(("\t//##", " /* 0x")):  # where it comes from, and the second half of an encoding
+            continue
         if found := _INSTRUCTION.match(line):
             instructions.append((int(found[1], 16), found[2].strip()))
         elif found := _LABEL.match(line):
@@ -69,6 +71,8 @@ def _after_wait(flying: tuple[Product, ...], groups: int) -> tuple[Product, ...]
 
 def where_to(instruction: str) -> tuple[bool, list[str]]:
     """Whether what follows is not reached from here, and the labels that may be."""
+    if not any(part in instruction for part in ("BR", "EXIT", "RET")):
+        return False, []
     branch, table = _BRANCH.search(instruction), _TABLE.search(instruction)
     ends = _NEVER_FALLS.match(instruction) is not None
     return ends, table[1].split(",") if table else [branch[1]] if branch else []
@@ -131,10 +135,15 @@ def disassembled(binary: Path, folder: Path, *options: str) -> Iterator[tuple[st
     """
     subprocess.run([tool("cuobjdump"), "-xelf", "all", binary.resolve()], cwd=folder, capture_output=True, check=True)
     for cubin in sorted(folder.glob("*.cubin")):
-        sass = subprocess.run(
-            [tool("nvdisasm"), *options, "-c", cubin], capture_output=True, text=True, check=True
-        ).stdout
-        for section in re.split(r"(?m)^\s*\.section\s+\.text\.", sass)[1:]:
+        # With encodings most of what it prints is spaces, hundreds of megabytes.
+        with subprocess.Popen([tool("nvdisasm"), *options, "-c", cubin], stdout=subprocess.PIPE) as printed:
+            squeezed = subprocess.run(
+                ["tr", "-s", " "], stdin=printed.stdout, capture_output=True, text=True, check=True
+            )
+        if printed.returncode:
+            raise RuntimeError(f"nvdisasm cannot read {cubin}: exit status {printed.returncode}")
+        sass = squeezed.stdout
+        for section in re.split(r"\n[ \t]*\.section[ \t]+\.text\.", sass)[1:]:
             yield section.split(",")[0], section
 
 
