@@ -99,7 +99,7 @@ cuda-compile: install ## that the CUDA sources compile, without a GPU
 
 # The C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer.
 sanitize: install ## the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
-	PYTHON=$(PY) bash scripts/sanitize.sh
+	PYTHON=$(PY) JOBS=$(JOBS) bash scripts/sanitize.sh
 
 table: install ## renew the support table of the README
 	$(PY) scripts/support_table.py --write
