@@ -17,9 +17,10 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from source_places import Place, place_of
+
 ACCEPTED = Path(__file__).with_name("racecheck_accepted.json")
-SOURCES = ROOT / "csrc" / "cuda"
 _ACCESS = re.compile(
     r"(?P<kind>Read|Write) access at (?P<code>.+?\+0x[0-9a-f]+)"
     r"(?: in (?P<file>\S+?):(?P<line>\d+))?(?: \[\d+ hazards?\])?$"
@@ -27,45 +28,27 @@ _ACCESS = re.compile(
 _FIRST, _FURTHER = re.compile(r"^=+ \w+: Race reported between "), re.compile(r"^=+ +and ")
 _SUMMARY = re.compile(r"RACECHECK SUMMARY: (\d+) hazards? displayed")
 _KERNEL = re.compile(r"\b(\w+_kernel)\b")
-_NO_FUNCTION = re.compile(r"\W|template\b|namespace\b|struct\b|using\b|static_assert\b|extern\b|asm\b")
 
 
 class Access(NamedTuple):
-    """One side of a pair. place: "function: text of the line"; empty where the log has no line of csrc/cuda."""
+    """One side of a pair. place: empty where the log has no line of csrc/cuda."""
 
     kind: str
     code: str
-    place: str
+    place: Place
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.place or 'somewhere'} ({self.code})"
+        return f"{self.kind} {': '.join(self.place) if self.place.text else 'somewhere'} ({self.code})"
 
 
 Pair = tuple[Access, Access]
-
-
-def function_at(lines: list[str], number: int) -> str:
-    """The function that line `number` (from 1) is part of: named by the last line before that is not indented."""
-    for line in reversed(lines[:number]):
-        found = re.search(r"(\w+)\(", re.sub(r"__launch_bounds__\([^)]*\) ", "", line))
-        if found and not _NO_FUNCTION.match(line):
-            return found[1]
-    return ""
-
-
-def place_of(file: str | None, number: str | None) -> str:
-    files = list(SOURCES.rglob(Path(file).name)) if file else []
-    if len(files) != 1:
-        return ""
-    lines, at = files[0].read_text().splitlines(), int(number or 0)
-    return f"{function_at(lines, at)}: {lines[at - 1].strip()}" if 0 < at <= len(lines) else ""
 
 
 def access_of(text: str) -> Access:
     found = _ACCESS.search(text.rstrip())
     if found is None:
         raise ValueError(f"not an access as racecheck names it: {text!r}")
-    return Access(found["kind"], found["code"], place_of(found["file"], found["line"]))
+    return Access(found["kind"], found["code"], place_of(found["file"] or "", int(found["line"] or 0)))
 
 
 def pairs_of(log: str) -> list[Pair]:
@@ -80,11 +63,6 @@ def pairs_of(log: str) -> list[Pair]:
     return pairs
 
 
-def _is_at(access: Access, places: list[str]) -> bool:
-    function, _, text = access.place.partition(": ")
-    return any(function == name and part in text for name, _, part in (place.partition(": ") for place in places))
-
-
 def accepted_as(pair: Pair, entries: list[dict[str, object]]) -> str | None:
     """What an entry calls the pair: a write and a read at its places, in its kernel where the log names one."""
     by_kind = {access.kind: access for access in pair}
@@ -92,7 +70,8 @@ def accepted_as(pair: Pair, entries: list[dict[str, object]]) -> str | None:
     if len(by_kind) != 2:
         return None
     for entry in entries:
-        places = _is_at(by_kind["Write"], entry["writes"]), _is_at(by_kind["Read"], entry["reads"])  # type: ignore[arg-type]
+        sides = (by_kind["Write"], entry["writes"]), (by_kind["Read"], entry["reads"])
+        places = [any(access.place.is_at(where) for where in wheres) for access, wheres in sides]  # type: ignore[attr-defined]
         named = entry["kernel"]  # one or a list
         if all(places) and kernels <= set([named] if isinstance(named, str) else named):  # type: ignore[call-overload]
             return str(entry["what"])
@@ -126,7 +105,7 @@ def main(path: str) -> int:
         print(f"   accepted: {name}, {count} times")
     for one, other in others:
         print(f"   NOT ACCEPTED: {one}\n      and {other}")
-    if any(not access.place for pair in others for access in pair):
+    if any(not access.place.text for pair in others for access in pair):
         print("   some have no line of csrc/cuda: build with MOEQ_LINEINFO=1")
     incomplete = why_incomplete(log)
     if incomplete:

@@ -6,7 +6,6 @@ any does. Which early arrivals are accepted is known by the lines of the sources
 
 from __future__ import annotations
 
-import re
 import sys
 import tempfile
 from pathlib import Path
@@ -15,11 +14,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 import early_releases
 from launch_order import Order, Step, faults_alone, order_of
-from wgmma_hazards import disassembled, parse, where_to
+from sass_code import Instruction, disassembled, read_code
 
 # The kernels that no launch attribute starts early: they wait for nobody. All others do, unless they are added here.
 LAUNCHED_NORMALLY = ("decode_kernel", "decode_few_kernel", "decode_few_routed_kernel")
-_OPCODE = re.compile(r"(@!?U?P\w+\s+)?([A-Z0-9]+)")
 _KINDS = {
     "ACQBULK": "wait",
     "PREEXIT": "trigger",
@@ -31,27 +29,21 @@ _KINDS = {
 }
 
 
-def _kind(instruction: str) -> str:
-    found = _OPCODE.match(instruction)
-    assert found is not None
-    guarded, name = found.groups()
+def _kind(step: Instruction) -> str:
+    name = step.name.partition(".")[0]
     if name == "UBLKCP":
-        return "store" if ".G.S" in instruction else "load"
+        return "store" if ".G.S" in step.text else "load"
     if name == "CALL":
-        return "" if "$__internal" in instruction else "store"  # the compiler's own arithmetic; else unknown
+        return "" if "$__internal" in step.text else "store"  # the compiler's own arithmetic; else unknown
     kind = _KINDS.get(name, "")
-    return "" if kind == "wait" and guarded else kind
+    return "" if kind == "wait" and step.guard is not None else kind
 
 
 def sass_order(sass: str) -> Order:
     """Of one kernel. Where its addresses come from is not known."""
-    instructions, labels = parse(sass)
-    steps = []
-    for _, text in instructions:
-        ends, names = where_to(text)
-        targets = tuple(labels[name] for name in names)
-        steps.append(Step(text, _kind(text), targets=targets, falls=not ends))
-    return order_of([*steps, Step("the last instruction", falls=False)])
+    code = read_code(sass)
+    steps = [Step(step.text, _kind(step), targets=tuple(after), falls=False) for step, after in zip(*code, strict=True)]
+    return order_of(steps)
 
 
 def faults_of(name: str, sass: str) -> list[str]:

@@ -12,8 +12,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
+from sass_code import disassemble
 from triton_aot import record
-from wgmma_hazards import count_products, disassemble, find_hazards
+from wgmma_hazards import count_products, find_hazards
 
 
 def main(scheme: str, tokens: int, folder: Path) -> None:

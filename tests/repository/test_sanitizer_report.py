@@ -13,6 +13,7 @@ import pytest
 from modules_by_path import ROOT, load
 
 racecheck_pairs = load("scripts/racecheck_pairs.py")
+source_places = load("scripts/source_places.py")
 ENTRIES = json.loads((ROOT / "scripts" / "racecheck_accepted.json").read_text())["accepted"]
 
 FEW = (
@@ -30,7 +31,7 @@ def lines_of(place: str) -> list[tuple[str, int]]:
         found += [
             (file.name, n)
             for n, line in enumerate(lines, 1)
-            if part in line and racecheck_pairs.function_at(lines, n) == name
+            if part in line and source_places.function_at(lines, n) == name
         ]
     return found
 

@@ -19,7 +19,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from sass_code import NO_SCOREBOARD, Code, Instruction, is_read_later, read_code, written
+from sass_code import NO_SCOREBOARD, Code, Instruction, read_code
+from sass_registers import is_read_later, written
 
 ACCEPTED = Path(__file__).with_name("early_releases_accepted.json")
 # Those of one unit, which answers in order: a load that reports nothing has come when the next of them has.
@@ -39,20 +40,19 @@ State = frozenset[Pending]  # before an instruction, on some path to it
 
 
 class EarlyRelease(NamedTuple):
-    """kernel code: address and places of an arrival, and of a load that it does not wait for."""
+    """An arrival, and a load that it does not wait for."""
 
     arrival: Instruction
     load: Instruction
 
     def __str__(self) -> str:
-        sides = (f"{hex(i.address)} {i.text} ({' < '.join(i.places) or 'no line'})" for i in self)
-        return " does not wait for ".join(sides)
+        return f"{self.arrival} does not wait for {self.load}"
 
 
 class Accepted(NamedTuple):
-    """arrival, load: "inner < outer", the first functions of the places of the two; of any where empty.
+    """arrival, load: "inner < outer", the innermost functions of the two; of any where empty.
 
-    A load may be "inner: part < outer" as well: the text of its line has that part.
+    The innermost may be "function: part": its line has that part.
     """
 
     arrival: str
@@ -65,9 +65,9 @@ class Accepted(NamedTuple):
 
 def _is_at(step: Instruction, where: str) -> bool:
     inner, *outer = where.split(" < ")
-    function, _, part = inner.partition(": ")
-    names = [function, *outer] if where else []
-    return list(step.places[: len(names)]) == names and part in step.source
+    if not where:
+        return True
+    return bool(step.places) and step.places[0].is_at(inner) and list(step.functions[1 : 1 + len(outer)]) == outer
 
 
 def _issue(at: int, step: Instruction, state: State) -> State:

@@ -14,7 +14,8 @@ import early_releases
 import pytest
 from early_releases import Accepted, find_early_releases
 from paths import ROOT
-from sass_code import function_at, is_read_later, predicates_written, read, read_code, written
+from sass_code import disassembled, read_code, source_places
+from sass_registers import is_read_later, predicates_written, read, written
 
 LOAD, USE = "LDS.64 R12, [R22+UR12+0x18000]", "FMUL R40, R24, R13"
 ARRIVAL = "@!P0 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR9+0x18a28], RZ"
@@ -145,9 +146,9 @@ def test_what_is_accepted_is_known_by_functions() -> None:
         for number, text in enumerate(async_cuh, 1)
         if "mbarrier.arrive.shared" in text or "mbarrier_arrive(" in text
     )
-    assert function_at("async.cuh", line) == "barrier_arrive"
+    assert source_places.place_of("async.cuh", line).function == "barrier_arrive"
     (release,) = find_early_releases(program(f"sb2 {LOAD}", f"async.cuh:{line} {ARRIVAL}", USE))
-    assert release.arrival.places == ("barrier_arrive",) and release.load.places == ()
+    assert release.arrival.functions == ("barrier_arrive",) and release.load.functions == ()
     assert Accepted("barrier_arrive", "", "").covers(release) and not Accepted("", "barrier_arrive", "").covers(release)
     release = release._replace(load=release.arrival)
     assert Accepted("barrier_arrive", "barrier_arrive", "").covers(release)
@@ -163,7 +164,7 @@ def test_places_are_compared_from_the_innermost_out() -> None:
     line = next(number for number, text in enumerate(scales, 1) if "shared.work[work_ring.slot]" in text)
     inner = "async.cuh:22 " + f"w4a8_kernel.cuh:{line} "
     (release,) = find_early_releases(program(f"{inner}sb2 {LOAD}", ARRIVAL, USE))
-    assert release.load.places == ("barrier_arrive", "consume")
+    assert release.load.functions == ("barrier_arrive", "consume")
     assert not Accepted("", "consume", "").covers(release)
 
 
@@ -258,8 +259,6 @@ __global__ void kernel(float* out) {{
 def test_compiled_code(barrier: str, early: bool, tmp_path: Path) -> None:
     """Bits that nobody documents mean what they are taken for."""
     pytest.importorskip("triton", reason="CUDA's binary utilities come with Triton")
-    from wgmma_hazards import disassembled
-
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("needs nvcc")
@@ -272,4 +271,4 @@ def test_compiled_code(barrier: str, early: bool, tmp_path: Path) -> None:
     ((_, sass),) = disassembled(compiled, folder, "-hex", "-gi")
     found = find_early_releases(sass)
     assert len(found) == early
-    assert all("barrier_arrive" in release.arrival.places for release in found)
+    assert all("barrier_arrive" in release.arrival.functions for release in found)

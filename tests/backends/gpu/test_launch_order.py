@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from launch_order import Launch, faults, faults_alone
 from ptx_order import ptx_order
+from sass_code import disassembled
 from sass_order import faults_of
-from wgmma_hazards import disassembled
 
 import torch_moe_ops
 
