@@ -66,7 +66,7 @@ def test_few_launches_are_looked_up(lines: list[dict[str, Any]]) -> None:
 def test_lines(lines: list[dict[str, Any]]) -> None:
     assert [line["label"] for line in lines] == ["of a test"] * 3
     assert all(0 < line["tenth_us"] <= line["step_us"] for line in lines[:2])
-    # Which of them is longer differs from one release of Triton to the next: 3.6 looks kernels up slower than it calls them.
+    # Which of them is longer is Triton's: with 3.9 a launch that is looked up took less time here than one by its own call.
     assert all(lines[2][name] > 0 for name in ("looked_up_us", "by_triton_us", "stand_in_us", "found_again_us"))
 
 

@@ -213,11 +213,11 @@ def even_experts(schemes: tuple[str, ...], multiple: int) -> Requirement:
 
 
 def release_noted() -> str:
-    """That the installed release is newer than any that was tested, or ""."""
+    """That the installed release is newer than any that the contract tests ran with, or ""."""
     version = package.installed_version()
     if version is None or package.parse_version(version) <= package.parse_version(package.NEWEST):
         return ""
-    return f"flashinfer {version} is newer than {package.NEWEST}, the newest that was tested"
+    return f"flashinfer {version} is newer than {package.NEWEST}, the newest that the contract tests ran with"
 
 
 def sizes_noted(problem: Problem, hidden: int, inter: int) -> str:
