@@ -22,7 +22,8 @@ OLDEST, NEWEST = "0.6.8", "0.7.4"
 KNOWN_BAD = (("0.6.16rc5", "0.6.17.post99", ("nvfp4",), "its 192-token tiles give NaN (flashinfer issue 4486)"),)
 
 # Where this is 1, releases from FOUR_OVER_SIX_SINCE on quantize NVFP4 intermediates by another rule (a block's largest
-# magnitude becomes 4 or 6, by the error of each, and the largest scale may be 256). From 0.7.4 on the rule is an argument, and None as "the usual one, whatever the environment says".
+# magnitude becomes 4 or 6, by the error of each, and the largest scale may be 256). From 0.7.4 on the
+# rule is an argument, and None means the usual one, whatever the environment says.
 FOUR_OVER_SIX, FOUR_OVER_SIX_SINCE = "FLASHINFER_NVFP4_4OVER6", "0.6.12rc1"
 USUAL_NVFP4: dict[str, Any] = {"nvfp4_4over6": None}
 
