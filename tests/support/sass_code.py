@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,34 +68,33 @@ class Code(NamedTuple):
     after: list[list[int]]  # which instructions may follow each
 
 
-def _instruction(address: str, text: str, upper: int, lines: list[str]) -> Instruction:
-    guard = _GUARD.match(text)
-    return Instruction(
-        int(address, 16),
-        text[guard.end() :] if guard else text,
-        (guard[2], not guard[1]) if guard else None,
-        waits=upper >> 52 & 0x3F,
-        reports=upper >> 46 & 7,
-        lines=tuple(lines),
-    )
+def _instruction(address: str, text: str, lines: tuple[str, ...]) -> Instruction:
+    guard = _GUARD.match(text) if text[0] == "@" else None
+    if guard is None:
+        return Instruction(int(address, 16), text, None, 0, NO_SCOREBOARD, lines)
+    return Instruction(int(address, 16), text[guard.end() :], (guard[2], not guard[1]), 0, NO_SCOREBOARD, lines)
 
 
+def _encoded(step: Instruction, upper: int) -> Instruction:
+    return Instruction(*step[:3], upper >> 52 & 0x3F, upper >> 46 & 7, step.lines)
+
+
+@lru_cache(maxsize=1)  # who judges a kernel reads it, one after the other
 def read_code(sass: str) -> Code:
     """Of one kernel. Without encodings nothing waits, and nothing reports."""
     found: list[Instruction] = []
     labels: dict[str, int] = {}
-    lines: list[str] = []
-    begun: tuple[str, str] | None = None
+    lines: tuple[str, ...] = ()
     fresh = True
     for line in sass.splitlines():
         if line.startswith("\t//## File"):
-            lines = [line] if fresh else [*lines, line]
+            lines = (line,) if fresh else (*lines, line)
             fresh = False
-        elif begun and (upper := _UPPER.match(line)):
-            found[-1] = _instruction(*begun, int(upper[1], 16), lines)
         elif start := _INSTRUCTION.match(line):
-            begun, fresh = (start[1], start[2]), True
-            found.append(_instruction(*begun, NO_SCOREBOARD << 46, lines))
+            fresh = True
+            found.append(_instruction(start[1], start[2], lines))
+        elif upper := _UPPER.match(line):
+            found[-1] = _encoded(found[-1], int(upper[1], 16))
         elif label := _LABEL.match(line):
             labels[label[1]] = len(found)
     return Code(found, _all_after(found, labels))

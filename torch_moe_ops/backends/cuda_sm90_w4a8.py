@@ -28,6 +28,10 @@ from torch_moe_ops.weights.raw_weights import RawWeights
 _own = own_of["experts_sm90_w4a8"]
 # Up to so many tokens are for the decode kernel, where it takes the layer.
 DECODE_TOKENS = Sm90Few.MAX_TOKENS
+# Of `packed`, where an expert's w2 has fewer than so many values, and where it has more: beyond, the prefill kernels are
+# faster (benchmarks/results/h200_packed_few.jsonl).
+LARGE_VALUES = 1 << 22
+PACKED_TOKENS = {"nvfp4": (Sm90Few.MAX_TOKENS_PACKED, 4), "mxfp4": (12, 3)}
 NOTES = "decode kernel up to {} tokens, while its buffers fit an SM, then prefill kernels on fp8 tensor cores"
 MAX_SIZE = Sm90W4a8.MAX_K  # hidden and intermediate
 PACKED, FOLDED = "cuda_sm90_packed", "cuda_sm90_folded"
@@ -111,6 +115,16 @@ def run(weights: str, call: ExpertsCall, out: Tensor, decode_tokens: int = 0) ->
     torch.ops.moeq_C.experts_sm90_w4a8(out, *for_kernels(call), *own)
 
 
+def packed_tokens(scheme: str, w2_values: int) -> int:
+    """Up to so many tokens are for the decode kernel under `packed`; w2_values: of one expert, with padding."""
+    return PACKED_TOKENS[scheme][w2_values >= LARGE_VALUES]
+
+
+def run_packed(call: ExpertsCall, out: Tensor) -> None:
+    """`run` of 4-bit codes under `packed`."""
+    run("packed", call, out, packed_tokens(call.scheme, 2 * call.w2.stride(0)))
+
+
 def sizes_reason(problem: Problem) -> str | None:
     largest = max(problem.hidden_size, problem.intermediate_size)
     if largest <= MAX_SIZE:
@@ -124,6 +138,15 @@ def bits_of(folded: bool, scheme: str) -> str:
     return "8" if folded else f"{4 + 8 / kind.block:g}"
 
 
+def _note(folded: bool, problem: Problem) -> str:
+    most = DECODE_TOKENS
+    if not folded:  # of any scheme
+        rows = tiled.padded_rows(problem.hidden_size, False)
+        values = rows * tiled.TILE_K * tiled.tiles(problem.intermediate_size, tiled.TILE_K)
+        most = packed_tokens(problem.scheme if problem.scheme in PACKED_TOKENS else "nvfp4", values)
+    return f"{NOTES.format(most)}, {bits_of(folded, problem.scheme)} bits a weight"
+
+
 def _register(name: str, policy: str) -> Backend:
     folded = policy == "folded"
     layout = Layout(
@@ -132,7 +155,6 @@ def _register(name: str, policy: str) -> Backend:
         lambda scheme, w2_shape: w2_shape[2] * tiled.TILE_K,
         pads_hidden=True,
     )
-    decode_tokens = DECODE_TOKENS if folded else Sm90Few.MAX_TOKENS_PACKED
     return register(
         Backend(
             name=name,
@@ -146,9 +168,9 @@ def _register(name: str, policy: str) -> Backend:
             prepare=partial(prepare, folded),
             restore=restore_folded if folded else restore_packed,
             decode=decode_folded if folded else None,
-            run=partial(run, "rows" if folded else "packed", decode_tokens=decode_tokens),
+            run=partial(run, "rows", decode_tokens=DECODE_TOKENS) if folded else run_packed,
             hidden_dtypes=(torch.bfloat16,),
-            notes=lambda problem: f"{NOTES.format(decode_tokens)}, {bits_of(folded, problem.scheme)} bits a weight",
+            notes=partial(_note, folded),
         )
     )
 

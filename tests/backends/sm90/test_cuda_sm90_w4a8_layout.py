@@ -12,9 +12,10 @@ from host_library import host_library
 from samples import overload
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from triton_cases import make_call
 
 import torch_moe_ops as moe
-from torch_moe_ops.backends import BACKENDS
+from torch_moe_ops.backends import BACKENDS, cuda_sm90_w4a8
 from torch_moe_ops.backends.sm90 import packed_scales
 from torch_moe_ops.backends.sm90 import w4a8_layout as layout
 from torch_moe_ops.core.layout import Sizes
@@ -313,3 +314,30 @@ def test_weights_that_are_nan_are_refused(scheme: str, bits: int) -> None:
     raw.w2.view(torch.uint8)[1, 5, 7] = bits
     with pytest.raises(ValueError, match=r"w2 must hold no NaN .*got one in expert 1"):
         BACKENDS["cuda_sm90_fp8"].prepare(raw)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "hidden", "inter", "most"),
+    (
+        ("nvfp4", 2048, 768, 16),
+        ("mxfp4", 2048, 768, 12),
+        ("nvfp4", 2048, 2048, 4),
+        ("mxfp4", 2880, 2880, 3),
+        ("nvfp4", 2048, 2032, 4),  # padded to as many
+    ),
+)
+def test_packed_takes_the_faster_kernel_and_says_which(
+    scheme: str, hidden: int, inter: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = moe.Problem(
+        scheme, "fp8", weight_policy="packed", device="cuda", capability=(9, 0), num_experts=4, hidden_size=hidden,
+        intermediate_size=inter,
+    )  # fmt: skip
+    assert moe.explain(problem).notes["cuda_sm90_packed"].startswith(f"decode kernel up to {most} tokens, ")
+    asked: list[int] = []
+    monkeypatch.setattr(cuda_sm90_w4a8, "run", lambda weights, call, out, decode_tokens: asked.append(decode_tokens))
+    shape = cuda_sm90_w4a8.specs(False, SCHEMES[scheme], Sizes(4, hidden, inter, True, torch.bfloat16))["w2"][0][0]
+    w2 = torch.empty(shape, dtype=torch.uint8, device="meta")
+    call = make_call(scheme, "fp8", experts=4)._replace(w2=w2)
+    BACKENDS["cuda_sm90_packed"].run(call, torch.empty(0))
+    assert asked == [most]

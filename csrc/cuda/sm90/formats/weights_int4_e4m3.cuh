@@ -6,6 +6,7 @@
 //
 // Masks take the four codes of a row out of a word, K in the order 0, 2, 1, 3: the token operand has its bytes so.
 #pragma once
+#include "../device/async.cuh"
 #include "../w4a8/w4a8_shared.cuh"
 #include "formats.cuh"
 
@@ -76,7 +77,7 @@ struct PackedInt4Zero {
 };
 
 // The fragments of a tile's four K-steps, as decode_tile of weights_packed.cuh; the rows' scales, which have been read
-// when this returns: the stage is free before sums are multiplied by them.
+// when the fragments are multiplied: the stage is free before sums are multiplied by them.
 template <class Codes>
 __device__ __forceinline__ RowScales decode_int4_tile(const uint8_t* codes, const uint8_t* tile_scales, int thread,
                                                       uint32_t (&a)[4][4]) {
@@ -94,9 +95,10 @@ __device__ __forceinline__ RowScales decode_int4_tile(const uint8_t* codes, cons
       to[1] = rows.high(of_half[j]);
     }
   }
-  RowScales scales = rows.scales;
-  asm volatile("" : "+f"(scales.low), "+f"(scales.high));
-  return scales;
+  // So that a fragment, which products wait for, waits for the scales, too.
+  const uint32_t scales = __float_as_uint(rows.scales.low) | __float_as_uint(rows.scales.high);
+  a[3][3] = once_loaded(a[3][3], scales);
+  return rows.scales;
 }
 
 }  // namespace moeq::sm90::w4a8

@@ -158,15 +158,14 @@ __device__ __forceinline__ E4m3Halves decode_e4m3_to_half(uint32_t codes) {
   return {values.x, values.y};
 }
 
-// 64 rows by 64 of K of tile m of the stage at hand. Returns a word of each load of codes, not of exponents: see
-// once_loaded.
+// 64 rows by 64 of K of tile m of the stage at hand. Returns a word of each load: see once_loaded.
 template <class C>
 __device__ __forceinline__ uint32_t decode_half(uint32_t (&fragments)[4][4], const Consumer<C>& at, int m, int half) {
   const uint32_t from = at.codes_of(m) ^ half * 64;
   const uint4 low = load_matrices(from), high = load_matrices(from + 1024);
   const uint32_t low_words[4] = {low.x, low.y, low.z, low.w}, high_words[4] = {high.x, high.y, high.z, high.w};
   constexpr bool kHalf = kFactorsOf<C> == Factors::kFloat16;
-  Raises raise;
+  Raises raise = {0, 0};
   if constexpr (!kHalf) raise = at.raises(m, half);
 #pragma unroll
   for (int step = 0; step < 4; step++) {
@@ -181,7 +180,7 @@ __device__ __forceinline__ uint32_t decode_half(uint32_t (&fragments)[4][4], con
     uint32_t (&to)[4] = fragments[step];
     to[0] = l.first, to[1] = h.first, to[2] = l.second, to[3] = h.second;
   }
-  return low.x | high.x;
+  return low.x | high.x | raise.low;
 }
 
 template <class C>

@@ -95,14 +95,17 @@ struct Steps {
   int many, thread;
 };
 
-// `loaded`: a word of the last loads of tokens' scales, where groups have some; see once_loaded.
+// All that warps have loaded of the stage has been used.
 template <class Policy>
-__device__ __forceinline__ void release(GemmShared<Policy>& shared, int stage, int thread, uint32_t loaded = 0) {
-  uint32_t empty = shared_address(&shared.empty[stage]);
-  if constexpr (Policy::kGroups) {
-    __syncwarp();   // of all lanes
-    empty = once_loaded(empty, loaded);
-  }
+__device__ __forceinline__ void release(GemmShared<Policy>& shared, int stage, int thread) {
+  if (thread % 32 == 0) barrier_arrive(shared_address(&shared.empty[stage]));
+}
+
+// `loaded`: a word of each load of the stage's scales that may be under way; see once_loaded.
+template <class Policy>
+__device__ __forceinline__ void release(GemmShared<Policy>& shared, int stage, int thread, uint32_t loaded) {
+  __syncwarp();   // of all lanes
+  const uint32_t empty = once_loaded(shared_address(&shared.empty[stage]), loaded);
   if (thread % 32 == 0) barrier_arrive(empty);
 }
 
@@ -322,7 +325,7 @@ class BlockScales {
   float2 mine_, next_;
 };
 
-// groups: scales of the part's tokens; a word of the last ones is returned. same: both rows have weight.x.
+// groups: scales of the part's tokens; a word of each load of them is returned. same: both rows have weight.x.
 template <bool same, int registers>
 __device__ __forceinline__ uint32_t add_scaled(float (&sums)[registers], const float (&part)[registers], int tokens,
                                                const float* groups, float2 weight) {
@@ -334,7 +337,7 @@ __device__ __forceinline__ uint32_t add_scaled(float (&sums)[registers], const f
 #pragma unroll
     for (int i = first; i < first + kGroup && i < registers; i += 4) {
       const float2 token = *reinterpret_cast<const float2*>(groups + 2 * i + threadIdx.x % 4 * 2);
-      loaded = __float_as_uint(token.x);
+      loaded |= __float_as_uint(token.x);
       const float2 first = make_float2(__fmul_rn(weight.x, token.x), __fmul_rn(weight.x, token.y));
       const float2 second = same ? first : make_float2(__fmul_rn(weight.y, token.x), __fmul_rn(weight.y, token.y));
       sums[i] = __fmaf_rn(part[i], first.x, sums[i]);
@@ -368,7 +371,7 @@ __device__ __forceinline__ void multiply_bytes(Sums<P>& sums, GemmShared<Policy>
       wgmma_wait<0>();
       if (!Policy::kGroups && i == parts - 1) release(shared, ring.slot, steps.thread);
       if constexpr (Policy::kGroups) {
-        loaded = add_scaled<same>(sums.v[i], part, span.tokens, shared.groups[ring.slot] + i * span.tokens, scale);
+        loaded |= add_scaled<same>(sums.v[i], part, span.tokens, shared.groups[ring.slot] + i * span.tokens, scale);
       } else {
         add(sums.v[i], part, span.tokens);
       }

@@ -102,7 +102,7 @@ __device__ __forceinline__ void start_rest(float (&part)[kRestTokens], GemmShare
   multiply_two_16(part, weights, weights + kFp8Bytes / 16, tokens, never);
 }
 
-// What they become, of step k. half: of the scales. Returns a word of the last loads of tokens' scales.
+// What they become, of step k. half: of the scales. Returns a word of each load of tokens' scales.
 template <bool gated, class Policy>
 __device__ __forceinline__ uint32_t add_rest(const float (&part)[kRestTokens], GemmShared<Policy>& shared, int slot,
                                              const Share& share, const TwoScales& scales, int half, int k) {
@@ -129,7 +129,12 @@ __device__ __forceinline__ uint32_t add_rest(const float (&part)[kRestTokens], G
     sum.w = __fmaf_rn(part[4 * i + 3], scale[1][t + 1], sum.w);
     sums = sum;
   }
-  return __float_as_uint(scale[0][kRestTokens / 4 - 2]);
+  return __float_as_uint(scale[0][0]) | __float_as_uint(scale[0][2]);
+}
+
+// A word of each load of a thread's two tokens' scales, from what they became.
+__device__ __forceinline__ uint32_t loaded_of(const float (&scale)[2]) {
+  return __float_as_uint(scale[0]) | __float_as_uint(scale[1]);
 }
 
 template <bool gated, bool rest, int halves, class Policy>
@@ -159,9 +164,7 @@ __device__ __forceinline__ void multiply(TokenSums<halves>& sums, GemmShared<Pol
         }
       }
       wgmma_wait<0>();
-      if (!rest && i == halves - 1) {
-        release(shared, ring.slot, steps.thread, __float_as_uint(scale[0][0]) | __float_as_uint(scale[0][1]));
-      }
+      if (!rest && i == halves - 1) release(shared, ring.slot, steps.thread, loaded_of(scale[0]));
       if (rest && i == halves - 1) start_rest(rest_part, shared, ring.slot, share, steps.many);
 #pragma unroll
       for (int j = 0; j < kHalfRows / 8; j++) {
@@ -174,7 +177,7 @@ __device__ __forceinline__ void multiply(TokenSums<halves>& sums, GemmShared<Pol
     if constexpr (rest) {
       const int half = halves == 1 ? 0 : share.warpgroup;
       const uint32_t loaded = add_rest<gated>(rest_part, shared, ring.slot, share, scales, half, k);
-      release(shared, ring.slot, steps.thread, loaded);
+      release(shared, ring.slot, steps.thread, loaded | loaded_of(scale[0]));
     }
     ring.advance();
   }
