@@ -28,7 +28,7 @@ from torch_moe_ops.weights.raw_weights import RawWeights
 _own = own_of["experts_sm90_w4a8"]
 # Up to so many tokens are for the decode kernel, where it takes the layer.
 DECODE_TOKENS = Sm90Few.MAX_TOKENS
-# Of `packed`, where an expert's w2 has fewer than so many values, and where it has more: beyond, the prefill kernels are
+# Of `packed`, where an expert's w2 has fewer than so many values, and where it has more; beyond, prefill kernels are
 # faster (benchmarks/results/h200_packed_few.jsonl).
 LARGE_VALUES = 1 << 22
 PACKED_TOKENS = {"nvfp4": (Sm90Few.MAX_TOKENS_PACKED, 4), "mxfp4": (12, 3)}

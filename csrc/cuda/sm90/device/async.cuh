@@ -23,9 +23,9 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
 }
 
 // The same barrier (or any word), known once `word` has been loaded. An arrival does not wait for the loads in front of
-// it, and a bulk copy that the arrival allows can be there before them: a load of scales came after the copy of the next
-// ones (docs/hopper.md, "What compiling does not see"). So who tells a barrier that a bulk copy may overwrite what it has
-// read passes what its last loads brought through here. Blocks have 32 threads and more.
+// it, and a bulk copy that the arrival allows can be there before them: a load of scales came after the copy of the
+// next ones (docs/hopper.md, "What compiling does not see"). So who tells a barrier that a bulk copy may overwrite what
+// it has read passes what its last loads brought through here. Blocks have 32 threads and more.
 __device__ __forceinline__ uint32_t once_loaded(uint32_t barrier, uint32_t word) {
   uint32_t same;  // + 0, which the compiler does not know: a shift by at least 32
   asm volatile(
