@@ -7,6 +7,8 @@ STOP=$(($(date +%s) + ${SECONDS_IN_ALL:-36000}))
 trap 'rm -rf "$LOGS"' EXIT
 # Each tensor is an allocation of its own, so that an access past its end is seen.
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1 OMP_NUM_THREADS=1
+# By default racecheck ends its report of a process earlier, as it did of packed-large. Not run on a GPU since this is set.
+export NV_COMPUTE_SANITIZER_MAX_RACECHECK_HAZARDS=${NV_COMPUTE_SANITIZER_MAX_RACECHECK_HAZARDS:-100000000}
 
 # report TOOL GROUP COMMAND...: one line, racecheck's pairs (racecheck_pairs.py), and the beginning of the log of what
 # failed. From the root of the repository.
