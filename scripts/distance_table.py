@@ -4,7 +4,7 @@
 
 Reads benchmarks/results/h200_distances*.jsonl (`benchmarks/distances.py`), and the times of h200_moe.jsonl,
 h200_standard.jsonl (`benchmarks/run_h200.sh fp8`, `standard`), h200_auto_sweep_own.jsonl, h200_int4_a8.jsonl,
-h200_strict_fp8.jsonl and h200_auto_sweep_formats.jsonl (`bench_sweep.py`). A file that is not there counts for nothing.
+h200_strict_fp8.jsonl and h200_int4f16_a8.jsonl (`bench_sweep.py`). A file that is not there counts for nothing.
 Writes the tables and torch_moe_ops/backends/distances.json, or without --write fails where they are not what the
 results say.
 """
@@ -34,11 +34,8 @@ TIMES = (
     "h200_auto_sweep_own.jsonl",
     "h200_int4_a8.jsonl",
     "h200_strict_fp8.jsonl",
-    "h200_auto_sweep_formats.jsonl",
+    "h200_int4f16_a8.jsonl",
 )
-# Of a file, the formats whose times count; else all. What `auto` takes comes first in each round of that sweep, which
-# costs it up to 2 us: more than backends differ by at few tokens. No other file has these two, which differ by far.
-TIMES_OF = {"h200_auto_sweep_formats.jsonl": ("int4f16-a8", "int4zpf16-a8")}
 BEGIN, END = "<!-- distances: begin (scripts/distance_table.py --write) -->", "<!-- distances: end -->"
 FORMATS = {
     "fp8": "FP8 in 128x128 blocks, fp8 activations", "fp8row": "FP8 with scales of rows, fp8 activations",
@@ -100,9 +97,8 @@ def read(name: str) -> list[Line]:
 
 
 def read_times(name: str) -> list[Line]:
-    """The lines of a file of TIMES that count."""
-    formats = TIMES_OF.get(name, tuple(TIMED))
-    return [line for line in read(name) if line["event"] == "env" or timed_as(line)[1] in formats]
+    """The lines of formats of which `auto` has a choice."""
+    return [line for line in read(name) if line["event"] == "env" or timed_as(line)[1] in TIMED]
 
 
 def distances() -> list[Line]:
