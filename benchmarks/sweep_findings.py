@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -111,6 +112,19 @@ def losses(column: Column) -> list[Loss]:
     return found
 
 
+def beside_peers(found: Iterable[Column]) -> dict[str, list[float]]:
+    """Format -> the fastest other library's time over that of `auto`, in each cell that another one has."""
+    ratios = defaultdict(list)
+    for column in found:
+        for times in column.cells.values():
+            layer = AUTO + ALIKE if AUTO + ALIKE in times else AUTO
+            rivals = _rivals(layer, times, CLASSES[0], column.classes)
+            peers = [us for name, us in rivals.items() if name.removesuffix(ALIKE) not in BACKENDS]
+            if layer in times and peers:
+                ratios[column.fmt].append(min(peers) / times[layer])
+    return dict(sorted(ratios.items()))
+
+
 def steps(column: Column) -> list[Step]:
     """Cliffs and dips of `auto` from one number of tokens to the next that was timed."""
     found = []
@@ -134,8 +148,22 @@ def _table(column: Column) -> list[str]:
     return [*lines, f"\n`prepare` takes: {taken}"] if taken else lines
 
 
+def _peers_table(found: list[Column]) -> list[str]:
+    ratios = beside_peers(found)
+    lines = [
+        "",
+        "| format | cells with another library | its time over `auto`'s: least | median | most | it is faster in |",
+    ]
+    lines.append("|---|" + "---:|" * 5)
+    for fmt, values in ratios.items():
+        least, middle, most = min(values), statistics.median(values), max(values)
+        faster = sum(value < 1 for value in values)
+        lines.append(f"| {fmt} | {len(values)} | {least:.2f} | {middle:.2f} | {most:.2f} | {faster} |")
+    return lines if ratios else []
+
+
 def report(records: Iterable[Record]) -> str:
-    """Markdown: losses, cliffs and dips, then the times, microseconds a call."""
+    """Markdown: losses, cliffs and dips, other libraries' times over `auto`'s, then all times, microseconds a call."""
     found = sorted(columns(records), key=lambda c: (MODELS.index(c.model), c.fmt))
     lost = [loss for column in found for loss in losses(column)]
     stepped = [step for column in found for step in steps(column)]
@@ -149,4 +177,5 @@ def report(records: Iterable[Record]) -> str:
     for s in stepped:
         at = f"{s.us[0]:.1f} us at {s.tokens[0]} tokens, {s.us[1]:.1f} at {s.tokens[1]}"
         lines.append(f"- {s.kind}: {s.model} {s.fmt}, {s.layer}: {at}")
+    lines += _peers_table(found)
     return "\n".join([*lines, *(line for column in found for line in _table(column))])

@@ -106,6 +106,15 @@ def test_peers_are_compared_with_the_layer_that_does_their_work(sweep: Any) -> N
     assert sweep.findings.losses(column(sweep, both, chosen(takes, classes))) == []
 
 
+def test_other_libraries_beside_what_prepare_takes(sweep: Any) -> None:
+    takes, classes = {"standard": "cuda_sm90", "strict": "cuda_sm90"}, {"cuda_sm90": "strict", "triton": "strict"}
+    times = bench("auto", {1: 10.0, 8: 10.0, 64: 10.0}) + bench("triton", {1: 1.0}) + bench("marlin", {1: 15.0, 8: 9.0})
+    lines = [*times, *bench("humming-indexed", {1: 20.0}), chosen(takes, classes)]
+    assert sweep.findings.beside_peers([column(sweep, *lines)]) == {"nvfp4": [1.5, 0.9]}
+    assert "| nvfp4 | 2 | 0.90 | 1.20 | 1.50 | 1 |" in sweep.findings.report(lines).splitlines()
+    assert "other library" not in sweep.findings.report(bench("auto", {1: 10.0}) + bench("triton", {1: 1.0}))
+
+
 def test_a_cell_is_that_of_its_last_run(sweep: Any) -> None:
     env = [{"event": "env"}]
     old = env + bench("auto", {8: 10.0, 64: 30.0}) + bench("marlin", {8: 5.0})
