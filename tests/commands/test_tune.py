@@ -18,6 +18,7 @@ from torch_moe_ops.backends.triton_engine.configs import Config, Tile, rules
 from torch_moe_ops.checkpoints import CheckpointError
 from torch_moe_ops.commands.tune import candidates, layers
 from torch_moe_ops.commands.tune.command import layers_of, tokens_of
+from torch_moe_ops.commands.tune.replays import replay_us
 from torch_moe_ops.commands.tune.search import plan, search
 from torch_moe_ops.tuning import tuned
 
@@ -288,3 +289,30 @@ def test_every_configuration_of_the_library_s_table_runs_here() -> None:
 
 def _sizes(key: tuned.Key) -> tuple[int, int, int, int]:
     return key.top_k, key.num_experts, key.hidden_size, key.intermediate_size
+
+
+def test_a_graph_is_launched_while_the_gpu_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its launch, which takes the longer the more kernels it has, is then no part of its time."""
+    done: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool):
+            assert enable_timing
+
+        def record(self) -> None:
+            done.append("event")
+
+        def synchronize(self) -> None:
+            done.append("synchronize")
+
+        def elapsed_time(self, end: Event) -> float:
+            return 0.25
+
+    class Graph:
+        def replay(self) -> None:
+            done.append("replay")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append("wait"))
+    assert replay_us(Graph()) == 250.0  # type: ignore[arg-type]
+    assert done == ["wait", "event", "replay", "event", "synchronize"]

@@ -53,3 +53,27 @@ def test_every_layer_is_the_first_one_as_often(timing: Any, monkeypatch: pytest.
 def test_one_that_cannot_run_leaves_the_others(timing: Any) -> None:
     cases, errors = timing.measure(layers_of(timing, "a", "fails"), [Inputs()], reps=3, warm_s=0)
     assert [case.layer.label for case in cases] == ["a"] and [error["layer"] for error in errors] == ["fails/bf16"]
+
+
+def test_all_of_a_round_is_launched_behind_a_kernel_that_waits(timing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool):
+            assert enable_timing
+
+        def record(self) -> None:
+            done.append("event")
+
+        def elapsed_time(self, end: Event) -> float:
+            return 0.25
+
+    monkeypatch.setattr(timing.torch.cuda, "Event", Event)
+    monkeypatch.setattr(timing.torch.cuda, "_sleep", lambda cycles: done.append(f"wait {cycles // 100_000}"))
+    monkeypatch.setattr(timing.torch.cuda, "synchronize", lambda: done.append("synchronize"))
+    cases = [
+        timing.Case(layer, 1, "graph", lambda label=layer.label: done.append(label), 0.0)
+        for layer in layers_of(timing, "a", "b")
+    ]
+    assert [(case.layer.label, us) for case, us in timing._round_cuda(cases)] == [("a", 250.0), ("b", 250.0)]
+    assert done == ["wait 4", "event", "a", "event", "event", "b", "event", "synchronize"]

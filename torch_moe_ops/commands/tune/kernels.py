@@ -12,6 +12,7 @@ from torch import Tensor
 from torch_moe_ops.backends import cuda_sm90
 from torch_moe_ops.backends.sm90 import choice as sm90_choice
 from torch_moe_ops.commands.tune.layers import Layer, random_call, routings, with_inputs
+from torch_moe_ops.commands.tune.replays import replay_us
 from torch_moe_ops.core.call import ExpertsCall
 from torch_moe_ops.tuning.tuned_kernels import DECODE_MAX_SLOTS, KERNELS, Switches
 from torch_moe_ops.weights.raw_weights import RawWeights
@@ -82,7 +83,7 @@ def time_kernels(layer: Layer, weights: ExpertsCall, tokens: int, kernels: list[
     times: dict[str, list[float]] = {kernel: [] for kernel in kernels}
     for _ in range(ROUNDS):
         for kernel, graph in graphs.items():
-            times[kernel].append(_replay(graph) / count)
+            times[kernel].append(replay_us(graph) / count)
     return {kernel: sorted(values)[ROUNDS // 2] for kernel, values in times.items()}
 
 
@@ -93,15 +94,6 @@ def _same(kernel: str, out: Tensor, expected: Tensor | None) -> Tensor:
     if not bool((mine - expected).norm() <= MAX_DIFFERENCE * expected.norm()):
         raise RuntimeError(f"kernel {kernel} computes something else than the first one")
     return expected
-
-
-def _replay(graph: torch.cuda.CUDAGraph) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1e3
 
 
 def rules_of(layer: Layer) -> Switches:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch_moe_ops.backends.triton_engine import launch
 from torch_moe_ops.backends.triton_engine.configs import Config, select
 from torch_moe_ops.commands.tune.layers import Layer, random_call, routings, with_inputs
+from torch_moe_ops.commands.tune.replays import replay_us
 from torch_moe_ops.commands.tune.search import plan
 
 # Another order of sums moves a result by far less, even where activations are rounded to 4 bits.
@@ -50,12 +51,7 @@ def graph_times(run: Callable[[], None], rounds: int, worse_than: float = float(
     graph.replay()
     times: list[float] = []
     for done in range(rounds):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
+        times.append(replay_us(graph))
         if done == 1 and min(times) > 1.2 * worse_than:
             break
     return times
