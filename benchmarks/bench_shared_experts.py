@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from bench_backward import Shape, random_layer
 
 import torch_moe_ops as moe
+from torch_moe_ops.commands.tune.replays import replay_us
 
 COPIES = 2  # of the weights
 
@@ -150,12 +151,7 @@ def times(graphs: dict[str, torch.cuda.CUDAGraph], calls: int, rounds: int) -> d
         graph.replay()
     for _ in range(rounds):
         for name, graph in graphs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            found[name].append(start.elapsed_time(end) * 1e3 / calls)
+            found[name].append(replay_us(graph) / calls)
     return {name: round(statistics.median(values), 2) for name, values in found.items()}
 
 
