@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-LAUNCH_CYCLES = 200_000  # of the GPU's clock, 0.1 ms: a graph of a few hundred kernels is launched by then
+LAUNCH_CYCLES = 200_000  # of the GPU's clock, 0.1 ms, in which the host is to launch a graph
 
 
 def replay_us(graph: torch.cuda.CUDAGraph) -> float:
