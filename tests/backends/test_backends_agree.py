@@ -2,7 +2,8 @@
 
 What each takes beyond the plain layer: biases, constants of activations, activations without a gate, scales of gate and up
 that differ, zero points, ids of other ranks and of nobody, weights on the input, router in front, 16-bit intermediates. A
-layer that its requirements refuse is none of its cells.
+layer that its requirements refuse is none of its cells. And what changes no result: what the process sets, and a NaN or an
+infinity in another token.
 """
 
 from __future__ import annotations
@@ -61,6 +62,43 @@ def test_every_variant(backend: str, scheme: str, act_format: str) -> None:
             assert relative_l2(got, want) <= bound, (name, on_input)
             ran += 1
     assert ran
+
+
+@pytest.mark.parametrize(("backend", "scheme", "act_format"), CELLS)
+def test_nothing_that_the_process_sets_changes_a_result(backend: str, scheme: str, act_format: str) -> None:
+    """numerics.md, "Layer": float32 products may be of bfloat16 or TF32 where the process allows it."""
+    case = dataclasses.replace(PLAIN, scheme=scheme, act_format=act_format)
+    w, (x, ids, weights) = moe.prepare(make_raw(case), act_format=act_format, backend=backend), make_batch(case)
+
+    def call() -> torch.Tensor:
+        return moe.fused_moe_routed(x, ids, weights, w, out_dtype=torch.float32)
+
+    plain, before = call(), torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        assert torch.equal(call(), plain)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(call(), plain)
+
+
+@pytest.mark.parametrize(("backend", "scheme", "act_format"), CELLS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_nan_and_infinity_show_in_their_token_alone(backend: str, scheme: str, act_format: str, value: float) -> None:
+    case = dataclasses.replace(PLAIN, scheme=scheme, act_format=act_format)
+    raw, (x, ids, weights) = make_raw(case), make_batch(case)
+    special = x.clone()
+    special[2, 5] = value
+    got, want = (
+        moe.fused_moe_routed(special, ids, weights, moe.prepare(raw, act_format=act_format, backend=b))
+        for b in (backend, "reference")
+    )
+    without = moe.fused_moe_routed(x, ids, weights, moe.prepare(raw, act_format=act_format, backend=backend))
+    others = torch.arange(len(x)) != 2
+    assert not got[2].isfinite().all() and not want[2].isfinite().all()
+    assert torch.equal(got[others], without[others])
 
 
 @pytest.mark.parametrize(("backend", "scheme", "act_format"), [c for c in CELLS if SCHEMES[c[1]].has_zero_point])

@@ -20,20 +20,33 @@ import torch_moe_ops as moe
 from torch_moe_ops.backends import BACKENDS
 from torch_moe_ops.backends.sm90 import scales
 from torch_moe_ops.core.same_bits import same_bits
+from torch_moe_ops.core.schemes import SCHEMES
 
 RUNNABLE = [
     name
     for name in BACKENDS
-    if not moe.explain(moe.Problem("nvfp4", hidden_size=64, intermediate_size=48)).against[name]
+    if not all(
+        moe.explain(moe.Problem("nvfp4", act, hidden_size=64, intermediate_size=48)).against[name]
+        for act in SCHEMES["nvfp4"].act_formats
+    )
 ]
 backends = pytest.mark.parametrize("backend", RUNNABLE)
 
 
 def prepared(raw: moe.RawWeights, backend: str, **options: Any) -> moe.PreparedWeights:
-    """By a backend that runs it; a test of what it refuses is skipped."""
-    if reasons := moe.explain(raw, **options).against[backend]:
-        pytest.skip(f"{backend}: {'; '.join(reasons)}")
-    return moe.prepare(raw, backend=backend, **options)
+    """By a backend that runs it, for the scheme's own activation format or the first other one that the backend runs.
+
+    A test of what it refuses is skipped.
+    """
+    acts = (
+        [{"act_format": options.pop("act_format")}]
+        if "act_format" in options
+        else [{}, *({"act_format": act} for act in SCHEMES[raw.scheme].act_formats)]
+    )
+    against = [moe.explain(raw, **act, **options).against[backend] for act in acts]
+    if all(against):
+        pytest.skip(f"{backend}: {'; '.join(against[0])}")
+    return moe.prepare(raw, backend=backend, **acts[against.index([])], **options)
 
 
 cases = st.builds(
