@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torch_moe_ops.commands.tune.replays import replay_us
 from torch_moe_ops.transports import p2p
 from torch_moe_ops.transports.symmetric import prepare_buffers
 
@@ -52,13 +53,7 @@ def time_of(call: Callable[[], Any], calls: int, replays: int = 15) -> float:
             call()
     times = []
     for _ in range(replays):
-        graph.replay()  # brings the ranks into step
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / calls)
+        times.append(replay_us(graph) / calls)  # the replay in front brings the ranks into step
     slowest = torch.tensor(statistics.median(times), device="cuda")
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return round(float(slowest), 2)

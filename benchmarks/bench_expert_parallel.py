@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import torch_moe_ops as moe
+from torch_moe_ops.commands.tune.replays import replay_us
 
 
 class Shape(NamedTuple):
@@ -130,13 +131,7 @@ def time_of(inputs: Inputs, call: Callable[[int], Tensor], replays: int) -> tupl
     times = []
     for turn in range(replays):
         inputs.draw(turn)
-        graph.replay()  # brings the ranks into step, and clocks up
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / inputs.calls)
+        times.append(replay_us(graph) / inputs.calls)  # the replay in front brings the ranks into step, and clocks up
     slowest = torch.tensor(statistics.median(times), device=inputs.x.device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return float(slowest), out.clone()

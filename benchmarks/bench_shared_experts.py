@@ -147,8 +147,6 @@ def captured(way: str, copies: list[dict[str, Way]], batches: list[tuple[Tensor,
 def times(graphs: dict[str, torch.cuda.CUDAGraph], calls: int, rounds: int) -> dict[str, float]:
     """Median microseconds of a call, the ways in turn."""
     found: dict[str, list[float]] = {name: [] for name in graphs}
-    for graph in graphs.values():
-        graph.replay()
     for _ in range(rounds):
         for name, graph in graphs.items():
             found[name].append(replay_us(graph) / calls)

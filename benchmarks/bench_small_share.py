@@ -32,6 +32,7 @@ from torch import Tensor  # noqa: E402
 import torch_moe_ops as moe  # noqa: E402
 from torch_moe_ops.backends import cuda_sm90  # noqa: E402
 from torch_moe_ops.backends.sm90.choice import Choice  # noqa: E402
+from torch_moe_ops.commands.tune.replays import replay_us  # noqa: E402
 from torch_moe_ops.core.kernel_facts import Sm90Few  # noqa: E402
 from torch_moe_ops.tuning.tuned_kernels import KERNELS  # noqa: E402
 
@@ -147,13 +148,7 @@ def time_cell(
         routings.draw(turn)
         work.append(routings.work())
         for kernel, graph in graphs.items():
-            graph.replay()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            times[kernel].append(start.elapsed_time(end) * 1e3 / calls)
+            times[kernel].append(replay_us(graph) / calls)
     pairs, experts = (statistics.mean(values) for values in zip(*work, strict=True))
     return {
         **cell._asdict(),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cuda_events import events_noted_in
 from paths import DATA
 from safetensors.torch import save_file
 
@@ -295,23 +296,10 @@ def test_a_graph_is_launched_while_another_replay_runs(monkeypatch: pytest.Monke
     """Its launch, which takes the longer the more kernels it has, is then no part of its time."""
     done: list[str] = []
 
-    class Event:
-        def __init__(self, enable_timing: bool):
-            assert enable_timing
-
-        def record(self) -> None:
-            done.append("event")
-
-        def synchronize(self) -> None:
-            done.append("synchronize")
-
-        def elapsed_time(self, end: Event) -> float:
-            return 0.25
-
     class Graph:
         def replay(self) -> None:
             done.append("replay")
 
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Event", events_noted_in(done))
     assert replay_us(Graph()) == 250.0  # type: ignore[arg-type]
     assert done == ["replay", "event", "replay", "event", "synchronize"]

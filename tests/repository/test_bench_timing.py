@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 import pytest
+from cuda_events import events_noted_in
 from paths import ROOT
 
 
@@ -58,17 +59,7 @@ def test_one_that_cannot_run_leaves_the_others(timing: Any) -> None:
 def test_all_of_a_round_is_launched_behind_a_kernel_that_waits(timing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
 
-    class Event:
-        def __init__(self, enable_timing: bool):
-            assert enable_timing
-
-        def record(self) -> None:
-            done.append("event")
-
-        def elapsed_time(self, end: Event) -> float:
-            return 0.25
-
-    monkeypatch.setattr(timing.torch.cuda, "Event", Event)
+    monkeypatch.setattr(timing.torch.cuda, "Event", events_noted_in(done))
     monkeypatch.setattr(timing.torch.cuda, "_sleep", lambda cycles: done.append(f"wait {cycles // 100_000}"))
     monkeypatch.setattr(timing.torch.cuda, "synchronize", lambda: done.append("synchronize"))
     cases = [
