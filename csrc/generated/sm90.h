@@ -95,6 +95,8 @@ constexpr int kSlowScale = 128;
 constexpr int kZeroScale = 248;
 // Where code i of a word has its sign.
 constexpr int kSignBits[] = {7, 15, 23, 31, 3, 11, 19, 27};
+// Of an expert's w2, from which on it is a large one: other kernels are the faster ones.
+constexpr int kLargeValues = 4194304;
 
 }  // namespace moeq::sm90::w4a8
 

@@ -19,18 +19,20 @@ from torch_moe_ops.backends.sm90 import w4a8_layout as tiled
 from torch_moe_ops.backends.sm90.byte_formats import prepare, restore, specs
 from torch_moe_ops.backends.sm90.common import NEEDS
 from torch_moe_ops.core.call import ExpertsCall
-from torch_moe_ops.core.kernel_facts import Sm90, Sm90Few
+from torch_moe_ops.core.kernel_facts import Sm90, Sm90Few, Sm90W4a8
 from torch_moe_ops.core.layout import Layout
 from torch_moe_ops.core.problem import STANDARD, Problem
 from torch_moe_ops.tuning.tuned_kernels import KERNELS
 
 # Slots that an expert has in the mean, up to which Triton's kernels are the faster ones (benchmarks/results/
-# hopper_notebook.md, section 10): where its w2 has up to so many bytes, and where it has more.
-SMALL_BYTES, FEW_SLOTS_SMALL, FEW_SLOTS = 1 << 22, 8.0, 0.25
+# hopper_notebook.md, section 10): where it is small (its w2 has fewer bytes than LARGE_BYTES), and where it is large.
+LARGE_BYTES, FEW_SLOTS_SMALL, FEW_SLOTS = Sm90W4a8.LARGE_VALUES, 8.0, 4.0
 # And up to which the exact kernels are, of blocks where w2 is small (benchmarks/results/h200_strict_fp8.jsonl).
 EXACT_SLOTS, EXACT_KERNEL = 16.0, KERNELS.index("slim")
 # Values that the hidden states of all tokens have, up to which the decode kernel has room for them for sure.
 DECODE_VALUES = 1 << 14
+# Where experts are large, Triton's kernels are faster than it beyond (benchmarks/results/h200_fp8_large_few.jsonl).
+DECODE_TOKENS_LARGE = 3
 WEIGHTS = {"fp8": "rows", "fp8_block": "blocks"}  # scheme -> what the op calls its weights
 
 
@@ -63,17 +65,18 @@ def tokens_of_decode(scheme: str, hidden_size: int, top_k: int, bytes2: int) -> 
 
     bytes2: of an expert's w2 in tiles.
     """
-    small = bytes2 <= SMALL_BYTES
+    small = bytes2 < LARGE_BYTES
     if scheme == "fp8_block" and not small:
         return range(0)
-    most = min(DECODE_TOKENS, DECODE_VALUES // hidden_size, Sm90Few.MAX_SLOTS // top_k)
+    fastest = DECODE_TOKENS if small else DECODE_TOKENS_LARGE
+    most = min(fastest, DECODE_VALUES // hidden_size, Sm90Few.MAX_SLOTS // top_k)
     return range(2 if small else 1, most + 1)
 
 
 def by_triton(call: ExpertsCall) -> bool:
     """Whether the Triton kernels run a call: where they take the layer and are the faster ones for as many tokens."""
     slots = call.topk_ids.numel() / call.all_experts()
-    if slots > FEW_SLOTS and (slots > FEW_SLOTS_SMALL or call.w2.stride(0) > SMALL_BYTES):
+    if slots > FEW_SLOTS and (slots > FEW_SLOTS_SMALL or call.w2.stride(0) >= LARGE_BYTES):
         return False
     return _triton_takes(call.hidden_states.shape[1])
 
@@ -94,12 +97,12 @@ def exact_tokens(problem: Problem, bytes2: int) -> int:
 
 def _some_are_exact(scheme: str, bytes2: int, hidden_size: int) -> bool:
     """Whether any number of tokens of a layer is for the exact kernels."""
-    return scheme == "fp8_block" and bytes2 <= SMALL_BYTES and hidden_size % Sm90.BYTE_HIDDEN_MULTIPLE == 0
+    return scheme == "fp8_block" and bytes2 < LARGE_BYTES and hidden_size % Sm90.BYTE_HIDDEN_MULTIPLE == 0
 
 
 def triton_tokens(num_experts: int, top_k: int, bytes2: int) -> int:
     """Up to so many tokens are for the Triton kernels. bytes2: of an expert's w2 in tiles."""
-    return int((FEW_SLOTS_SMALL if bytes2 <= SMALL_BYTES else FEW_SLOTS) * num_experts) // top_k
+    return int((FEW_SLOTS_SMALL if bytes2 < LARGE_BYTES else FEW_SLOTS) * num_experts) // top_k
 
 
 def _triton_takes(hidden_size: int) -> bool:

@@ -28,10 +28,9 @@ from torch_moe_ops.weights.raw_weights import RawWeights
 _own = own_of["experts_sm90_w4a8"]
 # Up to so many tokens are for the decode kernel, where it takes the layer.
 DECODE_TOKENS = Sm90Few.MAX_TOKENS
-# Of `packed`, where an expert's w2 has fewer than so many values, and where it has more; beyond, prefill kernels are
-# faster (benchmarks/results/h200_packed_few.jsonl).
-LARGE_VALUES = 1 << 22
-PACKED_TOKENS = {"nvfp4": (Sm90Few.MAX_TOKENS_PACKED, 4), "mxfp4": (12, 3)}
+# Of `packed`, where experts are small, and where they are large; beyond, prefill kernels are faster
+# (benchmarks/results/h200_packed_narrow.jsonl and h200_packed_few.jsonl).
+PACKED_TOKENS = {"nvfp4": (11, 2), "mxfp4": (12, 3)}
 NOTES = "decode kernel up to {} tokens, while its buffers fit an SM, then prefill kernels on fp8 tensor cores"
 MAX_SIZE = Sm90W4a8.MAX_K  # hidden and intermediate
 PACKED, FOLDED = "cuda_sm90_packed", "cuda_sm90_folded"
@@ -117,7 +116,7 @@ def run(weights: str, call: ExpertsCall, out: Tensor, decode_tokens: int = 0) ->
 
 def packed_tokens(scheme: str, w2_values: int) -> int:
     """Up to so many tokens are for the decode kernel under `packed`; w2_values: of one expert, with padding."""
-    return PACKED_TOKENS[scheme][w2_values >= LARGE_VALUES]
+    return PACKED_TOKENS[scheme][w2_values >= Sm90W4a8.LARGE_VALUES]
 
 
 def run_packed(call: ExpertsCall, out: Tensor) -> None:

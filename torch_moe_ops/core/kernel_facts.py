@@ -72,6 +72,7 @@ class Sm90W4a8:
     SLOW_SCALE = 128  # bit of a block scale whose products may be subnormal
     ZERO_SCALE = 248
     SIGN_BITS = (7, 15, 23, 31, 3, 11, 19, 27)  # where code i of a word has its sign
+    LARGE_VALUES = 1 << 22  # of an expert's w2, from which on it is a large one: other kernels are the faster ones
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch_moe_ops.backends.cuda_sm90_fp8 import (
     EXACT_SLOTS,
     FEW_SLOTS,
     FEW_SLOTS_SMALL,
-    SMALL_BYTES,
+    LARGE_BYTES,
     by_decode,
     by_exact,
     by_triton,
@@ -44,8 +44,8 @@ def call_of(tokens: int, **fields: Any) -> ExpertsCall:
 
 
 def test_the_bound_is_in_slots_of_an_expert() -> None:
-    assert triton_tokens(128, 8, SMALL_BYTES) == int(16 * FEW_SLOTS_SMALL)
-    assert triton_tokens(256, 8, SMALL_BYTES + 1) == int(32 * FEW_SLOTS)
+    assert triton_tokens(128, 8, LARGE_BYTES - 1) == int(16 * FEW_SLOTS_SMALL)
+    assert triton_tokens(256, 8, LARGE_BYTES) == int(32 * FEW_SLOTS)
     most = triton_tokens(8, 2, 128 * 128)
     assert by_triton(call_of(most)) and not by_triton(call_of(most + 1))
 
@@ -61,7 +61,7 @@ def test_exact_kernels_between_them_and_the_fp8_tensor_cores() -> None:
     assert [by_exact(call_of(tokens)) for tokens in (least, least + 1, most, most + 1)] == [False, True, True, False]
     assert not by_exact(call_of(most)._replace(scheme="fp8"))
     assert not by_exact(call_of(most)._replace(num_experts=16)) and by_triton(call_of(most)._replace(num_experts=16))
-    assert exact_tokens(PROBLEM, 2048 * 768) == int(EXACT_SLOTS * 16) and exact_tokens(PROBLEM, SMALL_BYTES + 1) == 0
+    assert exact_tokens(PROBLEM, 2048 * 768) == int(EXACT_SLOTS * 16) and exact_tokens(PROBLEM, LARGE_BYTES) == 0
     assert exact_tokens(dataclasses.replace(PROBLEM, scheme="fp8"), 2048 * 768) == 0
 
 
@@ -86,12 +86,12 @@ def test_run_follows_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_decode_kernel_where_it_is_faster_and_surely_has_room() -> None:
-    large = SMALL_BYTES + 1
-    assert [*tokens_of_decode("fp8_block", 2048, 8, SMALL_BYTES)] == [2, 3, 4, 5, 6, 7, 8]
+    large = LARGE_BYTES
+    assert [*tokens_of_decode("fp8_block", 2048, 8, LARGE_BYTES - 1)] == [2, 3, 4, 5, 6, 7, 8]
     assert not tokens_of_decode("fp8_block", 2048, 8, large)
-    assert [*tokens_of_decode("fp8", 2048, 22, SMALL_BYTES)] == [2, 3, 4, 5]  # no more slots than the kernel has
+    assert [*tokens_of_decode("fp8", 2048, 22, LARGE_BYTES - 1)] == [2, 3, 4, 5]  # no more slots than the kernel has
     assert [*tokens_of_decode("fp8", 7168, 8, large)] == [1, 2]
-    assert [*tokens_of_decode("fp8", 4096, 2, large)] == [1, 2, 3, 4]
+    assert [*tokens_of_decode("fp8", 4096, 2, large)] == [1, 2, 3]  # there would be room for 4
     assert not tokens_of_decode("fp8", 1 << 15, 2, large)
 
 

@@ -255,7 +255,7 @@ struct ByteMultiplication {
   __device__ __forceinline__ void in_turn(Accumulators<C>& sums, int step) {
     wait_for_weights();
     const uint32_t tokens = wait_for_tokens(at.tokens), scales = token_scales();
-    uint32_t last_scales = 0;
+    uint32_t loaded = 0;
 #pragma unroll
     for (int m = 0; m < C::kWarpgroupTiles; m++) {
       const float2 factor = at.factors(m, step);
@@ -265,9 +265,9 @@ struct ByteMultiplication {
       wait_for_sums<C::kPartWidth>(part);
       keep(fragments[0]);
       keep(fragments[1]);
-      last_scales = add_scaled<C>(sums[m], part, 0, factor, scales);
+      loaded |= add_scaled<C>(sums[m], part, 0, factor, scales);
     }
-    leave_tokens(last_scales);
+    leave_tokens(loaded);
   }
 
   // Tokens of both halves of a step's K, which are a stage or two.
@@ -285,7 +285,7 @@ struct ByteMultiplication {
     const bool has_more = kPart < C::kMaxWidth && width > kPart;  // tokens than a part
     const int first = (has_more ? kPart : width) / 8 - 1, second = (width - kPart) / 8 - 1;
     const uint32_t tokens = wait_for_tokens(at.tokens), scales = token_scales();
-    uint32_t others = 0, last_scales = 0;
+    uint32_t others = 0, loaded = 0;
 #pragma unroll
     for (int m = 0; m < C::kWarpgroupTiles; m++) {
       const float2 factor = at.factors(m, step);
@@ -309,13 +309,13 @@ struct ByteMultiplication {
       wait_for_sums<kPart>(part);
       keep(fragments[1]);
       if (has_more) {
-        last_scales = add_scaled<C>(sums[m], part, C::kMaxWidth - kPart, factor, scales);
+        loaded |= add_scaled<C>(sums[m], part, C::kMaxWidth - kPart, factor, scales);
       } else {
-        last_scales = add_scaled<C>(sums[m], part, 0, factor, scales);
+        loaded |= add_scaled<C>(sums[m], part, 0, factor, scales);
       }
     }
-    leave_tokens(last_scales);
-    if constexpr (C::kTokenSteps == 1) leave_tokens(last_scales);
+    leave_tokens(loaded);
+    if constexpr (C::kTokenSteps == 1) leave_tokens(loaded);
   }
 };
 

@@ -86,7 +86,7 @@ Variant<GemmArgs> variant_for(Weights weights, bool mx, Finish finish, int wides
   const bool wide = widest == kMaxWidth;
   switch (weights) {
     case Weights::kPacked:
-      if (mx && widest == kMaxNarrow) return variant_of<PackedMxNarrow>(finish);
+      if (widest == kMaxNarrow) return mx ? variant_of<PackedMxNarrow>(finish) : variant_of<PackedNarrow>(finish);
       if (knows) return mx ? variant_that_knows<KnownMx>(finish, wide) : variant_that_knows<Known>(finish, wide);
       return mx ? variant_of<PackedMx>(finish, wide) : variant_of<Packed>(finish, wide);
     case Weights::kRows:
@@ -130,8 +130,8 @@ int64_t h_columns(const Problem& p) { return int64_t{p.inter} * (p.gated && !is_
 // Whether tiles are wide: where experts have so many tokens that their weights are no matter. Any number is right.
 bool has_wide_tiles(const Problem& p) { return int64_t{p.tokens} * p.top_k > int64_t{kMaxSingle} * p.experts; }
 
-// Where weights take longer than products: w2 has so many values.
-bool has_large_experts(const Problem& p) { return int64_t{p.hidden} * p.inter >= 1 << 22; }
+// Where weights take longer than products.
+bool has_large_experts(const Problem& p) { return int64_t{p.hidden} * p.inter >= kLargeValues; }
 
 // Whether tokens are the first factor (w4a8_tokens_first.cuh): where experts have so many in the mean that tiles of 64
 // lose less than a launch between the GEMMs, and its operand in float32, cost.
@@ -195,11 +195,11 @@ int widest_of_int4(const Problem& p) {
   return has_narrow_tiles(p) ? kMaxNarrow : kMaxPaired;
 }
 
-// Of others: few where experts have few, timed with MXFP4 alone.
+// Of others: few where experts have few and weights have 4 bits.
 int widest_of(const W4a8Problem& p) {
   if (has_int4(p)) return widest_of_int4(p);
   if (has_wide_tiles(p)) return kMaxWidth;
-  return has_mx_scales(p) && has_narrow_tiles(p) ? kMaxNarrow : kMaxSingle;
+  return p.weights == Weights::kPacked && has_narrow_tiles(p) ? kMaxNarrow : kMaxSingle;
 }
 
 // By its place among the widths that there are.

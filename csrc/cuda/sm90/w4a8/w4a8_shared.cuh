@@ -152,6 +152,7 @@ template <int width>
 using Packed = PackedCodes<width, PackedNvfp4>;
 template <int width>
 using PackedMx = PackedCodes<width, PackedMxfp4>;
+using PackedNarrow = PackedCodes<kMaxNarrow, PackedNvfp4, 3, 9>;  // scales take the room of a stage
 using PackedMxNarrow = PackedCodes<kMaxNarrow, PackedMxfp4, 3, 10>;
 template <int width>
 using Int4 = PackedCodes<width, PackedInt4>;
