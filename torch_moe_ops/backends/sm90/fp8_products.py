@@ -18,7 +18,7 @@ from torch_moe_ops.core.problem import Problem
 _own = own_of["experts_sm90_w4a8"]
 # Slots that an expert has in the mean, from which on these kernels are the faster ones
 # (benchmarks/results/hopper_notebook.md, section 10).
-LEAST_SLOTS = 32
+LEAST_SLOTS = 24
 
 
 def run(call: ExpertsCall, out: Tensor) -> None:
