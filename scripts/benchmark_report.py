@@ -31,6 +31,7 @@ BEGIN, END = "<!-- speed table: made by scripts/benchmark_report.py -->", "<!-- 
 LAYERS = (
     *("h200_moe.jsonl", "h200_standard.jsonl"),
     *("h200_auto_sweep_peers.jsonl", "h200_auto_sweep_between.jsonl", "h200_auto_sweep_fp8.jsonl"),
+    "h200_tables.jsonl",
 )
 SWEEP = "h200_sm90_sweep.jsonl"
 MODELS = {
@@ -149,7 +150,7 @@ def rows_of(cells: dict[Key, Cell], shape: str, fmt: str) -> tuple[list[int], li
     """The numbers of tokens and the layers that some run timed, ours first."""
     found = {m: cell for (s, f, m), cell in cells.items() if (s, f) == (shape, fmt)}
     layers = {layer for cell in found.values() for layer in cell.layers}
-    return sorted(found), sorted(layers, key=lambda x: (not is_ours(x), _order(x)))
+    return sorted(found), sorted(layers, key=lambda x: (not is_ours(x), _order(x), x))
 
 
 def _header(first: str, ms: list[int]) -> list[str]:
