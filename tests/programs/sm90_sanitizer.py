@@ -169,12 +169,12 @@ INT4_PRODUCTS: tuple[Fields, ...] = (
 )
 # Layers called from router logits: tokens, scheme, what `prepare` is told, and sizes that are not the usual ones.
 LAYERS: dict[str, tuple[tuple[int, str, Fields], ...]] = {
-    "packed": tuple((tokens, "nvfp4", {"act_format": "fp8", "weight_policy": "packed"}) for tokens in (70, 13, 1, 3)),
+    "packed": tuple((tokens, "nvfp4", {"act_format": "fp8", "weight_policy": "packed"}) for tokens in (150, 70, 13, 1, 3)),
     "packed-mxfp4": tuple(
-        (tokens, "mxfp4", {"act_format": "fp8", "weight_policy": "packed"}) for tokens in (70, 13, 1, 3)
+        (tokens, "mxfp4", {"act_format": "fp8", "weight_policy": "packed"}) for tokens in (150, 70, 13, 1, 3)
     ),
     "packed-large": tuple(  # main loops that know their widths
-        (100, scheme, {"act_format": "fp8", "weight_policy": "packed", "sizes": (1024, 4096)})
+        (130, scheme, {"act_format": "fp8", "weight_policy": "packed", "sizes": (1024, 4096)})
         for scheme in ("nvfp4", "mxfp4")
     ),
     "folded": ((70, "nvfp4", {"act_format": "fp8", "weight_policy": "folded"}),),

@@ -49,8 +49,8 @@ __device__ __forceinline__ Work work_of(const Item& item, int blocks) {
   return work;
 }
 
-// What one lane copies into each stage: lane 0 the tokens, 1 and 2 the row tiles' weights, 3 and 4 their scales, or 3
-// the scales of the tokens.
+// What one lane copies into each stage: lane 0 the tokens, one for each row tile its weights, then one for each its
+// scales, or one the scales of the tokens.
 struct Stream {
   const void* from;
   int stride, bytes;
