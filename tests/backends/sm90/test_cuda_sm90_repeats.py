@@ -69,7 +69,7 @@ def test_decode(name: str, tokens: int) -> None:
     assert differing(lambda: run_on("decode", call)) == 0
 
 
-@pytest.mark.parametrize("tokens", (6, 500, 3000))
+@pytest.mark.parametrize("tokens", (6, 100, 500, 3000))
 @pytest.mark.parametrize("layer", LAYERS, ids="-".join)
 def test_backends_with_layouts_of_their_own(layer: tuple[str, ...], tokens: int) -> None:
     backend, scheme, act_format, policy = layer
