@@ -176,8 +176,9 @@ def test_sums_that_the_tensor_cores_hold_exactly(policy: str, shape: tuple[int, 
 @policies
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("bias", (True, False))
-def test_activations(policy: str, activation: str, bias: bool) -> None:
-    fields = {"activation": activation, "bias": bias, "inter": 176, "hidden": 256, "tokens": 40}
+@pytest.mark.parametrize("tokens", (40, 300))  # narrow tiles of 4-bit weights, and others
+def test_activations(policy: str, activation: str, bias: bool, tokens: int) -> None:
+    fields = {"activation": activation, "bias": bias, "inter": 176, "hidden": 256, "tokens": tokens}
     assert error_of(policy, **fields, out_dtype=torch.float32) < 1
 
 
