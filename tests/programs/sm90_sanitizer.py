@@ -169,7 +169,9 @@ INT4_PRODUCTS: tuple[Fields, ...] = (
 )
 # Layers called from router logits: tokens, scheme, what `prepare` is told, and sizes that are not the usual ones.
 LAYERS: dict[str, tuple[tuple[int, str, Fields], ...]] = {
-    "packed": tuple((tokens, "nvfp4", {"act_format": "fp8", "weight_policy": "packed"}) for tokens in (150, 70, 13, 1, 3)),
+    "packed": tuple(
+        (tokens, "nvfp4", {"act_format": "fp8", "weight_policy": "packed"}) for tokens in (150, 70, 13, 1, 3)
+    ),
     "packed-mxfp4": tuple(
         (tokens, "mxfp4", {"act_format": "fp8", "weight_policy": "packed"}) for tokens in (150, 70, 13, 1, 3)
     ),
