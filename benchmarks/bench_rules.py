@@ -16,10 +16,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
+from unittest import mock
 
 _HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE.parent), str(_HERE), str(_HERE / "peers")]
@@ -89,14 +90,10 @@ RULES = {
 @contextmanager
 def replaced(values: Globals) -> Iterator[None]:
     """Globals of modules, for a while."""
-    before = {key: getattr(*key) for key in values}
-    try:
+    with ExitStack() as stack:
         for (module, name), value in values.items():
-            setattr(module, name, value)
+            stack.enter_context(mock.patch.object(module, name, value))
         yield
-    finally:
-        for (module, name), value in before.items():
-            setattr(module, name, value)
 
 
 class ByOneKernel(runner.UnderTest):

@@ -6,9 +6,9 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+import benchmark_modules
 import pytest
 import torch
-from paths import ROOT
 
 from torch_moe_ops.backends import BACKENDS
 
@@ -20,15 +20,12 @@ FORMATS = ("nvfp4", "nvfp4-a4", "nvfp4-a8", "mxfp4", "mxfp4-a8", "mxfp4-a8row", 
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "peers"))
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import moe_layers
-    from moe_peers import common
+    with benchmark_modules.importable(monkeypatch):
+        import moe_layers
+        from moe_peers import common
 
-    monkeypatch.setattr(common, "DEV", "cpu")
-    yield SimpleNamespace(layers=moe_layers, common=common)
-    for name in [n for n in sys.modules if n.split(".")[0] in ("moe_layers", "moe_peers")]:
-        del sys.modules[name]
+        monkeypatch.setattr(common, "DEV", "cpu")
+        yield SimpleNamespace(layers=moe_layers, common=common)
 
 
 def _error(bench: Any, fmt: str, shape: Any) -> float:

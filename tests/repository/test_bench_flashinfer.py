@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import benchmark_modules
 import pytest
 import torch
 from paths import ROOT
@@ -16,14 +17,12 @@ FIRST, SECOND = (0, 4, 8), (10, 14, 18)
 
 @pytest.fixture
 def peer(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "peers"))
-    from moe_peers import common, flashinfer_cutlass_sm90
+    with benchmark_modules.importable(monkeypatch):
+        from moe_peers import common, flashinfer_cutlass_sm90
 
-    monkeypatch.setattr(common, "DEV", "cpu")
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    yield SimpleNamespace(common=common, module=flashinfer_cutlass_sm90)
-    for name in [n for n in sys.modules if n.split(".")[0] == "moe_peers"]:
-        del sys.modules[name]
+        monkeypatch.setattr(common, "DEV", "cpu")
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        yield SimpleNamespace(common=common, module=flashinfer_cutlass_sm90)
 
 
 def layer(peer: Any, results: dict[int, Any], times: dict[int, float]) -> Any:

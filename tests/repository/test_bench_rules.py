@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
+import benchmark_modules
 import pytest
 import torch
-from paths import ROOT
 from sm90_cases import fp8_in_tiles
 from triton_cases import make_call
 
@@ -18,14 +17,10 @@ from torch_moe_ops.tuning.tuned_kernels import KERNELS
 
 @pytest.fixture
 def rules(monkeypatch: pytest.MonkeyPatch) -> Any:
-    for folder in ("benchmarks/peers", "benchmarks"):
-        monkeypatch.syspath_prepend(str(ROOT / folder))
-    import bench_rules
+    with benchmark_modules.importable(monkeypatch):
+        import bench_rules
 
-    yield bench_rules
-    benchmarks = {file.stem for file in (ROOT / "benchmarks").rglob("*.py")}
-    for name in [n for n in sys.modules if n.split(".")[0] in benchmarks | {"moe_peers"}]:
-        del sys.modules[name]
+        yield bench_rules
 
 
 def test_globals_come_back_whatever_happens(rules: Any) -> None:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
+import benchmark_modules
 import pytest
 from cuda_events import events_noted_in
-from paths import ROOT
 
 
 @pytest.fixture
 def timing(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "peers"))
-    from moe_peers import common, timing
+    with benchmark_modules.importable(monkeypatch):
+        from moe_peers import common, timing
 
-    monkeypatch.setattr(common, "DEV", "cpu")
-    yield timing
-    for name in [n for n in sys.modules if n.split(".")[0] == "moe_peers"]:
-        del sys.modules[name]
+        monkeypatch.setattr(common, "DEV", "cpu")
+        yield timing
 
 
 class Inputs:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import benchmark_modules
 import pytest
 import torch
 from paths import ROOT
@@ -16,20 +17,16 @@ from paths import ROOT
 
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch) -> Any:
-    for folder in ("peers", ""):
-        monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / folder))
-    import distance_cases
-    import distances
-    import peer_numerics
-    from moe_peers import common
+    with benchmark_modules.importable(monkeypatch):
+        import distance_cases
+        import distances
+        import peer_numerics
+        from moe_peers import common
 
-    monkeypatch.setattr(common, "DEV", "cpu")
-    monkeypatch.setitem(distance_cases.LAYERS, "tiny", common.Shape("tiny", 8, 2, 256, 256))
-    monkeypatch.setattr(distance_cases, "BATCHES", {1: 3, 7: 2})
-    yield SimpleNamespace(cases=distance_cases, run=distances, numerics=peer_numerics, common=common)
-    ours = ("distance_cases", "distances", "peer_numerics", "moe_layers", "moe_peers", "bench_peers")
-    for name in [n for n in sys.modules if n.split(".")[0] in ours]:
-        del sys.modules[name]
+        monkeypatch.setattr(common, "DEV", "cpu")
+        monkeypatch.setitem(distance_cases.LAYERS, "tiny", common.Shape("tiny", 8, 2, 256, 256))
+        monkeypatch.setattr(distance_cases, "BATCHES", {1: 3, 7: 2})
+        yield SimpleNamespace(cases=distance_cases, run=distances, numerics=peer_numerics, common=common)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
+import benchmark_modules
 import pytest
 from paths import ROOT
 
@@ -15,15 +16,8 @@ BENCHMARKS = ROOT / "benchmarks"
 
 @pytest.fixture
 def sweep(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    import sys
-
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(str(BENCHMARKS / "peers"))
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield importlib.import_module("bench_hopper_sweep")
-    for name in set(sys.modules) - before:
-        if name.split(".")[0] in ("bench_hopper_sweep", "moe_layers", "moe_peers"):
-            del sys.modules[name]
+    with benchmark_modules.importable(monkeypatch):
+        yield importlib.import_module("bench_hopper_sweep")
 
 
 def records(ours: dict[int, float], triton: dict[int, float]) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import benchmark_modules
 import pytest
 from paths import ROOT
 
@@ -18,18 +19,13 @@ ALONE = {"standard": "cuda_sm90", "strict": "cuda_sm90"}
 
 @pytest.fixture
 def sweep(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(str(BENCHMARKS / "peers"))
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import bench_sweep
-    import sweep_cells
-    import sweep_findings
-    from moe_peers import common
+    with benchmark_modules.importable(monkeypatch):
+        import bench_sweep
+        import sweep_cells
+        import sweep_findings
+        from moe_peers import common
 
-    yield SimpleNamespace(bench=bench_sweep, cells=sweep_cells, findings=sweep_findings, common=common)
-    for name in set(sys.modules) - before:
-        if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(BENCHMARKS)):
-            del sys.modules[name]
+        yield SimpleNamespace(bench=bench_sweep, cells=sweep_cells, findings=sweep_findings, common=common)
 
 
 def bench(layer: str, us: dict[int, float], fmt: str = "nvfp4", model: str = "qwen3_30b") -> list[dict[str, Any]]:
