@@ -31,7 +31,8 @@ LARGE_BYTES, FEW_SLOTS_SMALL, FEW_SLOTS = Sm90W4a8.LARGE_VALUES, 8.0, 4.0
 EXACT_SLOTS, EXACT_KERNEL = 16.0, KERNELS.index("slim")
 # Values that the hidden states of all tokens have, up to which the decode kernel has room for them for sure.
 DECODE_VALUES = 1 << 14
-# Where experts are large, Triton's kernels are faster than it beyond (benchmarks/results/h200_fp8_large_few.jsonl).
+# Where experts are large, Triton's kernels are faster than it beyond: Mixtral with scales of rows, at 4 tokens
+# (benchmarks/results/h200_fp8_few_auto.jsonl).
 DECODE_TOKENS_LARGE = 3
 WEIGHTS = {"fp8": "rows", "fp8_block": "blocks"}  # scheme -> what the op calls its weights
 
