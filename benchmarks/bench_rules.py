@@ -6,7 +6,8 @@
     python benchmarks/bench_rules.py --rule int4 --fmts int4-a8,int4zp-a8 --ms 256,512 --peers humming --out FILE
 
 packed: `cuda_sm90_packed` by the decode kernel, as far as it takes the layer, and by the prefill kernels. fp8:
-`cuda_sm90_fp8` as it chooses, by Triton's kernels of its tiles, and by the prefill kernels. int4: `cuda_sm90_int4`
+`cuda_sm90_fp8` as it chooses, by Triton's kernels of its tiles, by the exact kernels as far as they take the layer
+(others again else), and by the prefill kernels. int4: `cuda_sm90_int4`
 beside fp8 activations by products of fp8 codes, where it has them, and of bfloat16. Labels are the backend and the
 kernel. The layers take turns (peers/README.md has the protocol).
 """
@@ -76,6 +77,11 @@ RULES = {
         {
             "default": {},
             "triton": {(_FP8, "FEW_SLOTS"): 1e9, (_FP8, "FEW_SLOTS_SMALL"): 1e9, (_FP8, "by_decode"): _never},
+            "exact": {
+                (_FP8, "by_triton"): _never,
+                (_FP8, "FEW_SLOTS_SMALL"): -1.0,
+                (_FP8, "EXACT_SLOTS"): 1e9,
+            },
             "prefill": {(_FP8, "by_triton"): _never, (_FP8, "by_exact"): _never, (_FP8, "run_cuda"): _prefill_fp8},
         },
     ),

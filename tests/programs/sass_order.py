@@ -29,20 +29,27 @@ _KINDS = {
 }
 
 
+def _is_arithmetic(step: Instruction) -> bool:
+    return step.name.startswith("CALL") and "$__internal" in step.text
+
+
 def _kind(step: Instruction) -> str:
     name = step.name.partition(".")[0]
     if name == "UBLKCP":
         return "store" if ".G.S" in step.text else "load"
     if name == "CALL":
-        return "" if "$__internal" in step.text else "store"  # the compiler's own arithmetic; else unknown
+        return "" if _is_arithmetic(step) else "store"  # else unknown
     kind = _KINDS.get(name, "")
     return "" if kind == "wait" and step.guard is not None else kind
 
 
 def sass_order(sass: str) -> Order:
     """Of one kernel. Where its addresses come from is not known."""
-    code = read_code(sass)
-    steps = [Step(step.text, _kind(step), targets=tuple(after), falls=False) for step, after in zip(*code, strict=True)]
+    steps = []
+    for at, (step, after) in enumerate(zip(*read_code(sass), strict=True)):
+        # The compiler's own arithmetic touches no memory and returns to where it was called, not to any other call.
+        targets = (at + 1,) if _is_arithmetic(step) else tuple(after)
+        steps.append(Step(step.text, _kind(step), targets=targets, falls=False))
     return order_of(steps)
 
 

@@ -188,6 +188,24 @@ def test_machine_code(first: str, text: str) -> None:
     assert [fault.partition(":")[0] for fault in found] == ([text] if text else [])
 
 
+def test_a_call_of_arithmetic_returns_to_where_it_was() -> None:
+    """Not to a call behind the wait: then loads there would be early ones."""
+    division = "$__internal_0_$__cuda_sm3x_div_rn_noftz_f32_slowpath"
+    sass = f"""
+        /*0000*/                   CALL.REL.NOINC `({division}) ;
+        /*0010*/                   ACQBULK ;
+        /*0020*/                   CALL.REL.NOINC `({division}) ;
+        /*0030*/                   LDG.E R44, desc[UR18][R44.64] ;
+        /*0040*/                   EXIT ;
+{division}:
+        /*0050*/                   RET.REL.NODEC R2 `(some_kernel) ;
+"""
+    assert not faults_of(_MANGLED, sass)
+    assert faults_of(_MANGLED, sass.replace("ACQBULK", "NOP"))
+    unknown = sass.replace("$__internal_0_$__cuda_sm3x_div_rn_noftz_f32_slowpath", "$some_function")
+    assert any(fault.startswith("reads before it waits") for fault in faults_of(_MANGLED, unknown))
+
+
 def test_kernels_that_are_launched_normally() -> None:
     name = _MANGLED.replace("12some_kernel", "13decode_kernel")
     assert not faults_of(name, "/*0000*/ LDG.E R44, desc[UR18][R44.64] ;\n/*0010*/ EXIT ;\n")
