@@ -6,10 +6,10 @@
     python benchmarks/bench_rules.py --rule int4 --fmts int4-a8,int4zp-a8 --ms 256,512 --peers humming --out FILE
 
 packed: `cuda_sm90_packed` by the decode kernel, as far as it takes the layer, and by the prefill kernels. fp8:
-`cuda_sm90_fp8` as it chooses, by Triton's kernels of its tiles, by the exact kernels as far as they take the layer
-(others again else), and by the prefill kernels. int4: `cuda_sm90_int4`
-beside fp8 activations by products of fp8 codes, where it has them, and of bfloat16. Labels are the backend and the
-kernel. The layers take turns (peers/README.md has the protocol).
+`cuda_sm90_fp8` as it chooses, by Triton's kernels of its tiles, by the exact kernels (where they do not take the layer,
+by its own for as many tokens), and by the prefill kernels. int4: `cuda_sm90_int4` beside fp8 activations by products
+of fp8 codes, where it has them, and of bfloat16. Labels are the backend and the kernel. The layers take turns
+(peers/README.md has the protocol).
 """
 
 from __future__ import annotations
