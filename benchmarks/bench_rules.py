@@ -61,7 +61,7 @@ def _prefill_fp8(call: ExpertsCall, out: Tensor) -> None:
 
 
 def _packed_tokens(most: int) -> Globals:
-    return {(cuda_sm90_w4a8, "PACKED_TOKENS"): dict.fromkeys(cuda_sm90_w4a8.PACKED_TOKENS, (most, most))}
+    return {(cuda_sm90_w4a8, "packed_tokens"): lambda *sizes: most}
 
 
 _FP8 = cuda_sm90_fp8
@@ -76,12 +76,8 @@ RULES = {
         "fp8",
         {
             "default": {},
-            "triton": {(_FP8, "FEW_SLOTS"): 1e9, (_FP8, "FEW_SLOTS_SMALL"): 1e9, (_FP8, "by_decode"): _never},
-            "exact": {
-                (_FP8, "by_triton"): _never,
-                (_FP8, "FEW_SLOTS_SMALL"): -1.0,
-                (_FP8, "EXACT_SLOTS"): 1e9,
-            },
+            "triton": {(_FP8, "_few_slots"): lambda *layer: 1e9, (_FP8, "by_decode"): _never},
+            "exact": {(_FP8, "by_triton"): _never, (_FP8, "EXACT_SLOTS"): (-1.0, 1e9)},
             "prefill": {(_FP8, "by_triton"): _never, (_FP8, "by_exact"): _never, (_FP8, "run_cuda"): _prefill_fp8},
         },
     ),

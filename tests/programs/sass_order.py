@@ -18,6 +18,17 @@ from sass_code import Instruction, disassembled, read_code
 
 # The kernels that no launch attribute starts early: they wait for nobody. All others do, unless they are added here.
 LAUNCHED_NORMALLY = ("decode_kernel", "decode_few_kernel", "decode_few_routed_kernel")
+# Calls begin with these, which let others begin once they have waited: then all in front of the call is over.
+BEGIN_CALLS = ("schedule_kernel", "schedule_cluster_kernel")
+# Behind them in a call, these may read its inputs before they wait, past the L1.
+READ_INPUTS_EARLY = (
+    "operand_kernel",
+    "row_gscale_kernel",
+    "e4m3_operand_kernel",
+    "bf16_operand_kernel",
+    "quantize_tokens_kernel",
+    "combine_kernel",
+)
 _KINDS = {
     "ACQBULK": "wait",
     "PREEXIT": "trigger",
@@ -53,13 +64,24 @@ def sass_order(sass: str) -> Order:
     return order_of(steps)
 
 
+def _is_one_of(name: str, kernels: tuple[str, ...]) -> bool:
+    return any(f"{len(kernel)}{kernel}" in name for kernel in kernels)
+
+
+def _is_past_l1(step: Step) -> bool:
+    return "LDG." in step.text and ".STRONG." in step.text  # of ld.global.cg
+
+
 def faults_of(name: str, sass: str) -> list[str]:
     """Of a kernel of csrc/cuda/sm90, by its mangled name: what it does before those in front have ended."""
     order = sass_order(sass)
-    if not any(f"{len(normal)}{normal}" in name for normal in LAUNCHED_NORMALLY):
-        return faults_alone(order)
-    uses = [name for name in ("ACQBULK", "PREEXIT") if name in sass]
-    return [f"is launched normally, yet has {' and '.join(uses)}"] if uses else []
+    if _is_one_of(name, LAUNCHED_NORMALLY):
+        uses = [name for name in ("ACQBULK", "PREEXIT") if name in sass]
+        return [f"is launched normally, yet has {' and '.join(uses)}"] if uses else []
+    if _is_one_of(name, READ_INPUTS_EARLY):
+        order = order._replace(early=tuple(s for s in order.early if s.kind != "load" or not _is_past_l1(s)))
+    triggers = order.of("trigger") if _is_one_of(name, BEGIN_CALLS) else ()
+    return [*faults_alone(order), *(f"lets others begin before it waits: {step.text}" for step in triggers)]
 
 
 def main(objects: list[str]) -> int:

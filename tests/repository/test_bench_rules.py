@@ -39,8 +39,8 @@ def test_packed(rules: Any, kind: str, tokens: int, monkeypatch: pytest.MonkeyPa
     asked: list[int] = []
     monkeypatch.setattr(cuda_sm90_w4a8, "run", lambda weights, call, out, decode_tokens: asked.append(decode_tokens))
     call = make_call("nvfp4", "fp8", experts=4)
-    for values in (1, 1 << 30):
-        w2 = torch.empty((4, values), dtype=torch.uint8, device="meta")
+    for k_tiles in (1, 1 << 20):
+        w2 = torch.empty((4, 1, k_tiles, 1), dtype=torch.uint8, device="meta")
         with rules.replaced(rules.RULES["packed"].kinds[kind]):
             cuda_sm90_w4a8.run_packed(call._replace(w2=w2), torch.empty(0))
     assert asked == [tokens, tokens]

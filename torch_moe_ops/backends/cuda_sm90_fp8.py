@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_moe_ops.backends import cuda_sm90, cuda_sm90_w4a8, triton
-from torch_moe_ops.backends.cuda_sm90_w4a8 import DECODE_TOKENS, NOTES, sizes_reason
+from torch_moe_ops.backends.cuda_sm90_w4a8 import DECODE_TOKENS, PREFILL, sizes_reason
 from torch_moe_ops.backends.registry import Backend, Requirement, formats, register
 from torch_moe_ops.backends.sm90 import w4a8_layout as tiled
 from torch_moe_ops.backends.sm90.byte_formats import prepare, restore, specs
@@ -27,8 +27,9 @@ from torch_moe_ops.tuning.tuned_kernels import KERNELS
 # Slots that an expert has in the mean, up to which Triton's kernels are the faster ones (benchmarks/results/
 # hopper_notebook.md, section 10): where it is small (its w2 has fewer bytes than LARGE_BYTES), and where it is large.
 LARGE_BYTES, FEW_SLOTS_SMALL, FEW_SLOTS = Sm90W4a8.LARGE_VALUES, 8.0, 4.0
-# And up to which the exact kernels are, of blocks where w2 is small (benchmarks/results/h200_strict_fp8.jsonl).
-EXACT_SLOTS, EXACT_KERNEL = 16.0, KERNELS.index("slim")
+# Of blocks where w2 is small: beyond how many and up to how many slots the exact kernels are the fastest (four models,
+# benchmarks/results/h200_early_inputs.jsonl).
+EXACT_SLOTS, EXACT_KERNEL = (3.5, 28.0), KERNELS.index("slim")
 # Values that the hidden states of all tokens have, up to which the decode kernel has room for them for sure.
 DECODE_VALUES = 1 << 14
 # Where experts are large, Triton's kernels are faster than it beyond: Mixtral with scales of rows, at 4 tokens
@@ -77,23 +78,25 @@ def tokens_of_decode(scheme: str, hidden_size: int, top_k: int, bytes2: int) -> 
 def by_triton(call: ExpertsCall) -> bool:
     """Whether the Triton kernels run a call: where they take the layer and are the faster ones for as many tokens."""
     slots = call.topk_ids.numel() / call.all_experts()
-    if slots > FEW_SLOTS and (slots > FEW_SLOTS_SMALL or call.w2.stride(0) >= LARGE_BYTES):
-        return False
-    return _triton_takes(call.hidden_states.shape[1])
+    hidden_size = call.hidden_states.shape[1]
+    return slots <= _few_slots(call.scheme, call.w2.stride(0), hidden_size) and _triton_takes(hidden_size)
 
 
 def by_exact(call: ExpertsCall) -> bool:
     """Whether the exact kernels run a call that Triton's do not: where they are the faster ones for as many tokens."""
     slots = call.topk_ids.numel() / call.all_experts()
-    some = _some_are_exact(call.scheme, call.w2.stride(0), call.hidden_states.shape[1])
-    return some and FEW_SLOTS_SMALL < slots <= EXACT_SLOTS
+    hidden_size = call.hidden_states.shape[1]
+    if slots > EXACT_SLOTS[1] or not _some_are_exact(call.scheme, call.w2.stride(0), hidden_size):
+        return False
+    # Without Triton's kernels they follow the decode kernel.
+    return slots > EXACT_SLOTS[0] if _triton_takes(hidden_size) else call.topk_ids.shape[0] > DECODE_TOKENS
 
 
 def exact_tokens(problem: Problem, bytes2: int) -> int:
     """Up to so many tokens are for the exact kernels, or 0 for none. bytes2: of an expert's w2 in tiles."""
     if problem.top_k is None or not _some_are_exact(problem.scheme, bytes2, problem.hidden_size):
         return 0
-    return int(EXACT_SLOTS * problem.num_experts) // problem.top_k
+    return int(EXACT_SLOTS[1] * problem.num_experts) // problem.top_k
 
 
 def _some_are_exact(scheme: str, bytes2: int, hidden_size: int) -> bool:
@@ -101,9 +104,17 @@ def _some_are_exact(scheme: str, bytes2: int, hidden_size: int) -> bool:
     return scheme == "fp8_block" and bytes2 < LARGE_BYTES and hidden_size % Sm90.BYTE_HIDDEN_MULTIPLE == 0
 
 
-def triton_tokens(num_experts: int, top_k: int, bytes2: int) -> int:
-    """Up to so many tokens are for the Triton kernels. bytes2: of an expert's w2 in tiles."""
-    return int((FEW_SLOTS_SMALL if bytes2 < LARGE_BYTES else FEW_SLOTS) * num_experts) // top_k
+def _few_slots(scheme: str, bytes2: int, hidden_size: int) -> float:
+    """Up to so many slots of an expert, in the mean, are for the Triton kernels."""
+    if bytes2 >= LARGE_BYTES:
+        return FEW_SLOTS
+    return EXACT_SLOTS[0] if _some_are_exact(scheme, bytes2, hidden_size) else FEW_SLOTS_SMALL
+
+
+def triton_tokens(problem: Problem, bytes2: int) -> int:
+    """Up to so many tokens are for the Triton kernels; top_k is known. bytes2: of an expert's w2 in tiles."""
+    few = _few_slots(problem.scheme, bytes2, problem.hidden_size)
+    return int(few * problem.num_experts) // (problem.top_k or 1)
 
 
 def _triton_takes(hidden_size: int) -> bool:
@@ -112,13 +123,15 @@ def _triton_takes(hidden_size: int) -> bool:
 
 def _notes(problem: Problem) -> str:
     """Which kernels a number of tokens gets."""
-    sums = "prefill kernels on fp8 tensor cores, whose sums have 14 bits"
+    sums = f"{PREFILL}, whose sums have 14 bits"
+    bytes2 = problem.hidden_size * tiled.TILE_K * tiled.tiles(problem.intermediate_size, tiled.TILE_K)
+    exact = exact_tokens(problem, bytes2)
     if not _triton_takes(problem.hidden_size):
-        return f"{NOTES.format(DECODE_TOKENS)}, whose sums have 14 bits"
+        between = f"exact prefill kernels up to {exact}, then " if exact > DECODE_TOKENS else ""
+        return f"decode kernel up to {DECODE_TOKENS} tokens, while its buffers fit an SM, then {between}{sums}"
     if problem.top_k is None:
         return f"Triton's kernels for few tokens, then {sums}"
-    bytes2 = problem.hidden_size * tiled.TILE_K * tiled.tiles(problem.intermediate_size, tiled.TILE_K)
-    most, exact = triton_tokens(problem.num_experts, problem.top_k, bytes2), exact_tokens(problem, bytes2)
+    most = triton_tokens(problem, bytes2)
     between = f"exact prefill kernels up to {exact}, then " if exact > most else ""
     few = tokens_of_decode(problem.scheme, problem.hidden_size, problem.top_k, bytes2)
     decode = f", but the decode kernel for {few[0]} to {few[-1]}" if few else ""

@@ -28,10 +28,12 @@ from torch_moe_ops.weights.raw_weights import RawWeights
 _own = own_of["experts_sm90_w4a8"]
 # Up to so many tokens are for the decode kernel, where it takes the layer.
 DECODE_TOKENS = Sm90Few.MAX_TOKENS
-# Of `packed`, where experts are small, and where they are large; beyond, prefill kernels are faster
-# (benchmarks/results/h200_packed_narrow.jsonl and h200_packed_few.jsonl).
-PACKED_TOKENS = {"nvfp4": (11, 2), "mxfp4": (12, 3)}
-NOTES = "decode kernel up to {} tokens, while its buffers fit an SM, then prefill kernels on fp8 tensor cores"
+# Of `packed`: up to so many, while the experts of all slots have no more than so many values of w2, where an expert is
+# small, and where it is large; of long experts up to one. Beyond, prefill kernels are mostly faster (ten models,
+# benchmarks/results/h200_early_inputs.jsonl).
+PACKED_TOKENS, PACKED_VALUES, LONG_EXPERT = 12, (105_000_000, 185_000_000), 2560
+PREFILL = "prefill kernels on fp8 tensor cores"
+NOTES = f"decode kernel up to {{}} tokens, while its buffers fit an SM, then {PREFILL}"
 MAX_SIZE = Sm90W4a8.MAX_K  # hidden and intermediate
 PACKED, FOLDED = "cuda_sm90_packed", "cuda_sm90_folded"
 
@@ -114,14 +116,22 @@ def run(weights: str, call: ExpertsCall, out: Tensor, decode_tokens: int = 0) ->
     torch.ops.moeq_C.experts_sm90_w4a8(out, *for_kernels(call), *own)
 
 
-def packed_tokens(scheme: str, w2_values: int) -> int:
-    """Up to so many tokens are for the decode kernel under `packed`; w2_values: of one expert, with padding."""
-    return PACKED_TOKENS[scheme][w2_values >= Sm90W4a8.LARGE_VALUES]
+def packed_tokens(hidden_size: int, intermediate_size: int, top_k: int) -> int:
+    """Up to so many tokens are for the decode kernel under `packed`."""
+    if hidden_size % tiled.TILE_K != 0:
+        return 0  # gpt-oss' sizes; of no other such model is the time known
+    values = hidden_size * intermediate_size
+    large = values >= Sm90W4a8.LARGE_VALUES
+    if large and intermediate_size >= LONG_EXPERT:
+        return 1
+    most = PACKED_VALUES[large] // max(top_k * values, 1)
+    return min(max(most, 2 if large else 1), PACKED_TOKENS)
 
 
 def run_packed(call: ExpertsCall, out: Tensor) -> None:
     """`run` of 4-bit codes under `packed`."""
-    run("packed", call, out, packed_tokens(call.scheme, 2 * call.w2.stride(0)))
+    sizes = call.hidden_states.shape[1], call.w2.shape[2] * tiled.TILE_K  # of an expert, with padding
+    run("packed", call, out, packed_tokens(*sizes, call.topk_ids.shape[1]))
 
 
 def sizes_reason(problem: Problem) -> str | None:
@@ -138,12 +148,18 @@ def bits_of(folded: bool, scheme: str) -> str:
 
 
 def _note(folded: bool, problem: Problem) -> str:
-    most = DECODE_TOKENS
-    if not folded:  # of any scheme
-        rows = tiled.padded_rows(problem.hidden_size, False)
-        values = rows * tiled.TILE_K * tiled.tiles(problem.intermediate_size, tiled.TILE_K)
-        most = packed_tokens(problem.scheme if problem.scheme in PACKED_TOKENS else "nvfp4", values)
-    return f"{NOTES.format(most)}, {bits_of(folded, problem.scheme)} bits a weight"
+    bits = f"{bits_of(folded, problem.scheme)} bits a weight"
+    if folded:
+        return f"{NOTES.format(DECODE_TOKENS)}, {bits}"
+    padded = tiled.TILE_K * tiled.tiles(problem.intermediate_size, tiled.TILE_K)
+    most = packed_tokens(problem.hidden_size, padded, problem.top_k or 1)
+    if most == 0:
+        return f"{PREFILL}, {bits}"
+    return (
+        f"decode kernel for few tokens, then {PREFILL}, {bits}"
+        if problem.top_k is None
+        else f"{NOTES.format(most)}, {bits}"
+    )
 
 
 def _register(name: str, policy: str) -> Backend:

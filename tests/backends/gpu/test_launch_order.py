@@ -8,7 +8,7 @@ import pytest
 from launch_order import Launch, faults, faults_alone
 from ptx_order import ptx_order
 from sass_code import disassembled
-from sass_order import faults_of
+from sass_order import BEGIN_CALLS, READ_INPUTS_EARLY, faults_of
 
 import torch_moe_ops
 
@@ -154,7 +154,7 @@ def test_what_may_be_read_early_depends_on_the_kernel_in_front() -> None:
     assert any("stale" in fault for fault in faults([makes_b, cached]))
 
 
-_MANGLED = "_ZN4moeq4sm9012some_kernelEvNS0_4ArgsE"
+_MANGLED = "_ZN4moeq4sm9011some_kernelEvNS0_4ArgsE"
 _SASS = """
         /*0000*/                   LDC R1, c[0x0][0x28] ;
         /*0010*/                   SYNCS.EXCH.64 URZ, [UR4], UR6 ;
@@ -188,6 +188,24 @@ def test_machine_code(first: str, text: str) -> None:
     assert [fault.partition(":")[0] for fault in found] == ([text] if text else [])
 
 
+def test_inputs_of_a_call_are_read_early_past_the_l1() -> None:
+    past, through = "LDG.E.128.STRONG.GPU R44, desc[UR18][R44.64]", "LDG.E.128 R44, desc[UR18][R44.64]"
+    for kernel in READ_INPUTS_EARLY:
+        name = _MANGLED.replace("11some_kernel", f"{len(kernel)}{kernel}")
+        assert not faults_of(name, _SASS.format(first=past))
+        assert faults_of(name, _SASS.format(first=through)) == [f"reads before it waits: {through}"]
+        assert faults_of(name, _SASS.format(first="STG.E desc[UR18][R2.64], R3"))
+        assert faults_of(name, _SASS.format(first="@P0 EXIT"))
+    assert faults_of(_MANGLED, _SASS.format(first=past)) == [f"reads before it waits: {past}"]
+
+
+def test_the_first_launch_of_a_call_triggers_after_its_wait() -> None:
+    for kernel in BEGIN_CALLS:
+        name = _MANGLED.replace("11some_kernel", f"{len(kernel)}{kernel}")
+        assert faults_of(name, _SASS.format(first="PREEXIT")) == ["lets others begin before it waits: PREEXIT"]
+        assert not faults_of(name, _SASS.format(first="NOP").replace("ACQBULK ;", "ACQBULK ; PREEXIT ;"))
+
+
 def test_a_call_of_arithmetic_returns_to_where_it_was() -> None:
     """Not to a call behind the wait: then loads there would be early ones."""
     division = "$__internal_0_$__cuda_sm3x_div_rn_noftz_f32_slowpath"
@@ -207,7 +225,7 @@ def test_a_call_of_arithmetic_returns_to_where_it_was() -> None:
 
 
 def test_kernels_that_are_launched_normally() -> None:
-    name = _MANGLED.replace("12some_kernel", "13decode_kernel")
+    name = _MANGLED.replace("11some_kernel", "13decode_kernel")
     assert not faults_of(name, "/*0000*/ LDG.E R44, desc[UR18][R44.64] ;\n/*0010*/ EXIT ;\n")
     assert faults_of(name, _SASS.format(first="NOP")) == ["is launched normally, yet has ACQBULK"]
     assert faults_of(_MANGLED, "/*0000*/ EXIT ;\n") == ["ends without having waited: EXIT"]

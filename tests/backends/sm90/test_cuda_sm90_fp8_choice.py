@@ -31,6 +31,7 @@ PROBLEM = moe.Problem(
     "fp8_block", "fp8", device="cuda", capability=(9, 0), num_experts=128, top_k=8, hidden_size=2048,
     intermediate_size=768,
 )  # fmt: skip
+TINY = dataclasses.replace(PROBLEM, num_experts=8, top_k=2, hidden_size=128, intermediate_size=128)  # of call_of
 
 
 @pytest.fixture(autouse=True)
@@ -44,24 +45,27 @@ def call_of(tokens: int, **fields: Any) -> ExpertsCall:
 
 
 def test_the_bound_is_in_slots_of_an_expert() -> None:
-    assert triton_tokens(128, 8, LARGE_BYTES - 1) == int(16 * FEW_SLOTS_SMALL)
-    assert triton_tokens(256, 8, LARGE_BYTES) == int(32 * FEW_SLOTS)
-    most = triton_tokens(8, 2, 128 * 128)
+    rows = dataclasses.replace(PROBLEM, scheme="fp8")
+    assert triton_tokens(rows, LARGE_BYTES - 1) == int(16 * FEW_SLOTS_SMALL)
+    assert triton_tokens(PROBLEM, LARGE_BYTES - 1) == int(16 * EXACT_SLOTS[0])
+    assert triton_tokens(dataclasses.replace(PROBLEM, num_experts=256), LARGE_BYTES) == int(32 * FEW_SLOTS)
+    most = triton_tokens(TINY, 128 * 128)
     assert by_triton(call_of(most)) and not by_triton(call_of(most + 1))
 
 
 def test_a_rank_counts_the_experts_of_all() -> None:
-    most = triton_tokens(8, 2, 128 * 128)
+    most = triton_tokens(TINY, 128 * 128)
     assert by_triton(call_of(most + 1)._replace(num_experts=16))
 
 
 def test_exact_kernels_between_them_and_the_fp8_tensor_cores() -> None:
     """Blocks of small experts alone."""
-    least, most = triton_tokens(8, 2, 128 * 128), int(EXACT_SLOTS * 8) // 2
+    least, most = triton_tokens(TINY, 128 * 128), int(EXACT_SLOTS[1] * 8) // 2
     assert [by_exact(call_of(tokens)) for tokens in (least, least + 1, most, most + 1)] == [False, True, True, False]
     assert not by_exact(call_of(most)._replace(scheme="fp8"))
-    assert not by_exact(call_of(most)._replace(num_experts=16)) and by_triton(call_of(most)._replace(num_experts=16))
-    assert exact_tokens(PROBLEM, 2048 * 768) == int(EXACT_SLOTS * 16) and exact_tokens(PROBLEM, LARGE_BYTES) == 0
+    spread = call_of(least + 1)._replace(num_experts=16)
+    assert not by_exact(spread) and by_triton(spread)
+    assert exact_tokens(PROBLEM, 2048 * 768) == int(EXACT_SLOTS[1] * 16) and exact_tokens(PROBLEM, LARGE_BYTES) == 0
     assert exact_tokens(dataclasses.replace(PROBLEM, scheme="fp8"), 2048 * 768) == 0
 
 
@@ -72,7 +76,11 @@ def test_not_where_hidden_states_do_not_fill_tiles() -> None:
 def test_not_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "package_reason", lambda: "it is not there")
     assert not by_triton(call_of(1))
-    assert "decode kernel up to" in moe.explain(PROBLEM).notes["cuda_sm90_fp8"]
+    assert [by_exact(call_of(tokens)) for tokens in (8, 9)] == [False, True]  # behind the decode kernel
+    most = exact_tokens(PROBLEM, 2048 * 768)
+    text = f"decode kernel up to 8 tokens, while its buffers fit an SM, then exact prefill kernels up to {most}, then"
+    assert text in moe.explain(PROBLEM).notes["cuda_sm90_fp8"]
+    assert "exact" not in moe.explain(dataclasses.replace(PROBLEM, scheme="fp8")).notes["cuda_sm90_fp8"]
 
 
 def test_run_follows_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +111,7 @@ def test_tokens_that_the_decode_kernel_does_not_round_are_not_for_it() -> None:
 
 
 def test_explain_says_it() -> None:
-    most = triton_tokens(128, 8, 2048 * 768)
+    most = triton_tokens(PROBLEM, 2048 * 768)
     exact = exact_tokens(PROBLEM, 2048 * 768)
     text = (
         f"Triton's kernels up to {most} tokens, but the decode kernel for 2 to 8, then exact prefill kernels up to {exact}, "

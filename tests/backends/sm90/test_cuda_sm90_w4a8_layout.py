@@ -317,27 +317,36 @@ def test_weights_that_are_nan_are_refused(scheme: str, bits: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "hidden", "inter", "most"),
+    ("scheme", "hidden", "inter", "top_k", "most"),
     (
-        ("nvfp4", 2048, 768, 11),
-        ("mxfp4", 2048, 768, 12),
-        ("nvfp4", 2048, 2048, 2),
-        ("mxfp4", 2880, 2880, 3),
-        ("nvfp4", 2048, 2032, 2),  # padded to as many
+        ("nvfp4", 2048, 768, 8, 8),
+        ("mxfp4", 2048, 1024, 8, 6),
+        ("nvfp4", 256, 128, 2, 12),
+        ("nvfp4", 4096, 1408, 8, 4),
+        ("mxfp4", 7168, 2048, 8, 2),
+        ("nvfp4", 4096, 14336, 2, 1),
+        ("mxfp4", 2880, 2880, 4, 0),
+        ("nvfp4", 2048, 2032, 8, 5),  # padded to a large one
     ),
 )
 def test_packed_takes_the_faster_kernel_and_says_which(
-    scheme: str, hidden: int, inter: int, most: int, monkeypatch: pytest.MonkeyPatch
+    scheme: str, hidden: int, inter: int, top_k: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = moe.Problem(
-        scheme, "fp8", weight_policy="packed", device="cuda", capability=(9, 0), num_experts=4, hidden_size=hidden,
-        intermediate_size=inter,
+        scheme, "fp8", weight_policy="packed", device="cuda", capability=(9, 0), num_experts=64, hidden_size=hidden,
+        intermediate_size=inter, top_k=top_k,
     )  # fmt: skip
-    assert moe.explain(problem).notes["cuda_sm90_packed"].startswith(f"decode kernel up to {most} tokens, ")
+    kernels = f"decode kernel up to {most} tokens, " if most else "prefill kernels on fp8 tensor cores, "
+    assert moe.explain(problem).notes["cuda_sm90_packed"].startswith(kernels)
+    unknown = dataclasses.replace(problem, top_k=None)
+    assert (
+        moe.explain(unknown).notes["cuda_sm90_packed"].startswith("decode kernel for few tokens, " if most else kernels)
+    )
     asked: list[int] = []
     monkeypatch.setattr(cuda_sm90_w4a8, "run", lambda weights, call, out, decode_tokens: asked.append(decode_tokens))
     shape = cuda_sm90_w4a8.specs(False, SCHEMES[scheme], Sizes(4, hidden, inter, True, torch.bfloat16))["w2"][0][0]
     w2 = torch.empty(shape, dtype=torch.uint8, device="meta")
-    call = make_call(scheme, "fp8", experts=4)._replace(w2=w2)
+    x, ids = torch.empty(1, hidden, device="meta"), torch.empty(1, top_k, dtype=torch.int32, device="meta")
+    call = make_call(scheme, "fp8", experts=4)._replace(w2=w2, hidden_states=x, topk_ids=ids)
     BACKENDS["cuda_sm90_packed"].run(call, torch.empty(0))
     assert asked == [most]

@@ -142,11 +142,11 @@ constexpr int kPiece = 8;  // values of a thread: 16 bytes
 
 __device__ uint4 load_piece(const Problem& p, int token, int column) {
   if (column >= p.hidden) return make_uint4(0, 0, 0, 0);
-  uint4 piece = *reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(p.x) +
-                                                static_cast<int64_t>(token) * p.hidden + column);
+  uint4 piece = load_settled(reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(p.x) +
+                                                            static_cast<int64_t>(token) * p.hidden + column));
   if (p.weight_on_input) {
     __nv_bfloat16* values = reinterpret_cast<__nv_bfloat16*>(&piece);
-    const float weight = p.topk_weights[token];
+    const float weight = load_settled(p.topk_weights + token);
 #pragma unroll
     for (int i = 0; i < kPiece; i++) values[i] = __float2bfloat16_rn(__bfloat162float(values[i]) * weight);
   }
@@ -155,14 +155,15 @@ __device__ uint4 load_piece(const Problem& p, int token, int column) {
 
 // 16 bytes of a token for each of its experts, where wgmma's swizzle has them in the row.
 __global__ void __launch_bounds__(kThreads) bf16_operand_kernel(const __grid_constant__ OperandArgs args) {
-  wait_for_previous_kernel();
-  allow_next_kernel();
   const Problem& p = args.problem;
   const int pieces = args.hidden_padded / kPiece;
   const int64_t unit = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (unit >= int64_t{p.tokens} * pieces) return;
-  const int token = unit / pieces, piece = unit % pieces;
+  const bool real = unit < int64_t{p.tokens} * pieces;
+  const int token = real ? unit / pieces : 0, piece = unit % pieces;
   const uint4 values = load_piece(p, token, piece * kPiece);
+  wait_for_previous_kernel();
+  allow_next_kernel();
+  if (!real) return;
   __nv_bfloat16* k_tile = args.operand + int64_t{piece / 8} * args.rows * 64;
 #pragma unroll 4
   for (int j = 0; j < p.top_k; j++) {

@@ -7,6 +7,7 @@
 #pragma once
 #include <cstdint>
 #include <cuda/ptx>
+#include <type_traits>
 
 namespace moeq::sm90 {
 
@@ -106,8 +107,26 @@ __device__ __forceinline__ void registers_shrink() {
 
 // All kernels in front are over then, and their writes visible. See launches.h.
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-// Before or after the wait: whatever begins then waits for itself.
+// Before or after the wait: whatever begins then waits for itself. A call's first launch: after it (load_settled).
 __device__ __forceinline__ void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// An input of the call: before the wait, in any launch but the call's first. That one lets nobody begin before it has
+// waited for all that is in front of the call, and no launch writes inputs. Past the L1: writes of kernels that are over
+// are visible to the grid that waited, and in the L2 to all.
+template <class T>
+__device__ __forceinline__ T load_settled(const T* p) {
+  using Word = std::conditional_t<sizeof(T) % 16 == 0, uint4, std::conditional_t<sizeof(T) % 8 == 0, uint2, uint32_t>>;
+  static_assert(sizeof(T) % sizeof(Word) == 0);
+  union {
+    T value;
+    Word words[sizeof(T) / sizeof(Word)];
+  } loaded;
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(T) / sizeof(Word)); i++) {
+    loaded.words[i] = __ldcg(reinterpret_cast<const Word*>(p) + i);
+  }
+  return loaded.value;
+}
 
 __device__ __forceinline__ int load_acquire(const int* p) {
   int value;

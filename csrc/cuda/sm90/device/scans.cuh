@@ -7,26 +7,33 @@
 
 namespace moeq::sm90 {
 
-// Of `threads` threads, all of the block. `total` becomes everybody's sum; warp_sums: shared, one for each warp.
+// Two sums at a time, of `threads` threads, all of the block. `total` becomes everybody's sums; warp_sums: shared, one
+// for each warp, used once.
 template <int threads>
-__device__ int prefix_sum(int value, int* warp_sums, int& total) {
+__device__ int2 prefix_sums(int2 value, int2* warp_sums, int2& total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int sum = value;
+  int2 sum = value;
+#pragma unroll
   for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(0xffffffffu, sum, step);
-    if (lane >= step) sum += other;
+    const int x = __shfl_up_sync(0xffffffffu, sum.x, step), y = __shfl_up_sync(0xffffffffu, sum.y, step);
+    if (lane >= step) {
+      sum.x += x;
+      sum.y += y;
+    }
   }
   if (lane == 31) warp_sums[warp] = sum;
   __syncthreads();
-  int before = 0, all = 0;
+  int2 before{0, 0}, all{0, 0};
+#pragma unroll
   for (int i = 0; i < threads / 32; i++) {
-    const int of_warp = warp_sums[i];
-    before += i < warp ? of_warp : 0;
-    all += of_warp;
+    const int2 of_warp = warp_sums[i];
+    before.x += i < warp ? of_warp.x : 0;
+    before.y += i < warp ? of_warp.y : 0;
+    all.x += of_warp.x;
+    all.y += of_warp.y;
   }
   total = all;
-  __syncthreads();
-  return before + sum - value;
+  return {before.x + sum.x - value.x, before.y + sum.y - value.y};
 }
 
 // The largest magnitude of lanes that differ in the bits of their numbers from `first` to below `end`, powers of two.

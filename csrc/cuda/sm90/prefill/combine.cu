@@ -62,36 +62,46 @@ __device__ __forceinline__ void store_row(const CombineArgs& args, int token, in
   }
 }
 
-// Grid: (tokens, pieces of a row).
-template <bool wide, bool remote>
-__global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ CombineArgs args) {
-  wait_for_previous_kernel();
-  allow_next_kernel();
-  const Problem& p = args.problem;
-  const int column = (blockIdx.y * kThreads + threadIdx.x) * kColumns;
-  const int64_t token = blockIdx.x;
-  if (column >= p.hidden) return;
-  float sum[kColumns] = {};
-  bool any = false;
-  for (int first = 0; first < p.top_k; first += kAtOnce) {
-    Piece<wide> pieces[kAtOnce];
-    float weights[kAtOnce];
-    bool mine[kAtOnce];
+// A few of a token's slots: which are ours, and their weights. Before the wait or behind it.
+struct Slots {
+  bool mine[kAtOnce];
+  float weights[kAtOnce];
+
+  __device__ __forceinline__ Slots(const Problem& p, int64_t token, int first) {
 #pragma unroll
     for (int i = 0; i < kAtOnce; i++) {
       const int64_t slot = token * p.top_k + first + i;
       mine[i] = first + i < p.top_k && local_expert(p, slot) >= 0;
-      any |= mine[i];
-      if (mine[i]) {
-        pieces[i].load(args.y, slot * p.hidden + column);
-        weights[i] = p.weight_on_input ? 1.0f : p.topk_weights[slot];
-      }
+      weights[i] = mine[i] && !p.weight_on_input ? load_settled(p.topk_weights + slot) : 1.0f;
+    }
+  }
+};
+
+// Grid: (tokens, pieces of a row).
+template <bool wide, bool remote>
+__global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ CombineArgs args) {
+  const Problem& p = args.problem;
+  const int column = (blockIdx.y * kThreads + threadIdx.x) * kColumns;
+  const int64_t token = blockIdx.x;
+  Slots slots(p, token, 0);
+  wait_for_previous_kernel();
+  allow_next_kernel();
+  if (column >= p.hidden) return;
+  float sum[kColumns] = {};
+  bool any = false;
+  for (int first = 0; first < p.top_k; first += kAtOnce) {
+    if (first > 0) slots = Slots(p, token, first);
+    Piece<wide> pieces[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; i++) {
+      any |= slots.mine[i];
+      if (slots.mine[i]) pieces[i].load(args.y, (token * p.top_k + first + i) * p.hidden + column);
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; i++) {
-      if (!mine[i]) continue;
+      if (!slots.mine[i]) continue;
 #pragma unroll
-      for (int c = 0; c < kColumns; c++) sum[c] = __fadd_rn(sum[c], __fmul_rn(weights[i], pieces[i].value(c)));
+      for (int c = 0; c < kColumns; c++) sum[c] = __fadd_rn(sum[c], __fmul_rn(slots.weights[i], pieces[i].value(c)));
     }
   }
   store_row<remote>(args, blockIdx.x, column, any, sum);

@@ -1,26 +1,29 @@
-// The second launch of a prefill: the operand of GEMM1.
+// The second launch of a prefill: the operand of GEMM1. Tokens are read while their slots are sorted.
 #include "../device/async.cuh"
 #include "prefill_tokens.cuh"
 
 namespace moeq::sm90 {
 namespace {
 
+// Of a multiprocessor. Where slots have two rows, registers for four would not do.
+template <bool half>
+constexpr int kRowBlocks = half ? 3 : 4;
+
 // 16 values of K of a token for each of its experts.
 template <bool remote, bool half>
-__global__ void __launch_bounds__(kRowThreads) operand_kernel(const __grid_constant__ OperandArgs args) {
-  wait_for_previous_kernel();
-  allow_next_kernel();
+__global__ void __launch_bounds__(kRowThreads, kRowBlocks<half>)
+    operand_kernel(const __grid_constant__ OperandArgs args) {
   const Problem& p = args.problem;
   const int blocks_per_row = args.hidden_padded / 16;
   const int64_t unit = int64_t{blockIdx.x} * kRowThreads + threadIdx.x;
   const bool real = unit < int64_t{p.tokens} * blocks_per_row;   // the same for a quad
   const int token = real ? unit / blocks_per_row : 0, block = real ? unit % blocks_per_row : threadIdx.x % 4;
   float x[16];
-  if constexpr (!remote) {
-    load_token<half>(args, token, block * 16, x);
-  } else {
-    load_remote_units(args, unit, blocks_per_row, token, x);
-  }
+  if constexpr (!remote) load_token<half>(args, token, block * 16, x);
+  wait_for_previous_kernel();
+  allow_next_kernel();
+  const SlotRows<half> rows(args, token, 0);
+  if constexpr (remote) load_remote_units(args, unit, blocks_per_row, token, x);  // which are wanted is known now
   uint4 pieces[2], rest[2] = {};
   float factor = args.given_factor != nullptr ? args.given_factor[token] : 1.0f;
   if (p.a1 != ActScale::kExpert) {
@@ -36,7 +39,7 @@ __global__ void __launch_bounds__(kRowThreads) operand_kernel(const __grid_const
       exchange(x, rest);
     }
   }
-  store_in_slots<half>(args, token, block, real, pieces, rest, [&](int expert, int row) {
+  store_in_slots<half>(args, token, block, real, rows, pieces, rest, [&](int expert, int row) {
     if (args.factor != nullptr && real && block == 0 && row >= 0) args.factor[row] = factor;
     if (p.a1 != ActScale::kExpert) return;
     float values[16];
@@ -50,8 +53,6 @@ __global__ void __launch_bounds__(kRowThreads) operand_kernel(const __grid_const
 // The largest magnitude of a token's row, one block a row.
 template <bool half>
 __global__ void __launch_bounds__(kRowThreads) row_gscale_kernel(const __grid_constant__ OperandArgs args) {
-  wait_for_previous_kernel();
-  allow_next_kernel();
   float amax = 0.0f;
   for (int column = threadIdx.x * 16; column < args.problem.hidden; column += kRowThreads * 16) {
     float values[16];
@@ -59,6 +60,8 @@ __global__ void __launch_bounds__(kRowThreads) row_gscale_kernel(const __grid_co
     amax = max_magnitude(amax, amax_of(values));
   }
   const uint32_t largest = amax_of_row(amax);
+  wait_for_previous_kernel();
+  allow_next_kernel();
   if (threadIdx.x == 0) args.row_gscale[blockIdx.x] = nvfp4_dynamic_gscale(largest);
 }
 
@@ -90,16 +93,17 @@ __device__ __forceinline__ float round_for_expert(const OperandArgs& args, int e
 // expert a token is rounded for each of its slots.
 template <bool half>
 __global__ void __launch_bounds__(kRowThreads) e4m3_operand_kernel(const __grid_constant__ OperandArgs args) {
-  wait_for_previous_kernel();
-  allow_next_kernel();
   const Problem& p = args.problem;
   const int token = blockIdx.x, blocks = args.hidden_padded / 16;
   const bool mx = args.act_format == ActFormat::kMxfp8, by_slot = p.a1 == ActScale::kExpert;
   const bool of_rows = !mx && args.group_scale == nullptr;
   const auto load = [&](int block, float (&values)[16]) { load_token<half>(args, token, block * 16, values); };
+  RowBlocks row(blocks, load);
+  wait_for_previous_kernel();
+  allow_next_kernel();
+  const SlotRows<false> rows(args, token, 0);
   Rounding rounding{};
   if (p.a1 == ActScale::kTensor) rounding = given_rounding(p.a1_gscale[0]);
-  RowBlocks row(blocks, load);
   if (p.a1 == ActScale::kToken && of_rows) rounding = dynamic_rounding(row.amax(load));
   const float factor = args.given_factor != nullptr ? args.given_factor[token] : rounding.factor;
   row.for_each(load, [&](int block, float (&x)[16]) {
@@ -109,7 +113,7 @@ __global__ void __launch_bounds__(kRowThreads) e4m3_operand_kernel(const __grid_
       scale = round_token(args, token, block, x, rounding);
       exchange(x, pieces, args.half);
     }
-    store_in_slots<false>(args, token, block, block < blocks, pieces, pieces, [&](int expert, int row) {
+    store_in_slots<false>(args, token, block, block < blocks, rows, pieces, pieces, [&](int expert, int row) {
       if (args.group_scale != nullptr && block % 8 == 0 && block < blocks && row >= 0) {
         args.group_scale[int64_t{block / 8} * args.rows + row] = scale;
       }

@@ -26,9 +26,9 @@ inline Schedule take_sorted_schedule(Arena& arena, int slots, int rows, int expe
   return schedule;
 }
 
-// The expert of a slot, -1 where it is not one of ours: its router weight may be anything.
+// The expert of a slot, -1 where it is not one of ours: its router weight may be anything. Some ask before they wait.
 __device__ __forceinline__ int local_expert(const Problem& p, int64_t slot) {
-  const uint32_t id = static_cast<uint32_t>(p.topk_ids[slot]) - static_cast<uint32_t>(p.expert_offset);
+  const uint32_t id = static_cast<uint32_t>(load_settled(p.topk_ids + slot)) - static_cast<uint32_t>(p.expert_offset);
   return id < static_cast<uint32_t>(p.experts) ? static_cast<int>(id) : -1;
 }
 
@@ -76,6 +76,7 @@ __device__ void move_ranks(const Args& args, const int* before, int first, int s
   }
 }
 
+// A call's first launch, behind which others read inputs early: it lets them begin once it has waited.
 template <class Args, class Write>
 __device__ __forceinline__ void sort_by_block(const Args& args, Write write) {
   wait_for_previous_kernel();

@@ -125,13 +125,13 @@ __device__ __forceinline__ const __nv_bfloat16* row_of(const OperandArgs& args, 
   return reinterpret_cast<const __nv_bfloat16*>(args.remote.x[at.rank]) + at.row * hidden;
 }
 
-// 16 values of a token's row, weighted as asked for. half: they are float16.
+// 16 values of a token's row, weighted as asked for, before the wait or behind it. half: they are float16.
 template <bool half = false>
 __device__ __forceinline__ void widen_token(const OperandArgs& args, int token, const uint4 (&raw)[2],
                                             float (&values)[16]) {
   const Problem& p = args.problem;
   const uint32_t* words = reinterpret_cast<const uint32_t*>(raw);
-  const float weight = p.weight_on_input ? p.topk_weights[token] : 1.0f;
+  const float weight = p.weight_on_input ? load_settled(p.topk_weights + token) : 1.0f;
 #pragma unroll
   for (int i = 0; i < 8; i++) {
     const float2 two = widen_two(words[i], half);
@@ -147,7 +147,8 @@ __device__ __forceinline__ void widen_token(const OperandArgs& args, int token, 
   }
 }
 
-// 16 values of K, weighted as asked for; zeros beyond the end.
+// 16 values of K, weighted as asked for; zeros beyond the end. Past the L1, which sees neither what another GPU writes
+// nor, before the wait, what kernels in front have written.
 template <bool half>
 __device__ __forceinline__ void load_token(const OperandArgs& args, int token, int column, float (&values)[16]) {
   if (column >= args.problem.hidden) {
@@ -156,9 +157,7 @@ __device__ __forceinline__ void load_token(const OperandArgs& args, int token, i
     return;
   }
   const uint4* from = reinterpret_cast<const uint4*>(row_of(args, token) + column);
-  // Another GPU's past the L1, which does not see what is written there.
-  const uint4 raw[2] = {args.remote.ranks == 0 ? from[0] : __ldcg(from),
-                        args.remote.ranks == 0 ? from[1] : __ldcg(from + 1)};
+  const uint4 raw[2] = {load_settled(from), load_settled(from + 1)};
   widen_token<half>(args, token, raw, values);
 }
 
@@ -206,27 +205,55 @@ __device__ __forceinline__ void load_remote_units(const OperandArgs& args, int64
   widen_token(args, token, raw, values);
 }
 
+// Where some of a token's slots, the first one and those behind it, have their rows: two ways to the L2 for all.
+template <bool half>
+struct SlotRows {
+  static constexpr int kMany = 4;
+  int expert[kMany], row[kMany];   // -1: foreign, or beyond the token's
+
+  __device__ __forceinline__ SlotRows(const OperandArgs& args, int token, int first) {
+    const int top_k = args.problem.top_k, each = half ? rows_of_slot(args.problem) : 1;
+    const SlotRank* ranks = args.schedule.rank + int64_t{token} * top_k;
+    int rank[kMany];
+#pragma unroll
+    for (int i = 0; i < kMany; i++) {
+      const SlotRank at = first + i < top_k ? ranks[first + i] : SlotRank{-1, 0};
+      expert[i] = at.expert;
+      rank[i] = at.rank;
+    }
+#pragma unroll
+    for (int i = 0; i < kMany; i++) {
+      row[i] = expert[i] >= 0 ? args.schedule.first_row[expert[i]] + rank[i] * each : -1;
+    }
+  }
+};
+
 // Block `block` of 16 values of a token into the rows of its slots, by a quad; threads that are not `real` exchange
-// values, no more. `before(expert, row)` may change the pieces; both -1: foreign. `rest`: of the slots'
-// second rows, where they have some: of float16 alone.
+// values, no more. `rows`: of the first slots. `before(expert, row)` may change the pieces; both -1: foreign. `rest`: of
+// the slots' second rows, where they have some: of float16 alone.
 template <bool half, class Before>
 __device__ __forceinline__ void store_in_slots(const OperandArgs& args, int token, int block, bool real,
-                                               const uint4 (&pieces)[2], const uint4 (&rest)[2], Before before) {
+                                               SlotRows<half> rows, const uint4 (&pieces)[2], const uint4 (&rest)[2],
+                                               Before before) {
+  constexpr int kMany = SlotRows<half>::kMany;
   const int top_k = args.problem.top_k, each = half ? rows_of_slot(args.problem) : 1;
   __nv_bfloat16* k_tile = args.operand + int64_t{block / 4} * args.rows * 64;
-#pragma unroll 4
-  for (int j = 0; j < top_k; j++) {
-    const int64_t slot = int64_t{token} * top_k + j;
-    const auto [expert, rank] = args.schedule.rank[slot];
-    const int row = expert >= 0 ? args.schedule.first_row[expert] + rank * each : -1;
-    if (real && block == 0 && row >= 0) {
-      args.schedule.slot_of_row[row] = slot;
-      if (each == 2) args.schedule.slot_of_row[row + 1] = slot;
-    }
-    before(expert, row);
-    if (real && row >= 0) {
-      store_pieces(k_tile, row, pieces);
-      if (each == 2) store_pieces(k_tile, row + 1, rest);
+  for (int first = 0; first < top_k; first += kMany) {
+    if (first > 0) rows = SlotRows<half>(args, token, first);
+#pragma unroll
+    for (int i = 0; i < kMany; i++) {
+      if (first + i >= top_k) break;
+      const int row = rows.row[i];
+      if (real && block == 0 && row >= 0) {
+        const int slot = token * top_k + first + i;
+        args.schedule.slot_of_row[row] = slot;
+        if (each == 2) args.schedule.slot_of_row[row + 1] = slot;
+      }
+      before(rows.expert[i], row);
+      if (real && row >= 0) {
+        store_pieces(k_tile, row, pieces);
+        if (each == 2) store_pieces(k_tile, row + 1, rest);
+      }
     }
   }
 }

@@ -20,21 +20,20 @@ __device__ void list_tiles(const Schedule& schedule, int expert, int start, int 
 
 // By one block, a thread an expert. `slots`: of the expert.
 __device__ void write_schedule(const OperandArgs& args, int slots) {
-  __shared__ int warp_sums[kThreads / 32];
+  __shared__ int2 warp_sums[kThreads / 32];
   const Schedule& schedule = args.schedule;
   const int expert = threadIdx.x, count = slots * rows_of_slot(args.problem);
   const int tiles = tiles_for(count, args.max_width);
-  int rows_total, tiles_total;
-  const int start = prefix_sum<kThreads>((count + 7) / 8 * 8, warp_sums, rows_total);
-  const int first = prefix_sum<kThreads>(tiles, warp_sums, tiles_total);
+  int2 total;
+  const auto [start, first] = prefix_sums<kThreads>({(count + 7) / 8 * 8, tiles}, warp_sums, total);
   list_tiles(schedule, expert, start, count, first, tiles);
   if (expert < args.problem.experts) {
     schedule.finished[expert] = 0;
     schedule.first_row[expert] = start;
   }
   if (expert == 0) {
-    *schedule.tiles_total = tiles_total;
-    *schedule.rows_total = rows_total;
+    *schedule.tiles_total = total.y;
+    *schedule.rows_total = total.x;
     *schedule.next_item = 0;
     *schedule.overdue = 0;
   }

@@ -35,21 +35,20 @@ __device__ void list_expert(const Schedule& schedule, int expert, int start, int
 }
 
 __device__ void write_schedule(const ScheduleArgs& args, int count) {
-  __shared__ int warp_sums[kSortThreads / 32];
+  __shared__ int2 warp_sums[kSortThreads / 32];
   const Problem& p = args.problem;
   const Schedule& schedule = args.schedule;
   const int expert = threadIdx.x;
   const int tiles = args.tokens_first ? tiles_of_tokens_first(count, args.joins) : tiles_for(count, args.widest);
-  int rows_total, tiles_total;
-  const int start = prefix_sum<kSortThreads>(round_up(count, 8), warp_sums, rows_total);
-  const int first = prefix_sum<kSortThreads>(tiles, warp_sums, tiles_total);
+  int2 total;
+  const auto [start, first] = prefix_sums<kSortThreads>({round_up(count, 8), tiles}, warp_sums, total);
   if (expert < p.experts) {
     list_expert(schedule, expert, start, count, first, tiles,
                 args.tokens_first ? 2 * kPartTokens : tile_width(count, tiles, args.widest));
   }
   if (expert == 0) {
-    *schedule.tiles_total = tiles_total;
-    schedule.start[p.experts] = rows_total;
+    *schedule.tiles_total = total.y;
+    schedule.start[p.experts] = total.x;
     schedule.next_item[0] = schedule.next_item[1] = 0;
   }
 }

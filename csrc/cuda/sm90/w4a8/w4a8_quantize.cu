@@ -161,7 +161,7 @@ __device__ __forceinline__ void for_each_place(const QuantizeArgs& args, Place (
   }
 }
 
-// As they lie in memory: loads that places are found beside.
+// As they lie in memory: loads that places are found beside, before the wait or behind it.
 template <int pieces>
 struct Words {
   uint2 at[pieces * 4];
@@ -171,7 +171,7 @@ struct Words {
 #pragma unroll
     for (int i = 0; i < pieces * 4; i++) {
       const int k = first_k(threadIdx.x + i / 4 * blockDim.x, i % 4);
-      at[i] = k < p.hidden ? *reinterpret_cast<const uint2*>(x + k) : make_uint2(0, 0);
+      at[i] = k < p.hidden ? load_settled(reinterpret_cast<const uint2*>(x + k)) : make_uint2(0, 0);
     }
   }
   // Nothing before this waits for them.
@@ -212,10 +212,10 @@ __global__ void __launch_bounds__(kMostThreads<pieces>, pieces == 4 ? 1 : 2)
     quantize_tokens_kernel(const __grid_constant__ QuantizeArgs args) {
   __shared__ float shared[32];
   __shared__ Place places[kPlaces];
-  allow_next_kernel();
-  wait_for_previous_kernel();
   const Problem& p = args.problem;
   Words<pieces> words(p, blockIdx.x);
+  allow_next_kernel();
+  wait_for_previous_kernel();
   find_places(args, places, 0);
   words.arrive();
   const Row<pieces> row = token_of(p, words, blockIdx.x);
