@@ -71,8 +71,8 @@ inline cudaLaunchAttribute may_begin_early() {
 
 // A launch that may begin before the previous kernel of the stream has ended, be it anyone's. The kernel itself waits
 // for it (wait_for_previous_kernel in async.cuh): every thread, before it touches global memory, weights included, and
-// before it ends. Behind its call's first launch it may read the call's inputs earlier (load_settled there). docs/design.md,
-// section 11, has the rule; tests/programs/sass_order.py holds machine code to it.
+// before it ends. Behind its call's first launch it may read the call's inputs earlier (load_settled there).
+// docs/design.md, section 11, has the rule; tests/programs/sass_order.py holds machine code to it.
 template <class Args>
 cudaError_t launch_after(void (*kernel)(Args), const Args& args, dim3 grid, int threads, int shared_bytes,
                          cudaStream_t stream) {

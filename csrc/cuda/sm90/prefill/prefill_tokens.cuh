@@ -229,8 +229,8 @@ struct SlotRows {
 };
 
 // Block `block` of 16 values of a token into the rows of its slots, by a quad; threads that are not `real` exchange
-// values, no more. `rows`: of the first slots. `before(expert, row)` may change the pieces; both -1: foreign. `rest`: of
-// the slots' second rows, where they have some: of float16 alone.
+// values, no more. `rows`: of the first slots. `before(expert, row)` may change the pieces; both -1: foreign. `rest`:
+// of the slots' second rows, where they have some: of float16 alone.
 template <bool half, class Before>
 __device__ __forceinline__ void store_in_slots(const OperandArgs& args, int token, int block, bool real,
                                                SlotRows<half> rows, const uint4 (&pieces)[2], const uint4 (&rest)[2],
