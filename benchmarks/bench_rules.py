@@ -77,7 +77,10 @@ RULES = {
         {
             "default": {},
             "triton": {(_FP8, "_few_slots"): lambda *layer: 1e9, (_FP8, "by_decode"): _never},
-            "exact": {(_FP8, "by_triton"): _never, (_FP8, "EXACT_SLOTS"): (-1.0, 1e9)},
+            "exact": {
+                **dict.fromkeys(((_FP8, "by_triton"), (_FP8, "by_decode")), _never),
+                (_FP8, "EXACT_SLOTS"): (-1.0, 1e9),
+            },
             "prefill": {(_FP8, "by_triton"): _never, (_FP8, "by_exact"): _never, (_FP8, "run_cuda"): _prefill_fp8},
         },
     ),

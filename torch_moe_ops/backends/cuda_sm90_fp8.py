@@ -40,7 +40,9 @@ WEIGHTS = {"fp8": "rows", "fp8_block": "blocks"}  # scheme -> what the op calls 
 
 def run(call: ExpertsCall, out: Tensor) -> None:
     """Fill `out` [num_tokens, hidden_size] (bfloat16, float16 or float32, contiguous) from a checked call."""
-    if by_triton(call) and not by_decode(call):
+    if by_decode(call):
+        run_cuda(call, out)
+    elif by_triton(call):
         triton.run(call, out)
     elif by_exact(call):
         cuda_sm90.run_kernel(call, out, EXACT_KERNEL)
@@ -54,7 +56,7 @@ def run_cuda(call: ExpertsCall, out: Tensor, decode_tokens: int = DECODE_TOKENS)
 
 
 def by_decode(call: ExpertsCall) -> bool:
-    """Whether the decode kernel runs a call that Triton's would: where it is the faster one for as many tokens."""
+    """Whether the decode kernel runs a call, whoever takes more tokens: where it is the faster one for as many."""
     tokens, top_k = call.topk_ids.shape
     if tokens not in tokens_of_decode(call.scheme, call.hidden_states.shape[1], top_k, call.w2.stride(0)):
         return False
@@ -126,13 +128,15 @@ def _notes(problem: Problem) -> str:
     sums = f"{PREFILL}, whose sums have 14 bits"
     bytes2 = problem.hidden_size * tiled.TILE_K * tiled.tiles(problem.intermediate_size, tiled.TILE_K)
     exact = exact_tokens(problem, bytes2)
-    if not _triton_takes(problem.hidden_size):
-        between = f"exact prefill kernels up to {exact}, then " if exact > DECODE_TOKENS else ""
+    by_triton = _triton_takes(problem.hidden_size)
+    most = triton_tokens(problem, bytes2) if by_triton and problem.top_k is not None else DECODE_TOKENS
+    between = f"exact prefill kernels up to {exact}, then " if exact > most else ""
+    if problem.top_k is None and _some_are_exact(problem.scheme, bytes2, problem.hidden_size):
+        between = "exact prefill kernels for some, then "
+    if not by_triton:
         return f"decode kernel up to {DECODE_TOKENS} tokens, while its buffers fit an SM, then {between}{sums}"
     if problem.top_k is None:
-        return f"Triton's kernels for few tokens, then {sums}"
-    most = triton_tokens(problem, bytes2)
-    between = f"exact prefill kernels up to {exact}, then " if exact > most else ""
+        return f"Triton's kernels for few tokens, then {between}{sums}"
     few = tokens_of_decode(problem.scheme, problem.hidden_size, problem.top_k, bytes2)
     decode = f", but the decode kernel for {few[0]} to {few[-1]}" if few else ""
     return f"Triton's kernels up to {most} tokens{decode}, then {between}{sums}"

@@ -29,8 +29,8 @@ _own = own_of["experts_sm90_w4a8"]
 # Up to so many tokens are for the decode kernel, where it takes the layer.
 DECODE_TOKENS = Sm90Few.MAX_TOKENS
 # Of `packed`: up to so many, while the experts of all slots have no more than so many values of w2, where an expert is
-# small, and where it is large; of long experts up to one. Beyond, prefill kernels are mostly faster (ten sizes,
-# benchmarks/results/h200_early_inputs.jsonl).
+# small, and where it is large; of large ones that are long up to one. Beyond, prefill kernels are mostly faster (ten
+# sizes, benchmarks/results/h200_early_inputs.jsonl).
 PACKED_TOKENS, PACKED_VALUES, LONG_EXPERT = 12, (105_000_000, 185_000_000), 2560
 PREFILL = "prefill kernels on fp8 tensor cores"
 NOTES = f"decode kernel up to {{}} tokens, while its buffers fit an SM, then {PREFILL}"

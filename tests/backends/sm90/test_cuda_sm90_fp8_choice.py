@@ -81,6 +81,8 @@ def test_not_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     text = f"decode kernel up to 8 tokens, while its buffers fit an SM, then exact prefill kernels up to {most}, then"
     assert text in moe.explain(PROBLEM).notes["cuda_sm90_fp8"]
     assert "exact" not in moe.explain(dataclasses.replace(PROBLEM, scheme="fp8")).notes["cuda_sm90_fp8"]
+    unknown = moe.explain(dataclasses.replace(PROBLEM, top_k=None)).notes["cuda_sm90_fp8"]
+    assert "then exact prefill kernels for some, then prefill kernels on fp8" in unknown
 
 
 def test_run_follows_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,6 +93,15 @@ def test_run_follows_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     for tokens in (1, 2, 8, 9, 60, 500):
         cuda_sm90_fp8.run(call_of(tokens), torch.empty(0))
     assert ran == ["triton", "cuda", "cuda", "triton", "slim", "cuda"]
+    ran.clear()
+    for tokens in (8, 9):  # more slots an expert than Triton's kernels take, yet first for the decode kernel
+        cuda_sm90_fp8.run(call_of(tokens, top_k=4), torch.empty(0))
+    assert ran == ["cuda", "slim"]
+    dense = dataclasses.replace(TINY, top_k=4)
+    text = (
+        "Triton's kernels up to 7 tokens, but the decode kernel for 2 to 8, then exact prefill kernels up to 56, then"
+    )
+    assert text in moe.explain(dense).notes["cuda_sm90_fp8"]
 
 
 def test_the_decode_kernel_where_it_is_faster_and_surely_has_room() -> None:
@@ -120,4 +131,5 @@ def test_explain_says_it() -> None:
     assert text in moe.explain(PROBLEM).notes["cuda_sm90_fp8"]
     assert "exact" not in moe.explain(dataclasses.replace(PROBLEM, scheme="fp8")).notes["cuda_sm90_fp8"]
     unknown = dataclasses.replace(PROBLEM, top_k=None)
-    assert "Triton's kernels for few tokens" in moe.explain(unknown).notes["cuda_sm90_fp8"]
+    text = "Triton's kernels for few tokens, then exact prefill kernels for some, then prefill kernels on fp8"
+    assert text in moe.explain(unknown).notes["cuda_sm90_fp8"]

@@ -111,7 +111,7 @@ __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("gridd
 __device__ __forceinline__ void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // An input of the call: before the wait, in any launch but the call's first. That one lets nobody begin before it has
-// waited for all that is in front of the call, and no launch writes inputs. Past the L1: writes of kernels that are
+// waited for all that is in front of it, and none behind it writes inputs. Past the L1: writes of kernels that are
 // over are visible to the grid that waited, and in the L2 to all.
 template <class T>
 __device__ __forceinline__ T load_settled(const T* p) {
