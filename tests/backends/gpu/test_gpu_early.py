@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from early_producer import produce_early
 from gpu_layers import FORMATS, Format, Sizes, as_reference, make_batch, make_raw, prepare
+from lora_cases import factors_of
 from tolerances import BF16, relative_l2
 from torch import Tensor
 from triton.language.extra import cuda as tl_cuda
@@ -34,6 +35,9 @@ ROUTING = moe.Routing("renormalize", LAYER.top_k)
 TOKENS = (1, 2, 5, 40)
 REPLAYS = 40
 PLAIN = [None, *(f for f in FORMATS if f.scheme == "none")]  # None: the backend that `prepare` chooses
+MANY = Sizes(experts=16, top_k=4, hidden=512, inter=256)
+MANY_TOKENS = 4200  # 16,800 pairs: the kernels for Hopper sort more than 16,384 by a cluster of blocks
+SORTED = [fmt for fmt in FORMATS if fmt.backend.startswith("cuda_sm90")]
 PACKED = [(s, act) for s in SCHEMES for act in SCHEMES[s].act_formats if act != "none"]
 
 plain_layers = pytest.mark.parametrize("fmt", PLAIN, ids=str)
@@ -161,3 +165,37 @@ def test_packed_hidden_states_behind_an_early_producer(scheme: str, act_format: 
         want = empty_output(sources)
         backend.run(sources, want)
         assert torch.equal(result, want), f"replay {turn}"
+
+
+def follow_early_producers(make_layer: Callable[..., Callable[[], Tensor]], hidden: int) -> None:
+    """Replays of make_layer(inputs) behind early producers of all inputs, against the layer called with them."""
+    sources = make_batch(MANY, hidden, MANY_TOKENS)
+    inputs = [torch.zeros_like(source) for source in sources]
+    behind, alone = make_layer(*inputs), make_layer(*sources)
+
+    def produced() -> Tensor:
+        produce_early(*zip(inputs, sources, strict=True))
+        return behind()
+
+    graph, result = capture(produced)
+    for seed in range(1, 7):
+        for source, new in zip(sources, make_batch(MANY, hidden, MANY_TOKENS, seed=seed), strict=True):
+            source.copy_(new)
+        graph.replay()
+        assert torch.equal(result, alone()), f"replay {seed}"
+
+
+@pytest.mark.parametrize("fmt", SORTED, ids=str)
+def test_many_pairs_behind_an_early_producer(fmt: Format) -> None:
+    w = prepare(make_raw(fmt, MANY), fmt)
+    follow_early_producers(lambda *batch: lambda: moe.fused_moe_routed(*batch, w), w.hidden_size)
+
+
+@pytest.mark.parametrize("scheme", ("nvfp4", "mxfp4"))
+def test_many_pairs_with_adapters_behind_an_early_producer(scheme: str) -> None:
+    fmt = next((f for f in SORTED if (f.backend, f.scheme, f.act_format) == ("cuda_sm90", scheme, "none")), None)
+    if fmt is None:
+        pytest.skip("needs the kernels for Hopper")
+    raw = make_raw(fmt, MANY)
+    w, lora = prepare(raw, fmt), factors_of(raw, 1, 16, torch.bfloat16).to("cuda")
+    follow_early_producers(lambda *batch: lambda: moe.fused_moe_routed(*batch, w, lora=lora), w.hidden_size)

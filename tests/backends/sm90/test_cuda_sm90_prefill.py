@@ -85,6 +85,18 @@ def test_all_tokens_at_few_experts(tokens: int) -> None:
     assert relative_error(out, call) < LIMIT
 
 
+@pytest.mark.parametrize("top_k", (1, 7, 8, 9, 22, 32, 33, 64, 70))
+@pytest.mark.parametrize("hidden", (64, 320, 2112))
+@pytest.mark.parametrize("out_dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_a_sum_over_any_number_of_slots(top_k: int, hidden: int, out_dtype: torch.dtype) -> None:
+    """What is added at a time is 8 of up to 32 slots that a block knows at a time, and a row has one block or two."""
+    sizes: dict[str, Any] = {"experts": 72, "top_k": top_k, "hidden": hidden, "inter": 64}
+    call = make_call("nvfp4", tokens=41, out_dtype=out_dtype, foreign=True, **sizes)
+    out = run_on("prefill", in_tiles(call))
+    bound = layer_bound("cuda_sm90", "none", out_dtype, call.topk_ids.numel() * 64, "silu")
+    assert relative_error(out, call._replace(topk_weights=call.topk_weights.nan_to_num(1.0))) < bound
+
+
 @pytest.mark.parametrize("kernel", tuned_kernels.KERNELS[1:])
 @pytest.mark.parametrize("sizes", (MANY_EXPERTS, FEW_EXPERTS), ids=("many", "few"))
 @pytest.mark.parametrize("tokens", (1, 60, 700))

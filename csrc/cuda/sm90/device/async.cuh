@@ -115,17 +115,7 @@ __device__ __forceinline__ void allow_next_kernel() { asm volatile("griddepcontr
 // over are visible to the grid that waited, and in the L2 to all.
 template <class T>
 __device__ __forceinline__ T load_settled(const T* p) {
-  using Word = std::conditional_t<sizeof(T) % 16 == 0, uint4, std::conditional_t<sizeof(T) % 8 == 0, uint2, uint32_t>>;
-  static_assert(sizeof(T) % sizeof(Word) == 0);
-  union {
-    T value;
-    Word words[sizeof(T) / sizeof(Word)];
-  } loaded;
-#pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(T) / sizeof(Word)); i++) {
-    loaded.words[i] = __ldcg(reinterpret_cast<const Word*>(p) + i);
-  }
-  return loaded.value;
+  return __ldcg(p);
 }
 
 __device__ __forceinline__ int load_acquire(const int* p) {

@@ -62,48 +62,66 @@ __device__ __forceinline__ void store_row(const CombineArgs& args, int token, in
   }
 }
 
-// A few of a token's slots: which are ours, and their weights. Before the wait or behind it.
-struct Slots {
-  bool mine[kAtOnce];
-  float weights[kAtOnce];
+// A token's slots in shared memory, `kMany` at a time: the router weight of those that are ours.
+constexpr int kMany = 32;   // a warp's threads find them, before the wait or behind it
 
-  __device__ __forceinline__ Slots(const Problem& p, int64_t token, int first) {
-#pragma unroll
-    for (int i = 0; i < kAtOnce; i++) {
-      const int64_t slot = token * p.top_k + first + i;
-      mine[i] = first + i < p.top_k && local_expert(p, slot) >= 0;
-      weights[i] = mine[i] && !p.weight_on_input ? load_settled(p.topk_weights + slot) : 1.0f;
-    }
-  }
+struct Slots {
+  uint32_t mine;
+  float weights[kMany];
 };
+
+__device__ __forceinline__ void find_slots(const Problem& p, Slots& slots, int64_t token, int first) {
+  const int64_t slot = token * p.top_k + first + threadIdx.x;
+  const bool mine = first + static_cast<int>(threadIdx.x) < p.top_k && local_expert(p, slot) >= 0;
+  slots.weights[threadIdx.x] = mine && !p.weight_on_input ? load_settled(p.topk_weights + slot) : 1.0f;
+  const uint32_t all = __ballot_sync(0xffffffffu, mine);
+  if (threadIdx.x == 0) slots.mine = all;
+}
+
+// A thread's columns of the results of kAtOnce slots, in bits of `mine` those that are ours, added in order.
+template <bool wide>
+__device__ __forceinline__ void add_slots(const void* y, int64_t at, int hidden, uint32_t mine, const float* weights,
+                                          float (&sum)[kColumns]) {
+  Piece<wide> pieces[kAtOnce];
+#pragma unroll
+  for (int i = 0; i < kAtOnce; i++) {
+    if (mine >> i & 1) pieces[i].load(y, at);
+    at += hidden;
+  }
+#pragma unroll
+  for (int i = 0; i < kAtOnce; i++) {
+    if (!(mine >> i & 1)) continue;
+#pragma unroll
+    for (int c = 0; c < kColumns; c++) sum[c] = __fadd_rn(sum[c], __fmul_rn(weights[i], pieces[i].value(c)));
+  }
+}
 
 // Grid: (tokens, pieces of a row).
 template <bool wide, bool remote>
 __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ CombineArgs args) {
+  __shared__ Slots slots;
   const Problem& p = args.problem;
   const int column = (blockIdx.y * kThreads + threadIdx.x) * kColumns;
   const int64_t token = blockIdx.x;
-  Slots slots(p, token, 0);
+  if (threadIdx.x < kMany) find_slots(p, slots, token, 0);
   wait_for_previous_kernel();
   allow_next_kernel();
-  if (column >= p.hidden) return;
   float sum[kColumns] = {};
   bool any = false;
+  __syncthreads();
+#pragma unroll 1
   for (int first = 0; first < p.top_k; first += kAtOnce) {
-    if (first > 0) slots = Slots(p, token, first);
-    Piece<wide> pieces[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; i++) {
-      any |= slots.mine[i];
-      if (slots.mine[i]) pieces[i].load(args.y, (token * p.top_k + first + i) * p.hidden + column);
+    if (first > 0 && first % kMany == 0) {
+      __syncthreads();
+      if (threadIdx.x < kMany) find_slots(p, slots, token, first);
+      __syncthreads();
     }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; i++) {
-      if (!slots.mine[i]) continue;
-#pragma unroll
-      for (int c = 0; c < kColumns; c++) sum[c] = __fadd_rn(sum[c], __fmul_rn(slots.weights[i], pieces[i].value(c)));
-    }
+    const uint32_t mine = slots.mine >> first % kMany & (1 << kAtOnce) - 1;
+    any |= mine != 0;
+    const int64_t at = (token * p.top_k + first) * p.hidden + column;
+    if (column < p.hidden) add_slots<wide>(args.y, at, p.hidden, mine, slots.weights + first % kMany, sum);
   }
+  if (column >= p.hidden) return;
   store_row<remote>(args, blockIdx.x, column, any, sum);
   if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0 && args.overdue != nullptr && *args.overdue != 0) {
     give_up("gemm_kernel", "thread blocks waited some seconds for the intermediate of others, in vain");

@@ -92,7 +92,8 @@ __device__ __forceinline__ float round_for_expert(const OperandArgs& args, int e
 // Rounded to e4m3: values of codes, and what sums of their products lack. One block a token. With a gscale of each
 // expert a token is rounded for each of its slots.
 template <bool half>
-__global__ void __launch_bounds__(kRowThreads) e4m3_operand_kernel(const __grid_constant__ OperandArgs args) {
+__global__ void __launch_bounds__(kRowThreads, kRowBlocks<half>)
+    e4m3_operand_kernel(const __grid_constant__ OperandArgs args) {
   const Problem& p = args.problem;
   const int token = blockIdx.x, blocks = args.hidden_padded / 16;
   const bool mx = args.act_format == ActFormat::kMxfp8, by_slot = p.a1 == ActScale::kExpert;
