@@ -157,6 +157,11 @@ UNQUANTIZED: tuple[Fields, ...] = (
     {"tokens": 70, "activation": "relu2_no_mul"},
     {"tokens": 5, "hidden": 80, "inter": 48, "activation": "swigluoai"},
 )
+# Of more slots a token than the combine's blocks know at a time, rows of two blocks.
+SUMS: tuple[Fields, ...] = tuple(
+    {"tokens": 9, "experts": 48, "top_k": 40, "hidden": 2112, "out_dtype": dtype}
+    for dtype in (torch.float32, torch.bfloat16)
+)
 # INT4 weights on fp8 tensor cores: tiles of up to 144, 72, 256 and 160 tokens; last steps of one tile of K or two.
 INT4_PRODUCTS: tuple[Fields, ...] = (
     {"tokens": 930, "experts": 45, "hidden": 1088, "inter": 192, "weights": {"group": -1}},
@@ -322,6 +327,7 @@ def groups(kernels: list[str]) -> dict[str, list[Run]]:
         found["router"] = [(run_router, (*shape, "renormalize")) for shape in routers]
         found["hidden"] = [(run_hidden, routed) for routed in ROUTED]
         found["int4-products"] = [(run_int4_products, (fields,)) for fields in INT4_PRODUCTS]
+        found["sums"] = [(run_call, ("slim", "nvfp4", fields)) for fields in SUMS]
         found["bf16"] = [(run_bf16, (fields,)) for fields in UNQUANTIZED]
         found |= {name: [(run_adapters, adapters) for adapters in each] for name, each in ADAPTERS.items()}
         found |= {name: [(run_layer, layer) for layer in layers] for name, layers in LAYERS.items()}

@@ -32,8 +32,8 @@ LARGE_BYTES, FEW_SLOTS_SMALL, FEW_SLOTS = Sm90W4a8.LARGE_VALUES, 8.0, 4.0
 EXACT_SLOTS, EXACT_KERNEL = (3.5, 28.0), KERNELS.index("slim")
 # Values that the hidden states of all tokens have, up to which the decode kernel has room for them for sure.
 DECODE_VALUES = 1 << 14
-# Of blocks of small experts, bytes of w2 that all slots of a call read, up to which it is the faster one (Qwen3's,
-# OLMoE's and DeepSeek-V2-Lite's sizes, benchmarks/results/h200_fp8_small_few.jsonl).
+# Of blocks of small experts, bytes of w2 that all slots of a call read, up to which it is at most 4 % slower than
+# Triton's kernels, beyond up to 8 (Qwen3's, OLMoE's and DeepSeek-V2-Lite's sizes, h200_fp8_small_few.jsonl).
 DECODE_BYTES = 85_000_000
 # Where experts are large, Triton's kernels are faster than it beyond: Mixtral with scales of rows, at 4 tokens
 # (benchmarks/results/h200_fp8_few_auto.jsonl).

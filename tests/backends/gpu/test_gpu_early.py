@@ -35,13 +35,15 @@ ROUTING = moe.Routing("renormalize", LAYER.top_k)
 TOKENS = (1, 2, 5, 40)
 REPLAYS = 40
 PLAIN = [None, *(f for f in FORMATS if f.scheme == "none")]  # None: the backend that `prepare` chooses
-MANY = Sizes(experts=16, top_k=4, hidden=512, inter=256)
-MANY_TOKENS = 4200  # 16,800 pairs: the kernels for Hopper sort more than 16,384 by a cluster of blocks
+# 16,800 pairs: the kernels for Hopper sort more than 16,384 by a cluster of blocks. Rows are short, so that a producer's
+# blocks leave room for kernels that begin beside them.
+MANY, MANY_TOKENS = Sizes(experts=16, top_k=4, hidden=128, inter=128), 4200
 SORTED = [fmt for fmt in FORMATS if fmt.backend.startswith("cuda_sm90")]
 PACKED = [(s, act) for s in SCHEMES for act in SCHEMES[s].act_formats if act != "none"]
 
 plain_layers = pytest.mark.parametrize("fmt", PLAIN, ids=str)
 tokens = pytest.mark.parametrize("tokens", TOKENS)
+last_input = pytest.mark.parametrize("last", range(3), ids=("hidden_states", "topk_ids", "topk_weights"))
 
 
 def make_layers(fmt: Format | None) -> tuple[moe.PreparedWeights, moe.PreparedWeights]:
@@ -111,7 +113,7 @@ def test_behind_a_router(fmt: Format | None, tokens: int, monolithic: bool) -> N
 
 @plain_layers
 @tokens
-@pytest.mark.parametrize("last", range(3), ids=("hidden_states", "topk_ids", "topk_weights"))
+@last_input
 def test_behind_an_early_producer(fmt: Format | None, tokens: int, last: int) -> None:
     """last: what the kernel right in front of the layer stores."""
     w, reference = make_layers(fmt)
@@ -167,14 +169,20 @@ def test_packed_hidden_states_behind_an_early_producer(scheme: str, act_format: 
         assert torch.equal(result, want), f"replay {turn}"
 
 
-def follow_early_producers(make_layer: Callable[..., Callable[[], Tensor]], hidden: int) -> None:
-    """Replays of make_layer(inputs) behind early producers of all inputs, against the layer called with them."""
+def follow_early_producers(make_layer: Callable[..., Callable[[], Tensor]], hidden: int, last: int) -> None:
+    """Replays of make_layer(inputs) behind early producers of all inputs, against the layer called with them.
+
+    last: what the kernel right in front of the layer stores.
+    """
     sources = make_batch(MANY, hidden, MANY_TOKENS)
     inputs = [torch.zeros_like(source) for source in sources]
     behind, alone = make_layer(*inputs), make_layer(*sources)
 
+    pairs = list(zip(inputs, sources, strict=True))
+    pairs.append(pairs.pop(last))
+
     def produced() -> Tensor:
-        produce_early(*zip(inputs, sources, strict=True))
+        produce_early(*pairs)
         return behind()
 
     graph, result = capture(produced)
@@ -185,17 +193,19 @@ def follow_early_producers(make_layer: Callable[..., Callable[[], Tensor]], hidd
         assert torch.equal(result, alone()), f"replay {seed}"
 
 
+@last_input
 @pytest.mark.parametrize("fmt", SORTED, ids=str)
-def test_many_pairs_behind_an_early_producer(fmt: Format) -> None:
+def test_many_pairs_behind_an_early_producer(fmt: Format, last: int) -> None:
     w = prepare(make_raw(fmt, MANY), fmt)
-    follow_early_producers(lambda *batch: lambda: moe.fused_moe_routed(*batch, w), w.hidden_size)
+    follow_early_producers(lambda *batch: lambda: moe.fused_moe_routed(*batch, w), w.hidden_size, last)
 
 
+@last_input
 @pytest.mark.parametrize("scheme", ("nvfp4", "mxfp4"))
-def test_many_pairs_with_adapters_behind_an_early_producer(scheme: str) -> None:
+def test_many_pairs_with_adapters_behind_an_early_producer(scheme: str, last: int) -> None:
     fmt = next((f for f in SORTED if (f.backend, f.scheme, f.act_format) == ("cuda_sm90", scheme, "none")), None)
     if fmt is None:
         pytest.skip("needs the kernels for Hopper")
     raw = make_raw(fmt, MANY)
     w, lora = prepare(raw, fmt), factors_of(raw, 1, 16, torch.bfloat16).to("cuda")
-    follow_early_producers(lambda *batch: lambda: moe.fused_moe_routed(*batch, w, lora=lora), w.hidden_size)
+    follow_early_producers(lambda *batch: lambda: moe.fused_moe_routed(*batch, w, lora=lora), w.hidden_size, last)

@@ -97,6 +97,13 @@ def test_run_follows_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     for tokens in (8, 9):  # more slots an expert than Triton's kernels take, yet first for the decode kernel
         cuda_sm90_fp8.run(call_of(tokens, top_k=4), torch.empty(0))
     assert ran == ["cuda", "slim"]
+    ran.clear()
+    monkeypatch.setattr(cuda_sm90_fp8, "DECODE_BYTES", 128 * 128 * 2 * 5)
+    for tokens in (5, 6):  # as many slots as may read all of w2
+        cuda_sm90_fp8.run(call_of(tokens), torch.empty(0))
+    assert ran == ["cuda", "triton"]
+    monkeypatch.undo()
+    monkeypatch.setattr(triton, "package_reason", lambda: None)
     dense = dataclasses.replace(TINY, top_k=4)
     text = (
         "Triton's kernels up to 7 tokens, but the decode kernel for 2 to 8, then exact prefill kernels up to 56, then"

@@ -5,7 +5,7 @@
 namespace moeq::sm90 {
 namespace {
 
-// Of a multiprocessor. Where slots have two rows, registers for four would not do.
+// Of a multiprocessor. Float16 hidden states take more registers than four would leave.
 template <bool half>
 constexpr int kRowBlocks = half ? 3 : 4;
 
