@@ -128,23 +128,36 @@ def _triton_takes(hidden_size: int) -> bool:
     return hidden_size % tiled.TILE_K == 0 and triton.package_reason() is None
 
 
+def _numbers(tokens: range) -> str:
+    return f"{tokens[0]} to {tokens[-1]}" if len(tokens) > 1 else f"{tokens[0]}"
+
+
+def _few(problem: Problem, bytes2: int) -> tuple[int, str]:
+    """Up to how many tokens neither exact kernels nor those on fp8 tensor cores run, and what does. For `_notes`."""
+    decode = f"decode kernel up to {DECODE_TOKENS} tokens, while its buffers fit an SM"
+    if not _triton_takes(problem.hidden_size):
+        return DECODE_TOKENS, decode
+    by_decode = tokens_of_decode(problem.scheme, problem.hidden_size, problem.top_k or 1, bytes2)
+    if problem.top_k is None:
+        return DECODE_TOKENS, "Triton's kernels" + (" or the decode kernel" if by_decode else "") + " for few tokens"
+    most = triton_tokens(problem, bytes2)
+    text = f"Triton's kernels up to {most} tokens"
+    if by_decode:
+        text += f", but the decode kernel for {_numbers(by_decode)}"
+    if max(most, exact_tokens(problem, bytes2)) < DECODE_TOKENS:  # more slots than are Triton's: `run_cuda` decides
+        return DECODE_TOKENS, f"{text}, then the {decode}"
+    return most, text
+
+
 def _notes(problem: Problem) -> str:
     """Which kernels a number of tokens gets."""
-    sums = f"{PREFILL}, whose sums have 14 bits"
     bytes2 = problem.hidden_size * tiled.TILE_K * tiled.tiles(problem.intermediate_size, tiled.TILE_K)
+    most, few = _few(problem, bytes2)
     exact = exact_tokens(problem, bytes2)
-    by_triton = _triton_takes(problem.hidden_size)
-    most = triton_tokens(problem, bytes2) if by_triton and problem.top_k is not None else DECODE_TOKENS
     between = f"exact prefill kernels up to {exact}, then " if exact > most else ""
     if problem.top_k is None and _some_are_exact(problem.scheme, bytes2, problem.hidden_size):
         between = "exact prefill kernels for some, then "
-    if not by_triton:
-        return f"decode kernel up to {DECODE_TOKENS} tokens, while its buffers fit an SM, then {between}{sums}"
-    if problem.top_k is None:
-        return f"Triton's kernels for few tokens, then {between}{sums}"
-    few = tokens_of_decode(problem.scheme, problem.hidden_size, problem.top_k, bytes2)
-    decode = f", but the decode kernel for {few[0]} to {few[-1]}" if few else ""
-    return f"Triton's kernels up to {most} tokens{decode}, then {between}{sums}"
+    return f"{few}, then {between}{PREFILL}, whose sums have 14 bits"
 
 
 register(

@@ -5,7 +5,7 @@ In CUDA graphs, where kernels follow each other closely. test_triton_order.py fi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -63,6 +63,34 @@ def capture(body: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     return graph, result
 
 
+def replays_behind_producers(
+    layer: Callable[..., Tensor], make: Callable[[int], list[Tensor]], last: int, replays: int
+) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    """A graph of early producers of a layer's inputs and the layer: after each replay, its result and those inputs.
+
+    Args:
+        layer: of hidden_states, topk_ids, topk_weights.
+        make: these, by a seed.
+        last: what the kernel right in front of the layer stores.
+        replays: each with new data.
+    """
+    sources = make(0)
+    inputs = [torch.zeros_like(source) for source in sources]
+    pairs = list(zip(inputs, sources, strict=True))
+    pairs.append(pairs.pop(last))
+
+    def produced() -> Tensor:
+        produce_early(*pairs)
+        return layer(*inputs)
+
+    graph, result = capture(produced)
+    for seed in range(1, replays + 1):
+        for source, new in zip(sources, make(seed), strict=True):
+            source.copy_(new)
+        graph.replay()
+        yield result, sources
+
+
 @triton.jit
 def read_twice(value_ptr, out_ptr):
     """What the value is before and after waiting."""
@@ -117,22 +145,11 @@ def test_behind_a_router(fmt: Format | None, tokens: int, monolithic: bool) -> N
 def test_behind_an_early_producer(fmt: Format | None, tokens: int, last: int) -> None:
     """last: what the kernel right in front of the layer stores."""
     w, reference = make_layers(fmt)
-    sources = make_batch(LAYER, w.hidden_size, tokens)
-    inputs = [torch.zeros_like(source) for source in sources]
-    pairs = list(zip(inputs, sources, strict=True))
-    pairs.append(pairs.pop(last))
-
-    def layer() -> Tensor:
-        produce_early(*pairs)
-        return moe.fused_moe_routed(*inputs, w)
-
-    graph, result = capture(layer)
-    errors = []
-    for seed in range(1, REPLAYS + 1):
-        for source, new in zip(sources, make_batch(LAYER, w.hidden_size, tokens, seed=seed), strict=True):
-            source.copy_(new)
-        graph.replay()
-        errors.append(relative_l2(result, moe.fused_moe_routed(*sources, reference)))
+    replays = replays_behind_producers(
+        lambda *batch: moe.fused_moe_routed(*batch, w),
+        lambda seed: make_batch(LAYER, w.hidden_size, tokens, seed=seed), last, REPLAYS,
+    )  # fmt: skip
+    errors = [relative_l2(result, moe.fused_moe_routed(*batch, reference)) for result, batch in replays]
     assert max(errors) < BF16, f"{sum(e >= BF16 for e in errors)} of {REPLAYS} replays are wrong: {max(errors):.1e}"
 
 
@@ -169,35 +186,18 @@ def test_packed_hidden_states_behind_an_early_producer(scheme: str, act_format: 
         assert torch.equal(result, want), f"replay {turn}"
 
 
-def follow_early_producers(make_layer: Callable[..., Callable[[], Tensor]], hidden: int, last: int) -> None:
-    """Replays of make_layer(inputs) behind early producers of all inputs, against the layer called with them.
-
-    last: what the kernel right in front of the layer stores.
-    """
-    sources = make_batch(MANY, hidden, MANY_TOKENS)
-    inputs = [torch.zeros_like(source) for source in sources]
-    behind, alone = make_layer(*inputs), make_layer(*sources)
-
-    pairs = list(zip(inputs, sources, strict=True))
-    pairs.append(pairs.pop(last))
-
-    def produced() -> Tensor:
-        produce_early(*pairs)
-        return behind()
-
-    graph, result = capture(produced)
-    for seed in range(1, 7):
-        for source, new in zip(sources, make_batch(MANY, hidden, MANY_TOKENS, seed=seed), strict=True):
-            source.copy_(new)
-        graph.replay()
-        assert torch.equal(result, alone()), f"replay {seed}"
+def judge_many(layer: Callable[..., Tensor], hidden: int, last: int) -> None:
+    """Replays behind early producers, against the layer called with the same."""
+    replays = replays_behind_producers(layer, lambda seed: make_batch(MANY, hidden, MANY_TOKENS, seed=seed), last, 6)
+    for turn, (result, batch) in enumerate(replays):
+        assert torch.equal(result, layer(*batch)), f"replay {turn}"
 
 
 @last_input
 @pytest.mark.parametrize("fmt", SORTED, ids=str)
 def test_many_pairs_behind_an_early_producer(fmt: Format, last: int) -> None:
     w = prepare(make_raw(fmt, MANY), fmt)
-    follow_early_producers(lambda *batch: lambda: moe.fused_moe_routed(*batch, w), w.hidden_size, last)
+    judge_many(lambda *batch: moe.fused_moe_routed(*batch, w), w.hidden_size, last)
 
 
 @last_input
@@ -208,4 +208,4 @@ def test_many_pairs_with_adapters_behind_an_early_producer(scheme: str, last: in
         pytest.skip("needs the kernels for Hopper")
     raw = make_raw(fmt, MANY)
     w, lora = prepare(raw, fmt), factors_of(raw, 1, 16, torch.bfloat16).to("cuda")
-    follow_early_producers(lambda *batch: lambda: moe.fused_moe_routed(*batch, w, lora=lora), w.hidden_size, last)
+    judge_many(lambda *batch: moe.fused_moe_routed(*batch, w, lora=lora), w.hidden_size, last)

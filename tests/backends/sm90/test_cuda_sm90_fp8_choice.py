@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -85,30 +86,55 @@ def test_not_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "then exact prefill kernels for some, then prefill kernels on fp8" in unknown
 
 
-def test_run_follows_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[str] = []
-    monkeypatch.setattr(triton, "run", lambda call, out: ran.append("triton"))
-    monkeypatch.setattr(cuda_sm90_fp8, "run_cuda", lambda call, out: ran.append("cuda"))
-    monkeypatch.setattr(cuda_sm90, "run_kernel", lambda call, out, kernel: ran.append(KERNELS[kernel]))
-    for tokens in (1, 2, 8, 9, 60, 500):
-        cuda_sm90_fp8.run(call_of(tokens), torch.empty(0))
-    assert ran == ["triton", "cuda", "cuda", "triton", "slim", "cuda"]
-    ran.clear()
-    for tokens in (8, 9):  # more slots an expert than Triton's kernels take, yet first for the decode kernel
-        cuda_sm90_fp8.run(call_of(tokens, top_k=4), torch.empty(0))
-    assert ran == ["cuda", "slim"]
-    ran.clear()
-    monkeypatch.setattr(cuda_sm90_fp8, "DECODE_BYTES", 128 * 128 * 2 * 5)
-    for tokens in (5, 6):  # as many slots as may read all of w2
-        cuda_sm90_fp8.run(call_of(tokens), torch.empty(0))
-    assert ran == ["cuda", "triton"]
-    monkeypatch.undo()
-    monkeypatch.setattr(triton, "package_reason", lambda: None)
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Who runs calls of so many tokens; nothing does."""
+    calls: list[str] = []
+    monkeypatch.setattr(triton, "run", lambda call, out: calls.append("triton"))
+    monkeypatch.setattr(cuda_sm90_fp8, "run_cuda", lambda call, out: calls.append("cuda"))
+    monkeypatch.setattr(cuda_sm90, "run_kernel", lambda call, out, kernel: calls.append(KERNELS[kernel]))
+
+    def run(*tokens: int, **fields: Any) -> list[str]:
+        calls.clear()
+        for many in tokens:
+            cuda_sm90_fp8.run(call_of(many, **fields), torch.empty(0))
+        return [*calls]
+
+    return run
+
+
+def test_run_follows_the_choice(ran: Callable[..., list[str]]) -> None:
+    assert ran(1, 2, 8, 9, 60, 500) == ["triton", "cuda", "cuda", "triton", "slim", "cuda"]
+    # More slots an expert than Triton's kernels take, yet first for the decode kernel.
+    assert ran(8, 9, top_k=4) == ["cuda", "slim"]
     dense = dataclasses.replace(TINY, top_k=4)
     text = (
         "Triton's kernels up to 7 tokens, but the decode kernel for 2 to 8, then exact prefill kernels up to 56, then"
     )
     assert text in moe.explain(dense).notes["cuda_sm90_fp8"]
+
+
+def test_blocks_follow_the_bytes_that_all_slots_read(
+    ran: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_sm90_fp8, "DECODE_BYTES", 128 * 128 * 2 * 5)  # of five tokens
+    assert ran(5, 6) == ["cuda", "triton"]
+    assert "decode kernel for 2 to 5, then" in moe.explain(TINY).notes["cuda_sm90_fp8"]
+    monkeypatch.setattr(cuda_sm90_fp8, "DECODE_BYTES", 128 * 128 * 2 * 2)
+    assert ran(2, 3) == ["cuda", "triton"]
+    assert "decode kernel for 2, then" in moe.explain(TINY).notes["cuda_sm90_fp8"]
+
+
+def test_more_slots_than_triton_takes_before_there_are_many_tokens(
+    ran: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of large experts: `run_cuda` asks whether the decode kernel takes them."""
+    monkeypatch.setattr(cuda_sm90_fp8, "LARGE_BYTES", 1)
+    assert ran(5, 6, 9, top_k=6) == ["triton", "cuda", "cuda"]
+    text = (
+        "Triton's kernels up to 5 tokens, then the decode kernel up to 8 tokens, while its buffers fit an SM, then pre"
+    )
+    assert text in moe.explain(dataclasses.replace(TINY, top_k=6)).notes["cuda_sm90_fp8"]
 
 
 def test_the_decode_kernel_where_it_is_faster_and_surely_has_room() -> None:
@@ -141,5 +167,5 @@ def test_explain_says_it() -> None:
     assert text in moe.explain(PROBLEM).notes["cuda_sm90_fp8"]
     assert "exact" not in moe.explain(dataclasses.replace(PROBLEM, scheme="fp8")).notes["cuda_sm90_fp8"]
     unknown = dataclasses.replace(PROBLEM, top_k=None)
-    text = "Triton's kernels for few tokens, then exact prefill kernels for some, then prefill kernels on fp8"
+    text = "Triton's kernels or the decode kernel for few tokens, then exact prefill kernels for some, then prefill kernels on"
     assert text in moe.explain(unknown).notes["cuda_sm90_fp8"]
