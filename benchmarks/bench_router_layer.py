@@ -3,8 +3,8 @@
 
     python benchmarks/bench_router_layer.py --out benchmarks/results/h200_router_layer.jsonl
 
-"layer" is router and experts as the model calls them, "apart" the same with routers that do not run their experts,
-"experts" the experts alone on ids that are given. What a router costs is what lies between. `--between norm` has the
+"layer" is router and experts as the model calls them, "experts" the experts alone on ids that are given. What a router
+costs is what lies between. `--between norm` has the
 model's norm in front of each layer, and `attention` two of the attention's products too, as a model has them: kernels
 that let none behind them begin early, and whose code and weights take the caches; "between" is what these take alone.
 Weights come from memory, as layers are more than the L2 holds, and each layer routes by its own router. Microseconds a
@@ -15,7 +15,6 @@ bench_transformers_model.py.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import statistics
 import sys
@@ -27,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import result_lines
 import torch
-from bench_transformers_model import apart, blocks_of, nothing, through_blocks, through_experts
+from bench_transformers_model import blocks_of, nothing, through_blocks, through_experts
 from model_graphs import capture, timed
 from transformers_models import SHAPES, build
 
@@ -56,13 +55,12 @@ def in_turns(
     model: Any, tokens: int, before: Callable[[int, torch.Tensor], Any], turns: int, rounds: int
 ) -> dict[str, float]:
     """Microseconds a layer of each way."""
-    ways = {"layer": through_blocks, "experts": through_experts, "apart": through_blocks, "between": through_nothing}
+    ways = {"layer": through_blocks, "experts": through_experts, "between": through_nothing}
     if before is nothing:
         del ways["between"]
     replays = {}
     for what, through in ways.items():
-        with apart(model) if what == "apart" else contextlib.nullcontext():
-            replays[what] = capture(through(model, tokens, before))
+        replays[what] = capture(through(model, tokens, before))
     times: dict[str, list[float]] = {what: [] for what in ways}
     for _ in range(turns):
         for what, replay in replays.items():
@@ -86,7 +84,7 @@ def main() -> None:
         model = build(shape, torch.device("cuda"), layers=args.layers)
         for between, tokens in itertools.product(args.between.split(","), map(int, args.ms.split(","))):
             us = in_turns(model, tokens, in_front(model, between), args.turns, args.rounds)
-            us |= {"router": us["layer"] - us["experts"], "router_apart": us["apart"] - us["experts"]}
+            us |= {"router": us["layer"] - us["experts"]}
             record = {"event": "router_layer", "shape": shape, "M": tokens, "between": between}
             lines.append(record | {f"{what}_us": round(value, 3) for what, value in us.items()})
             print(lines[-1], flush=True)

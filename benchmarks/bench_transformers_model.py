@@ -7,9 +7,9 @@
 A decode step is one token for each sequence of the batch, through a static cache of 1024 positions, mask given (as
 `generate` does). "moe" is all MoE blocks of the model one after the other, "experts" their experts alone on ids that
 are given, each in a graph of its own: a router costs what lies between. "profile" says what routers and experts take
-within the decode step itself (see model_graphs.shares). `--own-router` leaves transformers' routers, `--apart` has
-routers that do not run their experts too. `--turns` has both in one process, and a step without MoE blocks: what the
-blocks take within a step is what that is shorter by. Steps of two processes differ by up to 6 % with the same kernels.
+within the decode step itself (see model_graphs.shares). `--own-router` leaves transformers' routers. `--turns` has
+steps and those without MoE blocks in turns, in one process: what the blocks take within a step is what that is shorter
+by. Steps of two processes differ by up to 6 % with the same kernels.
 
 One shape takes about three minutes on an H200, two of them compiling: `--compile ""` leaves that out, and
 `--batches "" --prefill 0` leaves out all the rest. Each line is written to `--out` when it is known. What Inductor has
@@ -98,14 +98,6 @@ def blocks_of(model: Any) -> list[Any]:
     return [model.get_submodule(found.name.rpartition(".")[0]) for found in find_experts(model)]
 
 
-def routers_apart(model: Any) -> list[tuple[Any, Any]]:
-    """Let no router run its experts (torch_moe_ops/transformers/layers_in_one.py). Returns which did, and theirs."""
-    joined = [(module, module.moeq_layer) for module in model.modules() if hasattr(module, "moeq_layer")]
-    for module, _ in joined:
-        module.moeq_layer = None
-    return joined
-
-
 def through_blocks(model: Any, batch: int, before: Callable[[int, torch.Tensor], Any] = nothing) -> Callable[[], Any]:
     """All MoE blocks; `before` gets the number of each and its hidden states, and runs in front of it."""
     hidden = torch.randn(batch, 1, model.config.hidden_size, dtype=model.dtype, device=model.device)
@@ -138,15 +130,6 @@ def through_experts(model: Any, batch: int, before: Callable[[int, torch.Tensor]
 
 
 @contextlib.contextmanager
-def apart(model: Any) -> Iterator[None]:
-    """Routers do not run their experts."""
-    joined = routers_apart(model)
-    yield
-    for module, layer in joined:
-        module.moeq_layer = layer
-
-
-@contextlib.contextmanager
 def without_blocks(model: Any) -> Iterator[None]:
     """MoE blocks give what they are given."""
     blocks = blocks_of(model)
@@ -160,8 +143,8 @@ def without_blocks(model: Any) -> Iterator[None]:
 
 
 def in_turns(model: Any, batch: int, step: Decode, args: argparse.Namespace, note: Callable[..., None]) -> None:
-    """A step whose routers run their experts, one whose routers do not, and one without either, in turns."""
-    ways = {"decode": contextlib.nullcontext, "decode apart": apart, "decode without": without_blocks}
+    """A step, and one without routers and experts, in turns."""
+    ways = {"decode": contextlib.nullcontext, "decode without": without_blocks}
     replays = {}
     for what, way in ways.items():
         with way() if way is contextlib.nullcontext else way(model):
@@ -171,10 +154,7 @@ def in_turns(model: Any, batch: int, step: Decode, args: argparse.Namespace, not
         for what, replay in replays.items():
             note(what=what, batch=batch, turn=turn, **timed(replay, args.rounds, step.rewind))
     layers = len(find_experts(model))
-    for what in ("decode", "decode apart"):
-        note(
-            what=what.replace("decode", "profile"), batch=batch, **profile_or_reason(replays[what], layers, step.rewind)
-        )
+    note(what="profile", batch=batch, **profile_or_reason(replays["decode"], layers, step.rewind))
 
 
 def measure(model: Any, args: argparse.Namespace, note: Callable[..., None]) -> None:
@@ -254,10 +234,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=110, help="seconds after which nothing more is compiled")
     parser.add_argument("--turn", type=Path, help="a file that runs share which time one after the other")
     parser.add_argument("--own-router", action="store_true", help="leave transformers' routers as they are")
-    parser.add_argument("--apart", action="store_true", help="routers in a launch of their own")
-    parser.add_argument(
-        "--turns", type=int, default=0, help="steps with routers both ways, and without, in so many turns; no more"
-    )
+    parser.add_argument("--turns", type=int, default=0, help="steps, and those without blocks, in turns; no more")
     parser.add_argument("--layers", type=int, help="how many, where not as many as the architecture has")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to see that it runs; also on a CPU")
     parser.add_argument("--out", type=Path)
@@ -270,9 +247,6 @@ def main() -> None:
     sizes = {"tiny": args.tiny, "layers": args.layers}
     model = build(args.shape, device, scheme=args.scheme, route=not args.own_router, **sizes)
     holders = [found.module.moeq_weights for found in find_experts(model)]
-    joined = not (args.own_router or args.apart) and holders[0].takes_router()
-    if args.apart:
-        routers_apart(model)
     weights = {holder.prepared.backend for holder in holders}
     result: dict[str, Any] = {
         "shape": args.shape,
@@ -281,7 +255,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "library": moe.__version__},
         "backends": sorted(weights),
-        "routers": "transformers" if args.own_router else "moeq::moe_hidden" if joined else "moeq::route_hidden",
+        "routers": "transformers" if args.own_router else "moeq::route_hidden",
         "build_s": round(time.perf_counter() - begin, 1),
         "model_gib": round(model.get_memory_footprint() / 2**30, 3),
         "parameters": model.num_parameters(),

@@ -13,7 +13,6 @@ REPLAYS = 20
 # Parts of the names of this library's kernels: those compiled from C++ are in the namespace moeq, the rest is Triton's.
 ROUTE = "route_kernel"
 ROUTER = "route_hidden_kernel"  # product and routing
-LAYER = "decode_few_routed_kernel"  # product, routing and experts
 EXPERTS = ("moeq::", "prologue_kernel", "schedule_kernel", "gemm1_kernel", "gemm2_kernel", "combine_kernel")
 # Parts of the names of others' kernels that multiply matrices: the last one before the experts gives the logits.
 PRODUCTS = ("gemm", "gemv", "nvjet", "cutlass", "dot_kernel")
@@ -110,8 +109,7 @@ def shares(kernels: list[Kernel], layers: int) -> dict[str, float]:
     A layer's router begins with the kernel whose product gives its logits: the last one before its experts' first
     kernel. "block_us" is from there to the end of its experts' last kernel, gaps included; "span_us" from the end of
     the kernels in front of it, so that neither a launch nor a kernel that begins early and waits is left out or counted
-    twice. "router_us" and "experts_us" are durations alone, added up ("experts_us" counts overlapping kernels twice). A
-    kernel that routes and runs the experts is theirs.
+    twice. "router_us" and "experts_us" are durations alone, added up ("experts_us" counts overlapping kernels twice).
 
     Raises: ValueError where other than `layers` layers are found.
     """
@@ -144,10 +142,7 @@ def _blocks(names: list[str]) -> list[tuple[int, int, int]]:
     found: list[tuple[int, int, int]] = []
     product: int | None = None  # the last one since experts ran
     for i, name in enumerate(names):
-        if LAYER in name:
-            found.append((i, i, i + 1))
-            product = None
-        elif ROUTER in name:
+        if ROUTER in name:
             product = i
         elif ROUTE not in name and any(part in name for part in EXPERTS):
             if product is not None or not found:

@@ -31,8 +31,4 @@ for percent in "$@"; do
   done
   tail -n 3 "$folder"/eager.txt "$folder"/graphs.txt
 done
-
-# Fewer multiprocessors than tokens, which no green context has.
-export CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=2
-timeout 120 "$python" tests/programs/sm90_small_share.py || failed=1
 exit "$failed"

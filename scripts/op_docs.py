@@ -63,8 +63,7 @@ OTHER_OPS = {
     "launch; elsewhere it is a product and a launch of routing. Where operands and logits have one dtype, that product "
     "is `torch.nn.functional.linear`.",
     "moe_hidden": "Router and experts of any scheme, from hidden states and the router's weights: `route_hidden` and "
-    "the scheme's routed op, whose results it gives together. On Hopper one launch does it for up to 8 tokens of "
-    "bfloat16 with nvfp4 or mxfp4 weights, with the same bits, where its buffers fit.",
+    "the scheme's routed op, whose results it gives together.",
     "moe_routed_backward": "Gradients of every routed op, from its arguments and the gradient of its output; its "
     "backward pass calls it. What the forward pass made in between is made again. Sums in float32, in a fixed order.",
     "moe_routed_lora": "Experts of any scheme with the caller's routing, and low-rank adapters beside them: "

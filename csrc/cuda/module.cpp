@@ -27,7 +27,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(moeq_C, m) {
       "sizes, int rank, float limit) -> ()");
   m.def("ep_p2p_buffer_bytes() -> int");
   m.def(moeq::ExpertsSm90Call::kSchema);
-  m.def(moeq::ExpertsHiddenSm90Call::kSchema);
   m.def(moeq::ExpertsSm90RemoteCall::kSchema);
   m.def(moeq::ExpertsSm90RowsCall::kSchema);
   m.def("experts_sm90_rows_kept(int tokens, int top_k, int experts, int hidden, int inter) -> int");

@@ -87,31 +87,6 @@ struct ExpertsSm90Call : LayerCall, RouterCall {
       int64_t>;
 };
 
-struct ExpertsHiddenSm90Call : LayerCall, RouterCall {
-  std::string act_format;
-  bool quantize_hidden;
-  bool quantize_intermediate;
-  Tensor router_weight;
-  OptionalTensor router_bias;
-  int64_t blocks;
-  int64_t warps;
-  static constexpr const char* kSchema =
-      "experts_hidden_sm90(Tensor(a!) out, Tensor hidden_states, Tensor? hidden_states_scale, Tensor(b!)? topk_ids, "
-      "Tensor(c!)? topk_weights, Tensor w13, Tensor? w13_scale, Tensor? w13_zero_point, Tensor? g1_alphas, Tensor? "
-      "w13_bias, Tensor w2, Tensor? w2_scale, Tensor? w2_zero_point, Tensor? g2_alphas, Tensor? w2_bias, Tensor? "
-      "a1_gscale, Tensor? a2_gscale, str activation, float swiglu_alpha, float swiglu_beta, float swiglu_limit, int "
-      "local_expert_offset, bool router_weight_on_input, Tensor(d!)? router_logits, Tensor? routing_bias, str score, "
-      "str weight, bool renormalize, int top_k, int n_group, int topk_group, float routed_scaling_factor, str "
-      "act_format, bool quantize_hidden, bool quantize_intermediate, Tensor router_weight, Tensor? router_bias, int "
-      "blocks, int warps) -> ()";
-  using Types = std::tuple<
-      Tensor, Tensor, OptionalTensor, OptionalTensor, OptionalTensor, Tensor, OptionalTensor, OptionalTensor,
-      OptionalTensor, OptionalTensor, Tensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
-      OptionalTensor, OptionalTensor, std::string, double, double, double, int64_t, bool, OptionalTensor,
-      OptionalTensor, std::string, std::string, bool, int64_t, int64_t, int64_t, double, std::string, bool, bool,
-      Tensor, OptionalTensor, int64_t, int64_t>;
-};
-
 struct ExpertsSm90RowsCall : LayerCall {
   OptionalTensor low;
   OptionalTensor factor;

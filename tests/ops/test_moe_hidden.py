@@ -11,13 +11,8 @@ from problems import Case
 from samples import hidden_call
 from torch import Tensor
 
-from torch_moe_ops.backends import BACKENDS
-from torch_moe_ops.backends.sm90 import router as sm90_router
-from torch_moe_ops.core.call import ExpertsCall
 from torch_moe_ops.core.schemas import arguments
 from torch_moe_ops.core.schemes import SCHEMES
-from torch_moe_ops.ops import moe_hidden as op
-from torch_moe_ops.ops.plan import plan_of
 
 CASE = Case(hidden=96, inter=64, bias=True)
 ROUTE = arguments("route_hidden")[0][:10]
@@ -77,31 +72,3 @@ def test_gradients_are_those_of_the_two_ops() -> None:
 def test_no_tokens() -> None:
     output, ids, weights, logits = moe_hidden(**hidden_call(replace(CASE, tokens=0), "cpu", "cpu"))
     assert output.shape == (0, 96) and ids.shape == weights.shape == (0, 2) and logits.shape == (0, 4)
-
-
-@pytest.mark.parametrize("fills", (True, False))
-def test_a_backend_may_run_both(fills: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gets the call complete but for ids and weights; where it gives none, the two are run."""
-    seen: list[Any] = []
-
-    def run_hidden(call: ExpertsCall, product: Any, routing: tuple[Any, ...], out: Tensor) -> Any:
-        seen.append((call.topk_ids, product.weight.shape, product.logits.dtype, routing[1:3]))
-        out.fill_(7.0)
-        product.logits.fill_(3.0)
-        return (torch.ones(5, 2, dtype=torch.int32), torch.ones(5, 2)) if fills else None
-
-    takes = iter((True, False))  # of this op, and of the router by itself
-    monkeypatch.setattr(sm90_router, "takes", lambda *given: next(takes))
-    monkeypatch.setattr(
-        op,
-        "plan_of",
-        lambda *named: replace(plan_of(*named), backend=replace(BACKENDS["cpu"], run_hidden=run_hidden)),
-    )
-    given = hidden_call(CASE, "cpu", "cpu", bias=True)
-    output, ids, _, logits = moe_hidden(**given)
-    assert seen == [(None, (4, 96), torch.bfloat16, ("renormalize", 2))]
-    if fills:
-        assert (output == 7).all() and (ids == 1).all() and (logits == 3).all()
-        return
-    monkeypatch.undo()
-    assert torch.equal(output, in_two(given)[0])

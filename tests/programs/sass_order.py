@@ -17,7 +17,7 @@ from launch_order import Order, Step, faults_alone, order_of
 from sass_code import Instruction, disassembled, read_code
 
 # The kernels that no launch attribute starts early: they wait for nobody. All others do, unless they are added here.
-LAUNCHED_NORMALLY = ("decode_kernel", "decode_few_kernel", "decode_few_routed_kernel")
+LAUNCHED_NORMALLY = ("decode_kernel",)
 # Calls begin with these, which let others begin once they have waited: then all in front of the call is over.
 BEGIN_CALLS = ("schedule_kernel", "schedule_cluster_kernel")
 # Behind them in a call, these may read its inputs before they wait, past the L1.

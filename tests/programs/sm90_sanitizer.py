@@ -18,9 +18,8 @@ from sm90_cases import in_tiles, make_call, of_a_checkpoint, relative_error, run
 from tolerances import BF16, fp8_sums_bound, layer_bound, rounded_int4
 
 import torch_moe_ops as moe
-from torch_moe_ops.backends import cuda_sm90, cuda_sm90_bf16
+from torch_moe_ops.backends import cuda_sm90_bf16
 from torch_moe_ops.backends.sm90 import fp8_products
-from torch_moe_ops.backends.sm90.router import RouterProduct
 from torch_moe_ops.core.routing_methods import ROUTING_METHODS
 from torch_moe_ops.routing.reference import route_reference
 from torch_moe_ops.tuning import tuned_kernels
@@ -194,15 +193,6 @@ LAYERS: dict[str, tuple[tuple[int, str, Fields], ...]] = {
 }
 
 
-# Layers called from hidden states, router and experts in one launch: tokens, scheme, what a call differs in.
-ROUTED: tuple[tuple[int, str, Fields], ...] = (
-    (3, "nvfp4", {"hidden": 192, "experts": 40, "top_k": 4}),
-    (1, "mxfp4", {"hidden": 320, "inter": 192, "experts": 8, "top_k": 2}),
-    (8, "mxfp4", {"experts": 20, "top_k": 6, "bias": True, "activation": "swigluoai"}),
-    (1, "nvfp4", {"hidden": 1024, "inter": 768, "experts": 9, "top_k": 6}),
-)
-
-
 # Of layers with adapters: tokens, which decide between the kernels, scheme, rank.
 ADAPTERS = {
     "adapters": ((90, "nvfp4", 16), (1000, "mxfp4", 40), (90, "mxfp4", 40), (1000, "nvfp4", 16)),
@@ -275,22 +265,6 @@ def run_adapters(tokens: int, scheme: str, rank: int) -> str | None:
     return None if error < OF_ADAPTERS else f"{error:.1e}"
 
 
-def run_hidden(tokens: int, scheme: str, fields: Fields) -> str | None:
-    """The op moe_hidden's launch (decode_few_product.cuh): what it chooses, and the layer with that."""
-    call = make_call(scheme, tokens=tokens, **SMALL | fields)
-    experts, hidden, top_k = call.w13.shape[0], call.hidden_states.shape[1], call.topk_ids.shape[1]
-    weight = torch.randn(experts, hidden, generator=torch.Generator().manual_seed(0)).bfloat16().cuda()
-    logits, out = torch.empty(tokens, experts, device="cuda"), torch.empty_like(call.hidden_states)
-    routing = (None, "renormalize", top_k, 0, 0, 1.0, None)
-    chosen = cuda_sm90.run_hidden(in_tiles(call), RouterProduct(weight, None, logits), routing, out)
-    if chosen is None:
-        return "not one launch"
-    if not torch.equal(chosen[0].cpu(), route_reference(logits.cpu(), None, "renormalize", top_k)[0]):
-        return "other ids"
-    error = relative_error(out, call._replace(topk_ids=chosen[0], topk_weights=chosen[1]))
-    return None if error < BF16 else f"{error:.1e}"
-
-
 def run_routing(method: str, experts: int, groups: tuple[int, int]) -> str | None:
     logits, top_k = draw(9, experts, seed=1), 1 if method == "llama4" else 6
     bias = draw_bias(experts, seed=1) if method in WITH_BIAS else None
@@ -325,7 +299,6 @@ def groups(kernels: list[str]) -> dict[str, list[Run]]:
         found["routing"] = [(run_routing, (method, *shape)) for method in ROUTING_METHODS for shape in shapes]
         routers = ((128, 256, 3), (60, 1000, 17), (256, 1536, 9), (3, 8, 1))
         found["router"] = [(run_router, (*shape, "renormalize")) for shape in routers]
-        found["hidden"] = [(run_hidden, routed) for routed in ROUTED]
         found["int4-products"] = [(run_int4_products, (fields,)) for fields in INT4_PRODUCTS]
         found["sums"] = [(run_call, ("slim", "nvfp4", fields)) for fields in SUMS]
         found["bf16"] = [(run_bf16, (fields,)) for fields in UNQUANTIZED]

@@ -21,7 +21,6 @@ pytest.importorskip("transformers", minversion="5.17", reason="needs transformer
         ("qwen3_30b_a3b", []),
         pytest.param("gpt_oss_20b", [], marks=pytest.mark.slow),
         pytest.param("qwen3_30b_a3b", ["--own-router"], marks=pytest.mark.slow),
-        pytest.param("qwen3_30b_a3b", ["--apart"], marks=pytest.mark.slow),
     ],
 )
 def test_every_number_is_measured(shape: str, options: list[str], tmp_path: Path) -> None:
@@ -94,13 +93,6 @@ def test_a_router_that_multiplies_itself(model_graphs: Any) -> None:
     layer = [*ATTENTION, "void moeq::sm90::route_hidden_kernel<4>(RouteHidden)", *EXPERTS[1:]]
     found = model_graphs.shares(_kernels(model_graphs, layer * 2), layers=2)
     assert (found["router_us"], found["experts_us"], found["block_us"]) == (2.0, 4.0, 8.0)
-
-
-def test_a_router_in_the_kernel_of_its_experts(model_graphs: Any) -> None:
-    """It counts as theirs, and no product before it is the router's."""
-    layer = [*ATTENTION, "void moeq::sm90::few::(anonymous namespace)::decode_few_routed_kernel<1>()"]
-    found = model_graphs.shares(_kernels(model_graphs, layer * 2), layers=2)
-    assert (found["router_us"], found["experts_us"], found["block_us"]) == (0.0, 2.0, 2.0)
 
 
 def test_kernels_of_experts_that_overlap_count_once_in_a_block(model_graphs: Any) -> None:

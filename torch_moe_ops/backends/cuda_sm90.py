@@ -33,7 +33,6 @@ from torch_moe_ops.backends.sm90.formats import (
     tile_k,
 )
 from torch_moe_ops.backends.sm90.notes import notes_of, notes_of_rounded
-from torch_moe_ops.backends.sm90.router import RouterProduct, in_rows, plan_of
 from torch_moe_ops.backends.triton_engine.backward_pass import BySlot, Decoder, Pass, RanksBySlot
 from torch_moe_ops.core.call import ExpertsCall, for_kernels
 from torch_moe_ops.core.kernel_facts import Router, Sm90, Sm90Few, own_of
@@ -46,7 +45,6 @@ from torch_moe_ops.tuning.tuned_kernels import KERNELS
 
 _own = own_of["experts_sm90"]
 _own_remote = own_of["experts_sm90_remote"]
-_own_hidden = own_of["experts_hidden_sm90"]
 DECODE = 0  # of KERNELS
 DECODES = (DECODE, Sm90Few.GATHERED_KERNEL)
 _LEAST_OF_PREFILL, _NARROW = KERNELS.index("slim"), KERNELS.index("narrow")
@@ -148,41 +146,6 @@ def _run_remote(call: ExpertsCall, where: dict[str, Any], parts: Tensor) -> None
     own |= {"quantize_hidden": rounds, "quantize_intermediate": rounds, "kernel": kernel}
     check_device(call)
     torch.ops.moeq_C.experts_sm90_remote(parts, *for_kernels(call), *_own_remote(own | where))
-
-
-def run_hidden(
-    call: ExpertsCall, product: RouterProduct, routing: tuple[Any, ...], out: Tensor
-) -> tuple[Tensor, Tensor] | None:
-    """`run` with a router in front, in one launch for very few tokens; None where there are more.
-
-    Args:
-        routing: of moeq::route, from routing_bias to renormalize.
-
-    Returns: topk_ids, topk_weights.
-    """
-    router, tokens = router_of((product.logits, *routing)), out.shape[0]
-    if call.hidden_states.dtype != torch.bfloat16:  # which the router's kernel reads
-        return None
-    if router is None or tokens > Sm90Few.MAX_TOKENS or _kernel(call, out, router.top_k) not in DECODES:
-        return None
-    ids = torch.empty((tokens, router.top_k), dtype=torch.int32, device=out.device)
-    weights = torch.empty((tokens, router.top_k), dtype=torch.float32, device=out.device)
-    rounds = call.act_format != "none"
-    check_device(call)
-    blocks, warps = plan_of(*product.weight.shape)
-    own = {
-        "act_format": call.act_format if rounds else "nvfp4",
-        "quantize_hidden": rounds,
-        "quantize_intermediate": rounds,
-        "router_weight": in_rows(product.weight),
-        "router_bias": None if product.bias is None else product.bias.contiguous(),
-        "blocks": blocks,
-        "warps": warps,
-    }
-    filled = call._replace(topk_ids=ids, topk_weights=weights)
-    with torch.cuda.device(out.device):
-        torch.ops.moeq_C.experts_hidden_sm90(out, *for_kernels(filled), *router, *_own_hidden(own))
-    return ids, weights
 
 
 def _of_values(call: ExpertsCall, scale: Tensor) -> ExpertsCall:
@@ -302,7 +265,6 @@ def _register(name: str, schemes: dict[str, tuple[str, ...]], accuracy: str) -> 
             restore=restore,
             run=run,
             run_monolithic=run_monolithic,
-            run_hidden=run_hidden if accuracy == STRICT else None,
             hidden_dtypes=_HIDDEN_DTYPES[accuracy],
             notes=notes_of if accuracy == STRICT else notes_of_rounded,
             dequantize=dequantize,

@@ -71,8 +71,6 @@ class Backend:
     notes: what a user should know where the backend fits ("pads ...", "emulates ..."), else "".
     run_monolithic: (call, router logits and the arguments of moeq::route after them, out) -> whether it ran.
         False, or None here: moeq::route and `run` do it.
-    run_hidden: (call, a RouterProduct that the router's kernel takes, the arguments of moeq::route behind the logits,
-        out) -> ids and weights, its logits filled too; None where it does not run, or here: the router, and `run`, do.
     remote: for expert parallelism within a host; None: rows are exchanged before and after `run`.
     delegate: the backend whose kernels run what this one's do not, "" where there is none; `notes` says what that is.
     decode: as restore, but -> {"w13", "w2": numbers [E, rows, K] without alphas}, which gradients are made with.
@@ -104,7 +102,6 @@ class Backend:
     notes: Callable[[Problem], str] = lambda problem: ""
     auto: bool = True
     run_monolithic: Callable[[ExpertsCall, tuple[Any, ...], Tensor], bool] | None = None
-    run_hidden: Callable[[ExpertsCall, Any, tuple[Any, ...], Tensor], tuple[Tensor, Tensor] | None] | None = None
     remote: RemoteExperts | None = None
     bias_layout: BiasLayout | None = None
     delegate: str = ""

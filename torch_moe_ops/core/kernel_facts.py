@@ -135,15 +135,6 @@ class Router(NamedTuple):
 OWN_ARGUMENTS: dict[str, dict[str, str]] = {
     "experts": {"scheme": "str", "act_format": "str"},
     "experts_sm90": {"act_format": "str", "quantize_hidden": "bool", "quantize_intermediate": "bool", "kernel": "int"},
-    "experts_hidden_sm90": {
-        "act_format": "str",
-        "quantize_hidden": "bool",
-        "quantize_intermediate": "bool",
-        "router_weight": "Tensor",
-        "router_bias": "Tensor | None",
-        "blocks": "int",
-        "warps": "int",
-    },
     "experts_sm90_rows": {
         "low": "Tensor | None",
         "factor": "Tensor | None",
@@ -164,9 +155,9 @@ OWN_ARGUMENTS: dict[str, dict[str, str]] = {
     "experts_sm90_bf16": {},
     "experts_sm90_w4a8": {"weights": "str", "decode_tokens": "int"},
 }
-TAKES_ROUTER = ("experts_sm90", "experts_hidden_sm90")
+TAKES_ROUTER = ("experts_sm90",)
 # What they fill besides `out`.
-FILLS = {"experts_hidden_sm90": ("topk_ids", "topk_weights", "router_logits"), "experts_sm90_rows": ("rows", "kept")}
+FILLS = {"experts_sm90_rows": ("rows", "kept")}
 # Tensors of a call that is like an accepted one; the number of the names of both follows (csrc/cpu/accepted.h).
 ACCEPTED_TENSORS = ("hidden_states", "topk_ids", "topk_weights", *WEIGHT_FIELDS)
 own_of = {op: itemgetter(*names) for op, names in OWN_ARGUMENTS.items() if len(names) > 1}  # of a dictionary

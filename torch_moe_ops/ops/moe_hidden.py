@@ -1,7 +1,6 @@
 """The op `moeq::moe_hidden`: router and experts of a layer, from its hidden states and its router's weights.
 
-One op for all schemes. It is `moeq::route_hidden` and the scheme's routed op; for very few tokens a backend may do both
-in one launch (`Backend.run_hidden`).
+One op for all schemes: `moeq::route_hidden` and the scheme's routed op, with its results.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_moe_ops.backends.sm90 import router as sm90_router
 from torch_moe_ops.core.call import FIELDS, ExpertsCall
 from torch_moe_ops.core.check import fail
 from torch_moe_ops.core.schemas import arguments
@@ -87,13 +85,6 @@ def _run(found: _Checked) -> Results:
     if not out.shape[0]:
         return out, *found.chosen(), found.logits()
     with like_a_kernel(out.device.type):
-        whole = plan.backend.run_hidden
-        if whole is not None and sm90_router.takes(call.hidden_states, found.weight, found.routing[3]):
-            product = sm90_router.RouterProduct(found.weight, found.bias, found.logits())
-            ready = run.completed(run.with_aligned(call, None)[0], plan, found.table, out.dtype)
-            chosen = whole(ready, product, found.routing, out)
-            if chosen is not None:
-                return out, *chosen, product.logits
         operands = (call.hidden_states, found.weight, found.bias)
         ids, weights, logits = run_router(*operands, found.routing, found.logits_dtype)
     run.run_experts(call._replace(topk_ids=ids, topk_weights=weights), plan, found.table, out)

@@ -35,8 +35,6 @@ class ExpertWeights(nn.Module):
         super().__init__()
         self.prepared = prepared
         self.backend = prepared.requested if backend is None else backend
-        # Of a layer whose router has run it too (layers_in_one.py): hidden states, ids and weights, and their results.
-        self.done: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 
     @property
     def prepared(self) -> PreparedWeights:
@@ -106,17 +104,7 @@ class ExpertWeights(nn.Module):
         w = self.prepared
         return w.num_experts - w.num_shared_experts, w.hidden_size, w.intermediate_size
 
-    def takes_router(self) -> bool:
-        """Whether router and experts may be one call (layers_in_one.py)."""
-        w = self.prepared
-        return BACKENDS[w.backend].run_hidden is not None and not w.num_shared_experts and not w.router_weight_on_input
-
     def run(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        done, self.done = self.done, None
-        chosen = done is not None and done[1] is topk_ids and done[2] is topk_weights
-        # A trace cannot ask where rows lie. It is of the block that was tried.
-        if done is not None and chosen and (torch.compiler.is_compiling() or same_rows(done[0], hidden_states)):
-            return done[3]
         return fused_moe_routed(hidden_states, topk_ids, topk_weights, self.prepared)
 
     def extra_repr(self) -> str:
@@ -125,13 +113,6 @@ class ExpertWeights(nn.Module):
             f"{w.scheme}, num_experts={w.num_experts}, hidden_size={w.hidden_size}, "
             f"intermediate_size={w.intermediate_size}, act_format={w.act_format}, backend={w.backend}"
         )
-
-
-def same_rows(a: Tensor, b: Tensor) -> bool:
-    """Whether b is rows, and a has the same numbers in the same memory."""
-    same_memory = a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
-    same_numbers = a.dtype is b.dtype and a.numel() == b.numel() and a.is_contiguous() and b.is_contiguous()
-    return same_memory and same_numbers and b.ndim == 2
 
 
 def moeq_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from torch_moe_ops.backends.triton import package_reason
 from torch_moe_ops.core.routing_methods import METHODS
-from torch_moe_ops.transformers.layers_in_one import copied_alone, join, run_layer
 from torch_moe_ops.transformers.modules import ExpertsModule
 
 # Kinds of devices on which the routing kernel runs; on others torch's own operations are no slower.
@@ -67,7 +66,6 @@ def replace_routers(model: nn.Module, modules: list[ExpertsModule]) -> None:
                 done[options.options[0] if options else "its own operations"] += 1
                 if options is not None:
                     setattr(router, _ATTRIBUTE, options)
-                    join(block, router, found.module)
                     _intercept(type(router))
     if done:
         text = "; ".join(f"{count} choose by {name!r}" for name, count in done.items())
@@ -91,7 +89,7 @@ def _settings(router: nn.Module) -> dict[str, Any]:
 @torch.no_grad()
 def find_options(router: nn.Module) -> RouterOptions | None:
     """The options with which `moeq::route` does what the router does; None where no method does."""
-    probe = copied_alone(router).cpu().float().eval()
+    probe = copy.deepcopy(router).cpu().float().eval()
     weight, generator = probe._parameters["weight"], torch.Generator().manual_seed(0)
     assert weight is not None
     draw = functools.partial(torch.randn, generator=generator, dtype=torch.float32)  # whatever torch's default is
@@ -221,9 +219,5 @@ def _route(router: Any, routing: RouterOptions, hidden_states: Tensor, *given: A
         correction = correction.float()
     dtype = torch.float32 if routing.in_float32 else weight.dtype
     rows = rows if routing.in_float32 else rows.to(weight.dtype)
-    whole = run_layer(router, rows, hidden_states.dtype, correction, routing.options, dtype)
-    if whole is not None:
-        ids, weights, logits = whole
-    else:
-        ids, weights, logits = torch.ops.moeq.route_hidden(rows, weight, bias, correction, *routing.options, dtype)
+    ids, weights, logits = torch.ops.moeq.route_hidden(rows, weight, bias, correction, *routing.options, dtype)
     return logits, weights, ids

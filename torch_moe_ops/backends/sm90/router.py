@@ -27,14 +27,6 @@ class Plan(NamedTuple):
     warps: int
 
 
-class RouterProduct(NamedTuple):
-    """What a router multiplies hidden states by, and where its logits go [num_tokens, num_experts]."""
-
-    weight: Tensor
-    bias: Tensor | None
-    logits: Tensor
-
-
 def plan_of(num_experts: int, hidden_size: int) -> Plan:
     """By the router's shape alone, so that a logit's bits do not depend on how many tokens there are."""
     large = 2 * num_experts * hidden_size > _BYTES_OF_8

@@ -177,12 +177,6 @@ static Shape shape_of_others(const Problem& p) {
 
 int decode_max_tokens(const Problem& p) { return p.top_k < 1 ? 0 : decode::kMaxSlots / p.top_k; }
 
-bool decode_takes_logits(const RoundedProblem& p) {
-  few::Plan plan;
-  bool few = false;
-  return p.router.experts <= kRouteInPlace && make_few_plan(p, plan, few) == cudaSuccess && few;
-}
-
 size_t decode_workspace(const RoundedProblem& p) {
   few::Plan few_plan;
   bool few = false;
@@ -224,7 +218,7 @@ cudaError_t decode_run(const RoundedProblem& p) {
   if (error != cudaSuccess) {
     return error;
   }
-  return launch_together(plan.kernel, plan.args, plan.grid, decode::kBlockThreads, plan.shared_bytes, p.stream);
+  return launch_together(plan.kernel, plan.args, plan.grid, decode::kBlockThreads, plan.shared_bytes, p.stream, false);
 }
 
 }  // namespace moeq::sm90

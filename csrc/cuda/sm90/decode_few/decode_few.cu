@@ -1,4 +1,5 @@
 // The decode of very few tokens with 4-bit weights (decode_few_kernel.cuh), and its launch with any.
+#include "../launch/in_front.h"
 #include "../launch/launches.h"
 #include "decode_few.h"
 #include "decode_few_kernel.cuh"
@@ -42,7 +43,10 @@ cudaError_t launch(Plan& plan, const void* kernel, KnownDevices& known) {
   if (error != cudaSuccess) {
     return error;
   }
-  return launch_together(kernel, plan.args, plan.grid, kBlockThreads, plan.shared_bytes, p.stream);
+  const bool early = stands_behind_trigger(p.stream);
+  error = launch_together(kernel, plan.args, plan.grid, kBlockThreads, plan.shared_bytes, p.stream, early);
+  if (error == cudaSuccess) note_trigger(p.stream);
+  return error;
 }
 
 cudaError_t run(Plan& plan) {

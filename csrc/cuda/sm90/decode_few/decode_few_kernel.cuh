@@ -148,17 +148,6 @@ __device__ __forceinline__ void combine_gathered(const Args& args, const Fixed& 
   }
 }
 
-// Decode of very few tokens: latency is everything.
-//
-// One thread block per multiprocessor, all of them resident. The weights that a block multiplies are an equal and fixed
-// share, known as soon as the ids are, so that its copies of both GEMMs' weights are under way from the start. Blocks
-// exchange through memory without barriers (decode_exchange.cuh): GEMM1's row tiles, finished or as sums where rounding
-// needs more of them, and GEMM2's sums.
-//
-// Every warp has one task: 16 multiply (decode_few_gemm.cuh), one copies (decode_few_feed.cuh), seven help
-// (decode_few_help.cuh). What is not needed before the first copy is done beside it, not before: barriers, tokens,
-// router weights, alphas.
-
 // Of slots and entries, loaded while the first weights are under way. Helpers.
 template <class Fixed>
 __device__ __forceinline__ void load_shares(const Args& args, Fixed& fixed) {
@@ -171,9 +160,7 @@ __device__ __forceinline__ void load_shares(const Args& args, Fixed& fixed) {
       continue;
     }
     const int expert = fixed.entries[fixed.place[slot]].expert;
-    if (p.router.logits == nullptr) {
-      fixed.weights[slot] = p.topk_weights[slot];
-    }
+    fixed.weights[slot] = p.topk_weights[slot];
     fixed.output_alphas[slot] = (p.g2_alphas == nullptr ? 1.0f : p.g2_alphas[expert]) * args.scale;
     float2 alphas = {1.0f, 1.0f};
     if (p.g1_alphas != nullptr) {
@@ -207,18 +194,16 @@ __device__ __forceinline__ void work(const Args& args, Fixed& fixed, uint8_t* ba
 }
 
 // The warp that copies. It asks for ids first, and for weights as soon as it has sorted them.
-template <class Format, Kind kKind, class Routing, class Fixed>
+template <class Format, Kind kKind, class Fixed>
 __device__ __forceinline__ void copy(const Args& args, Fixed& fixed, uint8_t* base, bool few_slots) {
   const int lane = lane_of_warp();
-  int id = -1;
-  if (lane < args.slots && args.p.router.logits == nullptr) {
-    id = args.p.topk_ids[lane];  // on its way while barriers are made
-  }
   touch_parameters(args, lane);
   const Work work = Case<kKind>::kShared ? share_of_whole(args, lane & 3) : share_of<kKind>(args, lane & 1, args.slots);
+  wait_for_previous_kernel();
+  const int id = lane < args.slots ? args.p.topk_ids[lane] : -1;  // on its way while barriers are made
   named_barrier(kBarriersMade, kThreads + 32);
   if (few_slots) {
-    sort_slots<kKind, Routing::kRehearses>(args, fixed, work, id);
+    sort_slots<kKind>(args, fixed, work, id);
     __syncwarp();
     named_arrive(kPrepared, kBlockThreads);
   } else {
@@ -229,17 +214,20 @@ __device__ __forceinline__ void copy(const Args& args, Fixed& fixed, uint8_t* ba
   }
 }
 
-template <class Format, Kind kKind, class Routing>
-__device__ __forceinline__ void run_block(const Args& args, const Routing& routing) {
+// Whatever lies in front and behind may be under way: a block waits before it reads or writes memory, and lets others
+// begin when it has multiplied. Not earlier: a launch that takes all multiprocessors, as this one does, keeps other
+// streams' blocks from being placed while it waits for room.
+template <class Format, Kind kKind>
+__global__ void __launch_bounds__(kBlockThreads, 1) decode_few_kernel(const __grid_constant__ Args args) {
   extern __shared__ __align__(128) uint8_t base[];
   auto& fixed = *reinterpret_cast<FixedOf<slots_of(kKind)>*>(base);
   const int warp = threadIdx.x / 32;
   const bool few_slots = args.slots <= kFewSlots;
   if (warp == kCopier) {
-    copy<Format, kKind, Routing>(args, fixed, base, few_slots);
+    copy<Format, kKind>(args, fixed, base, few_slots);
     return;
   }
-  prepare_block(args, routing, fixed, base, few_slots);
+  prepare_block(args, fixed, base, few_slots);
   named_barrier(kPrepared, kBlockThreads);
   if (warp < kWarps) {
     work<Format, kKind>(args, fixed, base);
@@ -252,6 +240,7 @@ __device__ __forceinline__ void run_block(const Args& args, const Routing& routi
     help<Format, kKind>(args, fixed, base);
   }
   named_barrier(kMultiplied, kThreads + kHelperThreads);
+  allow_next_kernel();
   if (warp == 0 && args.epochs != nullptr) {  // it has nothing to combine, or comes last
     await_epochs(args.epochs, fixed.epoch);
   }
@@ -260,11 +249,6 @@ __device__ __forceinline__ void run_block(const Args& args, const Routing& routi
   } else {
     combine<kKind>(args, fixed);
   }
-}
-
-template <class Format, Kind kKind>
-__global__ void __launch_bounds__(kBlockThreads, 1) decode_few_kernel(const __grid_constant__ Args args) {
-  run_block<Format, kKind>(args, GivenRouting{args});
 }
 
 template <class Format, Kind kKind>

@@ -105,18 +105,17 @@ Kind with_shared_units(Kind kind) {
   return kind == Kind::kPlain ? Kind::kPlainShared : kind == Kind::kQuantized ? Kind::kQuantizedShared : kind;
 }
 
-// Whose ids are given: by the kernel for rows that are gathered.
+// By the kernel for rows that are gathered.
 bool may_gather(Codes codes, const Problem& p) {
   const bool has_kernel = codes == Codes::kFourBits || codes == Codes::kBesideFp8;
-  return p.gathers && has_kernel && kind_of(p) == Kind::kPlain && p.router.logits == nullptr;
+  return p.gathers && has_kernel && kind_of(p) == Kind::kPlain;
 }
 
 bool fits_kernel(Codes codes, const Problem& p, bool gathers) {
   constexpr int kMaxHidden = 1 << 18;   // quotients of larger indices might not be exact
-  const bool routes = p.router.logits != nullptr;
   // Where experts have more tokens than one, reading weights once for all of an expert's wins.
   const bool takes_more = codes == Codes::kPacked || (codes == Codes::kBesideFp8 && p.tokens * p.top_k <= p.experts);
-  const int most = gathers ? kGatheredTokens : takes_more && !routes ? kMaxTokensPacked : kMaxTokens;
+  const int most = gathers ? kGatheredTokens : takes_more ? kMaxTokensPacked : kMaxTokens;
   const int slots = gathers ? kGatheredSlots : kMaxSlots;
   const bool few = p.tokens <= most && p.tokens * p.top_k <= slots && p.hidden < kMaxHidden;
   return few && !p.weight_on_input && p.a1 != ActScale::kExpert;

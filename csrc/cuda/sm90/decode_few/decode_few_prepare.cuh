@@ -3,7 +3,6 @@
 #include "decode_few_feed.cuh"
 #include "decode_few_shared.cuh"
 #include "../device/scans.cuh"
-#include "../routing/route.cuh"
 
 namespace moeq::sm90::few {
 
@@ -149,36 +148,11 @@ __device__ __noinline__ inline int sort_many(Fixed& fixed, SlotBits<Fixed::kSlot
   return static_cast<int>(all >> 16);
 }
 
-// One warp: ids and weights of a token. The threads that sort, `waiting` with those of all routing warps, go on as soon
-// as all tokens' ids are there.
-template <class Fixed>
-__device__ __noinline__ inline void route_one(Fixed& fixed, int token, int waiting) {
-  const int first = token * fixed.router.top_k;
-  route_token(fixed.router, token, fixed.ids + first, fixed.weights + first, [&] {
-    __syncwarp();
-    named_arrive(kIdsKnown, waiting);
-  });
-}
-
-// The router's parameters, for what is not inlined.
-template <class Fixed>
-__device__ __forceinline__ void keep_router(const Args& args, Fixed& fixed) {
-  static_assert(sizeof(Router) % 4 == 0 && sizeof(Router) <= 128, "a word for each lane");
-  const int lane = lane_of_warp();
-  if (lane < static_cast<int>(sizeof(Router) / 4)) {
-    reinterpret_cast<uint32_t*>(&fixed.router)[lane] = reinterpret_cast<const uint32_t*>(&args.p.router)[lane];
-  }
-  __syncwarp();
-}
-
-// What a block does before it multiplies: barriers, slots sorted, tokens on their way, the launch counted.
-
 // The parameters that will be read, asked for at once: of this warp alone, or one line by each warp.
-template <class Parameters>
-__device__ __forceinline__ void touch_parameters(const Parameters& args, int line) {
+__device__ __forceinline__ void touch_parameters(const Args& args, int line) {
   constexpr int kLine = 64 / sizeof(int);
   const int word = line * kLine;
-  if (word < static_cast<int>(sizeof(Parameters) / sizeof(int))) {
+  if (word < static_cast<int>(sizeof(Args) / sizeof(int))) {
     asm volatile("" ::"r"(reinterpret_cast<const int*>(&args)[word]));
   }
 }
@@ -202,106 +176,59 @@ __device__ __forceinline__ void clear_padding(const Args& args, Fixed& fixed, ui
   }
 }
 
-// By the warp that copies: nothing is under way before it knows the experts. `id` is a lane's, where ids are given.
-// Where they are waited for, it goes through the same code before, with others (decode_few_product.cuh says why).
-template <Kind kKind, bool kRehearses, class Fixed>
+// By the warp that copies: nothing is under way before it knows the experts. `id` is a lane's.
+template <Kind kKind, class Fixed>
 __device__ __forceinline__ void sort_slots(const Args& args, Fixed& fixed, const Work& work, int id) {
   const int lane = lane_of_warp();
-#pragma unroll 1
-  for (bool rehearses = kRehearses;; rehearses = false) {
-    if (!rehearses && args.p.router.logits != nullptr) {
-      named_barrier(kIdsKnown, 32 * args.p.tokens + 32);
-      id = fixed.ids[lane];
-    }
-    const int expert = lane < args.slots ? local_expert(args.p, rehearses ? lane : id) : -1;
-    if (args.columns == 1) {
-      sort_one<kKind>(args, fixed, work, expert);
-    } else {
-      const int entries = sort_few(fixed, args.columns, expert);
-      if (lane < 2) {
-        fixed.work[lane] = share_of<kKind>(args, lane, entries);
-      }
-    }
-    if (!rehearses) return;
+  const int expert = lane < args.slots ? local_expert(args.p, id) : -1;
+  if (args.columns == 1) {
+    sort_one<kKind>(args, fixed, work, expert);
+    return;
+  }
+  const int entries = sort_few(fixed, args.columns, expert);
+  if (lane < 2) {
+    fixed.work[lane] = share_of<kKind>(args, lane, entries);
   }
 }
 
-// By the warps that multiply. The first four sort, where slots are many; the next ones route a token each.
-constexpr int kFirstRouter = 4;
-static_assert(32 * kFirstRouter == kMaxSlots && kFirstRouter + kMaxTokens <= kWarps, "a warp has one task");
-
+// By the warps that multiply, where slots are many: the first ones sort them.
 template <class Fixed>
-__device__ __forceinline__ void prepare_slots(const Args& args, Fixed& fixed, uint8_t* base, bool few_slots) {
-  const int thread = threadIdx.x, router = thread / 32 - kFirstRouter;
-  const bool routes = args.p.router.logits != nullptr, sorts = !few_slots && thread < Fixed::kSlots;
-  int id = -1;
-  if (sorts && !routes && thread < args.slots) {
-    id = args.p.topk_ids[thread];   // on its way meanwhile
+__device__ __forceinline__ void sort_many_slots(const Args& args, Fixed& fixed, uint8_t* base) {
+  const int thread = threadIdx.x;
+  const bool has_slot = thread < Fixed::kSlots && thread < args.slots;
+  const int id = has_slot ? args.p.topk_ids[thread] : -1;   // on its way meanwhile
+  clear_slots_of_experts<Fixed::kSlots>(args, base);
+  sync_workers();
+  if (thread >= Fixed::kSlots) {
+    return;
   }
-  if (!few_slots) {
-    clear_slots_of_experts<Fixed::kSlots>(args, base);
-    sync_workers();
-  }
-  if (!kGathers<Fixed> && routes && router >= 0 && router < args.p.tokens) {
-    keep_router(args, fixed);   // each for itself: all write the same
-    route_one(fixed, router, 32 * args.p.tokens + (few_slots ? 32 : Fixed::kSlots));
-  }
-  if (sorts) {
-    if (!kGathers<Fixed> && routes) {
-      named_barrier(kIdsKnown, 32 * args.p.tokens + Fixed::kSlots);
-      id = fixed.ids[thread];
-    }
-    const int expert = thread < args.slots ? local_expert(args.p, id) : -1;
-    const int entries = sort_many(fixed, slots_of_experts<Fixed::kSlots>(args, base), args.columns, expert);
-    if (thread < 2) {
-      fixed.work[thread] = share_of<kGathers<Fixed> ? Kind::kGathered : Kind::kPlain>(args, thread, entries);
-    }
+  const int expert = has_slot ? local_expert(args.p, id) : -1;
+  const int entries = sort_many(fixed, slots_of_experts<Fixed::kSlots>(args, base), args.columns, expert);
+  if (thread < 2) {
+    fixed.work[thread] = share_of<kGathers<Fixed> ? Kind::kGathered : Kind::kPlain>(args, thread, entries);
   }
 }
+static_assert(kMaxSlots <= kThreads && kGatheredSlots <= kThreads, "a thread for each");
 
-// Ids or logits that are given. The members are those of OwnLogits (decode_few_product.cuh), too.
-struct GivenRouting {
-  static constexpr bool kRehearses = false;   // whether warps that wait for ids go through what follows before
-  const Args& args;
-  template <class Fixed>
-  __device__ __forceinline__ void prepare(Fixed& fixed, uint8_t* base, bool few_slots) const {
-    clear_padding(args, fixed, base);
-    prepare_slots(args, fixed, base, few_slots);
-  }
-  template <class Fixed>
-  __device__ __forceinline__ void copy(Fixed& fixed, uint8_t* base) const {
-    if constexpr (!kGathers<Fixed>) {   // else the copying warp does, of those that are multiplied
-      copy_tokens(args, fixed, base);
-    }
-  }
-  __device__ __forceinline__ void touch(int line) const { touch_parameters(args, line); }
-  template <class Fixed>
-  __device__ __forceinline__ void rehearse(Fixed&) const {}
-  template <class Fixed>
-  static __device__ __forceinline__ void counted(const Fixed&) {}
-};
-
-// By all but the warp that copies.
-template <class Routing, class Fixed>
-__device__ __forceinline__ void prepare_block(const Args& args, const Routing& routing, Fixed& fixed, uint8_t* base,
-                                              bool few_slots) {
+// By all but the warp that copies. Only what touches no memory of the device comes before the wait.
+template <class Fixed>
+__device__ __forceinline__ void prepare_block(const Args& args, Fixed& fixed, uint8_t* base, bool few_slots) {
   const int warp = threadIdx.x / 32;
   if (warp < kWarps) {
     init_barriers(fixed);
     named_arrive(kBarriersMade, kThreads + 32);
   }
-  routing.touch(warp);
-  if (warp == kFirstHelper) {
-    routing.copy(fixed, base);
-  } else if (warp == kFirstHelper + 1) {
-    if (lane_of_warp() == 0) {
-      count_launch(args, fixed);
+  touch_parameters(args, warp);
+  wait_for_previous_kernel();
+  if (warp < kWarps) {
+    clear_padding(args, fixed, base);
+    if (!few_slots) {
+      sort_many_slots(args, fixed, base);
     }
-    routing.counted(fixed);
-  } else if (Routing::kRehearses && warp == kFirstHelper + 2) {
-    routing.rehearse(fixed);
-  } else if (warp < kWarps) {
-    routing.prepare(fixed, base, few_slots);
+  } else if (!kGathers<Fixed> && warp == kFirstHelper) {  // else the copying warp does, of those that are multiplied
+    copy_tokens(args, fixed, base);
+  } else if (warp == kFirstHelper + 1 && lane_of_warp() == 0) {
+    count_launch(args, fixed);
   }
 }
 

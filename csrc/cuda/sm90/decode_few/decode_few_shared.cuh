@@ -128,15 +128,13 @@ struct FixedOf : std::conditional_t<(kSlots_ > kMaxSlots), GatheredRows, NoGathe
   Work work[kShares];
   int asked;                     // stages that the copying warp has asked for
   uint32_t epoch;
-  Router router;
   Entry entries[kSlots];
   float output_alphas[kSlots];   // GEMM2's, of slots
   float2 alphas[kSlots];      // GEMM1's, of entries
   uint32_t place[kSlots];     // entry of a slot, or kForeign
   int slots[kSlots];          // sorted by entry, ascending within one
   alignas(16) int experts[kSlots];        // of slots, where the routing takes more than a warp
-  int ids[kSlots];            // of slots, and their weights, where they come from logits
-  float weights[kSlots];
+  float weights[kSlots];      // of slots
   uint32_t openers[kSlots / 32];   // of a warp's slots each: how many open an entry << 16 | slots of theirs
   uint32_t amax[kMaxTokensPacked];   // of rows that are being quantized
   float x_factor[kMaxTokens];
@@ -205,10 +203,7 @@ enum Meeting : int {
   kFactorsKnown,     // of dynamically quantized tokens: workers know them, helpers need them
   kBarriersMade,     // workers have made the barriers of the ring, the copying warp needs them
   kPrepared,         // all threads: slots are sorted, the tokens' barrier is made
-  kIdsKnown,         // routing warps have ids, those that sort need them
-  kMultiplied,       // workers and helpers
-  kOperandsAsked,    // the barrier of tokens and router is made, workers that multiply by it wait for that
-  kCounted           // a helper has the launch's number, workers that send logits need it
+  kMultiplied        // workers and helpers
 };
 
 __device__ __forceinline__ void sync_helpers() { named_barrier(kHelpersMeet, kHelperThreads); }

@@ -81,15 +81,15 @@ cudaError_t launch_after(void (*kernel)(Args), const Args& args, dim3 grid, int 
   return cudaLaunchKernelEx(&config, kernel, args);
 }
 
-// The launch of a kernel whose blocks wait for each other: one on each multiprocessor, all of them at once. It begins
-// when all kernels in front are over, whatever they trigger (docs/design.md, section 11).
+// The launch of a kernel whose blocks wait for each other: one on each multiprocessor, all of them at once. early: when
+// the kernel in front has triggered, as launch_after; else when all in front are over (docs/design.md, section 11).
 template <class Args>
 cudaError_t launch_together(const void* kernel, const Args& args, int grid, int threads, int shared_bytes,
-                            cudaStream_t stream) {
-  cudaLaunchAttribute cooperative{};
-  cooperative.id = cudaLaunchAttributeCooperative;
-  cooperative.val.cooperative = 1;
-  const cudaLaunchConfig_t config = launch_config(dim3(grid), threads, shared_bytes, stream, &cooperative, 1);
+                            cudaStream_t stream, bool early) {
+  cudaLaunchAttribute attributes[2] = {{}, may_begin_early()};
+  attributes[0].id = cudaLaunchAttributeCooperative;
+  attributes[0].val.cooperative = 1;
+  const cudaLaunchConfig_t config = launch_config(dim3(grid), threads, shared_bytes, stream, attributes, early ? 2 : 1);
   void* arguments[] = {const_cast<Args*>(&args)};
   return cudaLaunchKernelExC(&config, kernel, arguments);
 }

@@ -23,7 +23,7 @@ void experts_sm90_bf16(const ExpertsSm90Bf16Call& call) {
   const bool scaled = call.w13_scale.has_value() || call.w2_scale.has_value() || call.hidden_states_scale.has_value();
   STD_TORCH_CHECK(!scaled, "moeq_C::", kOp, ": nothing must have scales");
   Problem p{};
-  run_layer(p, Layer(kOp, call), Kernels<Problem>{"bf16", bf16_workspace, bf16_run, nullptr},
+  run_layer(p, Layer(kOp, call), Kernels<Problem>{"bf16", bf16_workspace, bf16_run},
             [&](Problem& problem) { bind_weights(problem, call); });
 }
 

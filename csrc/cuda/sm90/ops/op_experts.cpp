@@ -15,7 +15,7 @@ template <class AnyProblem, size_t (*workspace)(const AnyProblem&, Shape), cudaE
           Shape shape>
 constexpr Kernels<AnyProblem> of_shape(const char* name) {
   return {name, [](const AnyProblem& p) { return workspace(p, shape); },
-          [](const AnyProblem& p) { return run(p, shape); }, nullptr};
+          [](const AnyProblem& p) { return run(p, shape); }};
 }
 
 template <Shape shape>
@@ -24,7 +24,7 @@ constexpr Kernels<RoundedProblem> prefill_of() {
 }
 
 // By their numbers, in the order of kKernelNames.
-constexpr Kernels<RoundedProblem> kDecode = {kKernelNames[0], decode_workspace, decode_run, decode_takes_logits};
+constexpr Kernels<RoundedProblem> kDecode = {kKernelNames[0], decode_workspace, decode_run};
 constexpr Kernels<RoundedProblem> kKernels[] = {
     kDecode,
     prefill_of<Shape::kSlim>(),

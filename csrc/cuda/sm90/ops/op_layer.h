@@ -144,7 +144,6 @@ struct Kernels {
   const char* name;
   size_t (*workspace)(const AnyProblem&);
   cudaError_t (*run)(const AnyProblem&);
-  bool (*takes_logits)(const AnyProblem&);  // null: never
 };
 
 inline void bind_sizes(Problem& p, const Layer& layer) {
@@ -157,12 +156,7 @@ inline void bind_sizes(Problem& p, const Layer& layer) {
   p.gated = is_gated(p.activation);
   p.tokens = size_of(layer.op, call.out, 0);
   p.hidden = size_of(layer.op, call.out, 1);
-  if (layer.has_logits()) {
-    bind_router(layer.op, p.router, *layer.router, p.tokens, call.out);
-    p.top_k = p.router.top_k;
-  } else {
-    p.top_k = size_of(layer.op, *call.topk_ids, 1);
-  }
+  p.top_k = layer.has_logits() ? static_cast<int>(layer.router->top_k) : size_of(layer.op, *call.topk_ids, 1);
   STD_TORCH_CHECK(!call.router_weight_on_input || p.top_k == 1, "moeq_C::", layer.op,
                   ": router_weight_on_input must go with top_k 1");
   STD_TORCH_CHECK(int64_t{p.tokens} * p.top_k <= INT32_MAX, "moeq_C::", layer.op,
@@ -200,28 +194,28 @@ inline void bind_hidden_type(Problem& p, const Layer& layer) {
                   ": of float16 hidden_states both GEMMs' activations must be quantized, or neither");
 }
 
-// Ids and weights: given, or made by a launch of their own unless the kernel routes by itself.
+// Ids and weights: given, or made of logits by a launch of their own.
 struct Chosen {
   OptionalTensor ids, weights;
 };
 
-inline Chosen choose(Problem& p, const Layer& layer, bool kernel_routes) {
+inline Chosen choose(Problem& p, const Layer& layer) {
   const LayerCall& call = layer.call;
   const int64_t slots = int64_t{p.tokens} * p.top_k;
-  if (p.router.logits == nullptr) {
+  if (!layer.has_logits()) {
     p.topk_ids = data_of<int32_t>(layer.op, "topk_ids", *call.topk_ids, ScalarType::Int, slots, call.out);
     p.topk_weights = data_of<float>(layer.op, "topk_weights", *call.topk_weights, ScalarType::Float, slots, call.out);
     return {};
   }
-  if (kernel_routes) return {};
+  Router router{};
+  bind_router(layer.op, router, *layer.router, p.tokens, call.out);
   const Tensor ids = torch::stable::new_empty(call.out, {slots}, ScalarType::Int);
   const Tensor weights = torch::stable::new_empty(call.out, {slots}, ScalarType::Float);
   int32_t* to = static_cast<int32_t*>(ids.mutable_data_ptr());
-  const cudaError_t error = route_run(p, to, static_cast<float*>(weights.mutable_data_ptr()));
+  const cudaError_t error = route_run(router, p.tokens, to, static_cast<float*>(weights.mutable_data_ptr()), p.stream);
   STD_TORCH_CHECK(error == cudaSuccess, "moeq_C::", layer.op, ": routing kernel: ", cudaGetErrorString(error));
   p.topk_ids = to;
   p.topk_weights = static_cast<const float*>(weights.const_data_ptr());
-  p.router.logits = nullptr;
   return {ids, weights};
 }
 
@@ -246,7 +240,7 @@ void run_layer(AnyProblem& p, const Layer& layer, const Kernels<AnyProblem>& ker
   cudaError_t error = partition_of(p.stream, p.partition);
   STD_TORCH_CHECK(error == cudaSuccess, "moeq_C::", layer.op, ": stream of device ", out.get_device_index(), ": ",
                   cudaGetErrorString(error));
-  const Chosen chosen = choose(p, layer, kernels.takes_logits != nullptr && kernels.takes_logits(p));
+  const Chosen chosen = choose(p, layer);
   // A view may start anywhere; the kernels move 16 bytes at a time.
   const Tensor& given = layer.call.hidden_states;
   const Tensor x = is_aligned(given) ? given : torch::stable::clone(given);

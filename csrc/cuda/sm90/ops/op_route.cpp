@@ -1,7 +1,6 @@
 // moeq_C::route_sm90 and route_hidden_sm90: the routing launch by itself, and router product and routing in one.
 #include "op_layer.h"
 #include "../../../boxed.h"
-#include "../problem/problem.h"
 #include "../routing/route_hidden.h"
 
 namespace moeq::sm90 {
@@ -17,13 +16,12 @@ void route_sm90(const RouteSm90Call& call) {
   STD_TORCH_CHECK(call.router_logits.has_value(), "moeq_C::", kOp, ": router_logits must be given");
   if (ids.numel() == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(ids.get_device_index());
-  Problem p{};
-  p.tokens = size_of(kOp, ids, 0);
-  bind_router(kOp, p.router, call, p.tokens, ids);
-  p.stream = current_stream(ids);
+  Router router{};
+  const int tokens = size_of(kOp, ids, 0);
+  bind_router(kOp, router, call, tokens, ids);
   int32_t* to = const_cast<int32_t*>(data_of<int32_t>(kOp, "ids", ids, ScalarType::Int, ids.numel(), ids));
   float* of = const_cast<float*>(data_of<float>(kOp, "weights", call.weights, ScalarType::Float, ids.numel(), ids));
-  const cudaError_t error = route_run(p, to, of);
+  const cudaError_t error = route_run(router, tokens, to, of, current_stream(ids));
   STD_TORCH_CHECK(error == cudaSuccess, "moeq_C::", kOp, ": ", cudaGetErrorString(error));
 }
 

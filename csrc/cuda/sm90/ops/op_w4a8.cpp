@@ -86,7 +86,7 @@ void experts_sm90_w4a8(const ExpertsSm90W4a8Call& call) {
     problem.x_scale =
         floats_of(kOp, "hidden_states_scale", call.hidden_states_scale, problem.tokens * columns, call.out);
   };
-  run_layer(p, layer, {"fp8", w4a8_workspace, w4a8_run, nullptr}, bind);
+  run_layer(p, layer, {"fp8", w4a8_workspace, w4a8_run}, bind);
 }
 
 }  // namespace

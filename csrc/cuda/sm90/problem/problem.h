@@ -25,22 +25,6 @@ enum class ActScale : int { kNone, kTensor, kExpert, kToken };              // k
 
 enum class OutType : int { kBfloat16, kFloat16, kFloat32 };
 
-enum class LogitType : int { kBfloat16, kFloat16, kFloat32 };
-
-// How logits become ids and weights, as moeq::route does it (route.cuh).
-struct Router {
-  const void* logits;        // [tokens, experts], columns adjacent; null: ids and weights are given
-  LogitType type;
-  int64_t row_stride;
-  const float* bias;         // [experts], added for the choice only; null: none
-  int experts, top_k;        // all experts, on any rank
-  Score score;               // experts are chosen by it (and the bias)
-  Score weight;              // a softmax is over all experts where `score` is one too, else over the chosen ones
-  bool renormalize;          // weights are divided by their sum
-  int groups, topk_group;  // experts of the best topk_group of `groups` equal groups are chosen from; groups 1: of all
-  float factor;  // multiplies the weights
-};
-
 // What a stream's launches have of the GPU.
 struct Partition {
   int multiprocessors;
@@ -78,7 +62,6 @@ struct Problem {
   ActScale a1, a2;  // of the hidden states and of the intermediate
   const float* a1_gscale;  // kTensor: [1], kExpert: [experts], else null
   const float* a2_gscale;
-  Router router;  // where logits are given; then topk_ids and topk_weights are null
   void* workspace;  // of the size that *_workspace(problem) says; contents undefined, need not survive
   cudaStream_t stream;
   Partition partition;  // the stream's
@@ -86,9 +69,6 @@ struct Problem {
 
 // Rows of a GEMM's operand that a slot has.
 __host__ __device__ inline int rows_of_slot(const Problem& p) { return p.splits ? 2 : 1; }
-
-// Writes ids and weights [tokens, top_k] from p.router; an error for a failed launch.
-cudaError_t route_run(const Problem& p, int32_t* ids, float* weights);
 
 // A layer of bfloat16 weights as the checkpoint has them: w13 [experts, rows, hidden], w2 [experts, hidden, inter].
 // As prefill_run does, of a problem without scales and without quantization; `format` says nothing here.

@@ -55,9 +55,6 @@ inline Problem without_e4m3(const RoundedProblem& p) {
 }
 
 // Each returns an error for a failed launch and never synchronizes. Sizes depend on shapes alone.
-//
-// Whether decode_run routes a problem of this shape by itself; else route_run goes before it, as before prefill_run.
-bool decode_takes_logits(const RoundedProblem& p);
 int decode_max_tokens(const Problem& p);  // more than that, whatever p.tokens, decode_run does not take
 size_t decode_workspace(const RoundedProblem& p);
 cudaError_t decode_run(const RoundedProblem& p);

@@ -2,6 +2,7 @@
 #include "route.cuh"
 #include "route_hidden.cuh"
 #include "../device/async.cuh"
+#include "../launch/in_front.h"
 #include "../launch/launches.h"
 
 namespace moeq::sm90 {
@@ -22,7 +23,7 @@ __global__ void __launch_bounds__(32 * kWarps) route_kernel(const __grid_constan
   allow_next_kernel();
   const int64_t token = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32, at = token * args.router.top_k;
   if (token >= args.tokens) return;
-  route_by_warp<each, (each <= 16)>(args.router, token, args.ids + at, args.weights + at, [] {});
+  route_by_warp<each, (each <= 16)>(args.router, token, args.ids + at, args.weights + at);
 }
 
 using RouteKernel = void (*)(RouteArgs);
@@ -38,11 +39,13 @@ RouteKernel kernel_for(int experts) {
 
 }  // namespace
 
-cudaError_t route_run(const Problem& p, int32_t* ids, float* weights) {
-  if (p.tokens == 0) return cudaSuccess;
-  const RouteArgs args = {p.router, p.tokens, ids, weights};
-  const int blocks = (p.tokens + kWarps - 1) / kWarps;
-  return launch_after(kernel_for(p.router.experts), args, blocks, 32 * kWarps, 0, p.stream);
+cudaError_t route_run(const Router& router, int tokens, int32_t* ids, float* weights, cudaStream_t stream) {
+  if (tokens == 0) return cudaSuccess;
+  const RouteArgs args = {router, tokens, ids, weights};
+  const int blocks = (tokens + kWarps - 1) / kWarps;
+  const cudaError_t error = launch_after(kernel_for(router.experts), args, blocks, 32 * kWarps, 0, stream);
+  if (error == cudaSuccess) note_trigger(stream);
+  return error;
 }
 
 // Routing from hidden states, for few tokens: a cluster of blocks for every eight of them.
@@ -111,7 +114,10 @@ cudaError_t route_hidden_run(const RouteHidden& call, RouteHiddenPlan plan, cuda
     if (error != cudaSuccess) return error;
   }
   const int clusters = (call.tokens + kTokens - 1) / kTokens;
-  return launch_clusters_after(kernel.function, call, clusters, plan.blocks, 32 * plan.warps, stream);
+  const cudaError_t error =
+      launch_clusters_after(kernel.function, call, clusters, plan.blocks, 32 * plan.warps, stream);
+  if (error == cudaSuccess) note_trigger(stream);
+  return error;
 }
 
 }  // namespace moeq::sm90

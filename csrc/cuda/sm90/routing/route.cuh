@@ -11,11 +11,10 @@
 #include <cuda_fp16.h>
 #include <math_constants.h>
 
-#include "../problem/problem.h"
+#include "route.h"
 
 namespace moeq::sm90 {
 
-constexpr int kRouteInPlace = 512;  // experts up to which route_token serves
 constexpr int kKeyOfTaken = INT_MIN;  // of what cannot be chosen (any more)
 constexpr int kKeyOfNan = INT_MIN + 1;  // below every number
 constexpr unsigned kAllLanes = 0xffffffffu;
@@ -310,11 +309,9 @@ __device__ __forceinline__ int choose_by_scores(const Router& r, const float (&l
   return take_best(r.top_k, keys);
 }
 
-// From logits 32 * i + lane of a token, rounded to r.type; lane j < top_k has the expert that comes j-th. Calls
-// `announce` when ids are written: weights take longer.
-template <bool kPacks, int each, typename Announce>
-__device__ __forceinline__ void route_loaded(const Router& r, const float (&z)[each], int32_t* ids, float* weights,
-                                             Announce announce) {
+// From logits 32 * i + lane of a token, rounded to r.type; lane j < top_k has the expert that comes j-th.
+template <bool kPacks, int each>
+__device__ __forceinline__ void route_loaded(const Router& r, const float (&z)[each], int32_t* ids, float* weights) {
   const int lane = threadIdx.x % 32;
   bool valid[each];
 #pragma unroll
@@ -328,7 +325,6 @@ __device__ __forceinline__ void route_loaded(const Router& r, const float (&z)[e
     expert = choose_by_scores(r, z, valid, softmax);
   }
   if (lane < r.top_k) ids[lane] = expert;
-  announce();
   if (late) softmax = softmax_of(z, valid);
   const float chosen = value_of_expert(z, expert);  // all lanes come
   const float weight = weight_of(r, lane < r.top_k ? chosen : 0.0f, softmax);
@@ -336,25 +332,11 @@ __device__ __forceinline__ void route_loaded(const Router& r, const float (&z)[e
 }
 
 // The same of a token whose logits are loaded first; for up to 32 * each experts.
-template <int each, bool kPacks = false, typename Announce>
-__device__ __forceinline__ void route_by_warp(const Router& r, int64_t token, int32_t* ids, float* weights,
-                                              Announce announce) {
+template <int each, bool kPacks>
+__device__ __forceinline__ void route_by_warp(const Router& r, int64_t token, int32_t* ids, float* weights) {
   float z[each];
   load_logits(r, token * r.row_stride, threadIdx.x % 32, r.experts, z);
-  route_loaded<kPacks>(r, z, ids, weights, announce);
-}
-
-// Up to kRouteInPlace experts. All 32 lanes of a warp come together; lane j writes ids[j] and weights[j], j < top_k.
-template <typename Announce>
-__device__ __forceinline__ void route_token(const Router& r, int64_t token, int32_t* ids, float* weights,
-                                            Announce announce) {
-  if (r.experts <= 128) {
-    route_by_warp<4>(r, token, ids, weights, announce);
-  } else if (r.experts <= 256) {
-    route_by_warp<8>(r, token, ids, weights, announce);
-  } else {
-    route_by_warp<16>(r, token, ids, weights, announce);
-  }
+  route_loaded<kPacks>(r, z, ids, weights);
 }
 
 }  // namespace moeq::sm90

@@ -173,7 +173,7 @@ __device__ __forceinline__ void choose(const RouteHidden& call, const Shared& s,
 #pragma unroll
   for (int i = 0; i < each; ++i) z[i] = 32 * i + lane < call.router.experts ? s.logits[32 * i + lane] : 0.0f;
   const int64_t at = int64_t{token} * (call.router.top_k + call.shared);
-  route_loaded<true>(call.router, z, call.ids + at, call.weights + at, [] {});
+  route_loaded<true>(call.router, z, call.ids + at, call.weights + at);
   append_shared(call, token);
 }
 

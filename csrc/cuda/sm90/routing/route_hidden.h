@@ -1,7 +1,7 @@
 // Hidden states to expert ids and weights in one launch: the router's product, and route.cuh's choice behind it.
 #pragma once
 #include "../../../generated/router.h"
-#include "../problem/problem.h"
+#include "route.h"
 
 namespace moeq::sm90 {
 
