@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 import torch_moe_ops as moe
 from torch_moe_ops import backends
-from torch_moe_ops.backends import BACKENDS, register
+from torch_moe_ops.backends import BACKENDS, register, triton
 from torch_moe_ops.backends.explain import default_on
 from torch_moe_ops.backends.registry import Backend, available, formats, one_of
+from torch_moe_ops.core.schemes import SCHEMES
 
 PROBLEM = moe.Problem("nvfp4", act_format="nvfp4", num_experts=8, hidden_size=64, intermediate_size=48)
 
@@ -173,3 +175,17 @@ def test_a_backend_that_hands_work_to_another_says_so(backend: Backend) -> None:
 
 if __name__ == "__main__":
     run_tests()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("capability", (None, (9, 0), (10, 0)))
+def test_a_problem_of_unknown_sizes_is_explained(
+    scheme: str, capability: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is installed: Triton's kernels take part in what other backends say."""
+    monkeypatch.setattr(triton, "package_reason", lambda: None)
+    device = "cpu" if capability is None else "cuda"
+    known = ({}, {"hidden_size": 256}, {"intermediate_size": 256}, {"num_experts": 8, "top_k": 2})
+    for act, sizes in itertools.product(SCHEMES[scheme].act_formats, known):
+        found = moe.explain(moe.Problem(scheme, act, device=device, capability=capability, **sizes))
+        assert set(found.notes) == set(BACKENDS) and str(found)

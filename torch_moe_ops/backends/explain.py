@@ -50,7 +50,9 @@ def requested_backend(backend: str) -> str:
 def explain_problem(problem: Problem, requested: str = "auto") -> Explanation:
     """Evaluate every requirement of every backend for a problem."""
     against = {name: backend.reasons(problem) for name, backend in BACKENDS.items()}
-    notes = {name: backend.notes(problem) for name, backend in BACKENDS.items()}
+    # What kernels a backend takes is a matter of sizes: without them it has nothing to say.
+    sized = problem.hidden_size > 0 and problem.intermediate_size > 0
+    notes = {name: backend.notes(problem) if sized else "" for name, backend in BACKENDS.items()}
     fitting = [name for name, reasons in against.items() if not reasons]
     first = _first_choice(problem, fitting)
     better, why = preferred(problem, fitting, first)
