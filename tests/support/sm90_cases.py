@@ -75,7 +75,7 @@ SHARES = (
     (8, 32, 4, 2720, 704, 30),
     (8, 8, 2, 96, 160, 32),
 )
-# Room for four rows, where the next expert's wait until those of the one before are multiplied.
+# Long rows: of the second there is room for four, where the next expert's wait until those of the one before are multiplied.
 LONG_ROWS = ((8, 8, 8, 7168, 2048, 32), (6, 24, 7, 8192, 512, 32))
 
 
