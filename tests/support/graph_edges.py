@@ -19,6 +19,13 @@ class _EdgeData(ctypes.Structure):
 _PROGRAMMATIC = 1  # CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
 
 
+def driver_version() -> int:
+    """As CUDA has it: 13000 is 13.0."""
+    version = ctypes.c_int(0)
+    assert ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) == 0
+    return version.value
+
+
 def early_edges(graph: torch.cuda.CUDAGraph) -> list[bool]:
     """Of every edge whether its second node may begin before the first has ended. The graph was made with keep_graph."""
     get = ctypes.CDLL("libcuda.so.1").cuGraphGetEdges_v2

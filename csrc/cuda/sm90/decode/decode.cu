@@ -11,7 +11,6 @@
 #include "../formats/formats.cuh"
 #include "../launch/launches.h"
 #include "../layout/layout.h"
-#include "../routing/route.cuh"
 
 namespace moeq::sm90::decode {
 

@@ -1,8 +1,8 @@
 // Waits for other thread blocks, none of which is endless.
 //
-// What a block waits for comes within microseconds, unless ids or logits change under a launch, so that blocks disagree
-// about who sends what, or something is wrong. Then a wait is over after some seconds, in looks: under a debugger, a
-// sanitizer or beside other processes, seconds go by in which a kernel hardly runs, and its looks with it.
+// What a block waits for comes within microseconds, unless ids change under a launch, so that blocks disagree about who
+// sends what, or something is wrong. Then a wait is over after some seconds, in looks: under a debugger, a sanitizer or
+// beside other processes, seconds go by in which a kernel hardly runs, and its looks with it.
 #pragma once
 #include <cstdint>
 

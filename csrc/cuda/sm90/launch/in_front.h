@@ -1,8 +1,8 @@
 // What a launch stands behind, while a graph is captured.
 //
-// A launch of all multiprocessors that may begin early is 0.8 to 1 us sooner behind a kernel that triggers, and 0.2 us
-// later behind one that does not (benchmarks/results/hopper_notebook.md, section 8). A stream does not say what is in
-// front; a capture does, as its last node is known when it is one of ours.
+// A launch of all multiprocessors that may begin early is 0.6 to 1.6 us sooner behind a kernel that triggers, and 0.2
+// to 0.5 us later behind one that does not (benchmarks/results/hopper_notebook.md, section 8). A stream does not say
+// what is in front; a capture does, as its last node is known when it is one of ours.
 #pragma once
 #include <cuda_runtime.h>
 
