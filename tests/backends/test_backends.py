@@ -173,10 +173,6 @@ def test_a_backend_that_hands_work_to_another_says_so(backend: Backend) -> None:
         assert backend.reasons(elsewhere) or not other.reasons(elsewhere)
 
 
-if __name__ == "__main__":
-    run_tests()
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("capability", (None, (9, 0), (10, 0)))
 def test_a_problem_of_unknown_sizes_is_explained(
@@ -189,3 +185,9 @@ def test_a_problem_of_unknown_sizes_is_explained(
     for act, sizes in itertools.product(SCHEMES[scheme].act_formats, known):
         found = moe.explain(moe.Problem(scheme, act, device=device, capability=capability, **sizes))
         assert set(found.notes) == set(BACKENDS) and str(found)
+    # What needs no sizes is said all the same.
+    assert found.notes["reference"] and found.notes["triton_fp8"]
+
+
+if __name__ == "__main__":
+    run_tests()
