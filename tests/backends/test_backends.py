@@ -185,8 +185,8 @@ def test_a_problem_of_unknown_sizes_is_explained(
     for act, sizes in itertools.product(SCHEMES[scheme].act_formats, known):
         found = moe.explain(moe.Problem(scheme, act, device=device, capability=capability, **sizes))
         assert set(found.notes) == set(BACKENDS) and str(found)
-    # What needs no sizes is said all the same.
-    assert found.notes["reference"] and found.notes["triton_fp8"]
+        # What needs no sizes is said all the same.
+        assert found.notes["reference"] and found.notes["triton_fp8"] and found.notes["cuda_sm90_fp8"]
 
 
 if __name__ == "__main__":

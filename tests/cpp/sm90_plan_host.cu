@@ -275,22 +275,6 @@ extern "C" int gathers_few(const Layer* layer) {
   return answer(*layer, [](const few::Plan& plan) { return gathers(plan) ? plan.args.rows : 0; });
 }
 
-// Whether one block, and no other, writes what was chosen for each token.
-extern "C" bool keep_each_choice_once(int tokens, int blocks) {
-  this_grid.x = blocks;
-  for (int token = 0; token < tokens; ++token) {
-    int times = 0;
-    for (int block = 0; block < blocks; ++block) {
-      this_block.x = block;
-      times += few::keeps_choice(token) ? 1 : 0;
-    }
-    if (times != 1) {
-      return false;
-    }
-  }
-  return true;
-}
-
 // Whether blocks share units (2) or not (1), and every tile is multiplied exactly once.
 extern "C" int deal_few(const Layer* layer) {
   return answer(*layer, [](const few::Plan& plan) { return !deals_each_tile_once(plan) ? -1 : shares(plan) ? 2 : 1; });

@@ -35,7 +35,7 @@ from torch_moe_ops.backends.sm90.formats import (
 from torch_moe_ops.backends.sm90.notes import notes_of, notes_of_rounded
 from torch_moe_ops.backends.triton_engine.backward_pass import BySlot, Decoder, Pass, RanksBySlot
 from torch_moe_ops.core.call import ExpertsCall, for_kernels
-from torch_moe_ops.core.kernel_facts import Router, Sm90, Sm90Few, own_of
+from torch_moe_ops.core.kernel_facts import Router, Sm90, own_of
 from torch_moe_ops.core.layout import Layout
 from torch_moe_ops.core.problem import STANDARD, STRICT, Problem
 from torch_moe_ops.core.saving import is_for_backward
@@ -46,7 +46,6 @@ from torch_moe_ops.tuning.tuned_kernels import KERNELS
 _own = own_of["experts_sm90"]
 _own_remote = own_of["experts_sm90_remote"]
 DECODE = 0  # of KERNELS
-DECODES = (DECODE, Sm90Few.GATHERED_KERNEL)
 _LEAST_OF_PREFILL, _NARROW = KERNELS.index("slim"), KERNELS.index("narrow")
 _LEAST_TOKENS = 2048  # that are worth two calls where memory matters
 FORMATS: dict[str, tuple[str, ...]] = {

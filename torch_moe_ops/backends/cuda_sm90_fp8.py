@@ -151,6 +151,8 @@ def _few(problem: Problem, bytes2: int) -> tuple[int, str]:
 
 def _notes(problem: Problem) -> str:
     """Which kernels a number of tokens gets."""
+    if not problem.hidden_size or not problem.intermediate_size:  # not known
+        return f"few tokens by Triton's or the decode kernel, as sizes say, then {PREFILL}, whose sums have 14 bits"
     bytes2 = problem.hidden_size * tiled.TILE_K * tiled.tiles(problem.intermediate_size, tiled.TILE_K)
     most, few = _few(problem, bytes2)
     exact = exact_tokens(problem, bytes2)

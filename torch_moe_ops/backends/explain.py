@@ -50,7 +50,7 @@ def requested_backend(backend: str) -> str:
 def explain_problem(problem: Problem, requested: str = "auto") -> Explanation:
     """Evaluate every requirement of every backend for a problem."""
     against = {name: backend.reasons(problem) for name, backend in BACKENDS.items()}
-    notes = {name: _notes_of(backend, problem) for name, backend in BACKENDS.items()}
+    notes = {name: backend.notes(problem) for name, backend in BACKENDS.items()}
     fitting = [name for name, reasons in against.items() if not reasons]
     first = _first_choice(problem, fitting)
     better, why = preferred(problem, fitting, first)
@@ -59,16 +59,6 @@ def explain_problem(problem: Problem, requested: str = "auto") -> Explanation:
     if requested != "auto":
         chosen = requested if requested in fitting else None
     return Explanation(problem, requested, chosen, against, notes, accuracy)
-
-
-def _notes_of(backend: Backend, problem: Problem) -> str:
-    """What a backend has to say; nothing where that follows from sizes, by which it divides, and they are not known."""
-    try:
-        return backend.notes(problem)
-    except ZeroDivisionError:
-        if problem.hidden_size and problem.intermediate_size:
-            raise
-        return ""
 
 
 def _first_choice(problem: Problem, fitting: Iterable[str]) -> str | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_graphs import captured
 from gpu_layers import FORMATS, Format, Sizes, make_raw, prepare
 from graph_edges import driver_version, early_edges
 from sm90_cases import why_not_here
@@ -23,16 +24,6 @@ LAYERS, REPLAYS = 4, 12
 HOPPER = [fmt for fmt in FORMATS if fmt.backend.startswith("cuda_sm90")]
 NVFP4 = Format("cuda_sm90", "nvfp4", "none", "none", "exact")
 Chain = Callable[[], Tensor]
-
-
-def capture(body: Chain) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    body()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with torch.cuda.graph(graph):
-        result = body()
-    graph.instantiate()
-    return graph, result
 
 
 def chain_of(x: Tensor, gate: Tensor, w: moe.PreparedWeights, monolithic: bool) -> Chain:
@@ -62,7 +53,7 @@ def test_results_in_a_graph_are_those_without(fmt: Format, tokens: int, monolith
     x = torch.empty(tokens, SIZES.hidden, dtype=torch.bfloat16, device="cuda").normal_()
     gate = torch.randn(SIZES.experts, SIZES.hidden, device="cuda") * SIZES.hidden**-0.5
     run = chain_of(x, gate, w, monolithic)
-    graph, result = capture(run)
+    graph, result = captured(run)
     for _ in range(REPLAYS):
         x.normal_()
         graph.replay()
@@ -83,7 +74,7 @@ def test_which_begin_early(tokens: int) -> None:
                 step()
             return x
 
-        return early_edges(capture(run)[0])
+        return early_edges(captured(run, keep_graph=True)[0])
 
     def layer() -> Tensor:
         return moe.fused_moe_routed(x, ids, weights, w)
@@ -110,4 +101,4 @@ def test_another_stream_is_not_in_front() -> None:
         torch.cuda.current_stream().wait_stream(beside)
         return moe.fused_moe_routed(x, ids, weights, w)
 
-    assert not any(early_edges(capture(run)[0]))
+    assert not any(early_edges(captured(run, keep_graph=True)[0]))

@@ -238,13 +238,6 @@ def test_any_number_of_multiprocessors(library: Path, layer: tuple[int, int, int
             assert functions.deal_few(fields) > 0, (sms, tokens)
 
 
-def test_a_block_writes_each_choice(library: Path) -> None:
-    """Under MPS there may be fewer blocks than tokens."""
-    kept = ctypes.CDLL(str(library)).keep_each_choice_once
-    kept.restype = ctypes.c_bool
-    assert all(kept(tokens, blocks) for tokens in range(1, 9) for blocks in (*range(1, 10), 132))
-
-
 # In a process of its own: a plan that divides by what was never written ends it.
 PROGRAM = """
 import ctypes, random, sys

@@ -25,7 +25,7 @@ def notes_of(problem: Problem) -> str:
         return f"{_FEW}; {_TWO}" if problem.act_format == "none" else _FEW
     experts, local = problem.num_experts, problem.num_local_experts
     share = "" if local == experts else f", for {local} of {experts} experts"
-    if problem.top_k is None:
+    if problem.top_k is None or not problem.hidden_size:  # not known
         return _OF_BYTES.get(problem.scheme) or f"{_of_any_top_k(problem)}, where no table has the layer{share}"
     device = tuned.name_of_device(torch.cuda.current_device()) if torch.cuda.is_available() else ""
     sizes = (local, problem.top_k, problem.hidden_size, problem.intermediate_size)

@@ -21,11 +21,6 @@ __device__ __forceinline__ int quotient(int n, float inverse) {
   return __float2int_rz((static_cast<float>(n) + 0.5f) * inverse);
 }
 
-// Whether this block writes what was chosen for a token: one of them does, and there may be fewer than tokens.
-__device__ __forceinline__ bool keeps_choice(int token) {
-  return token % static_cast<int>(gridDim.x) == static_cast<int>(blockIdx.x);
-}
-
 // A block's share of GEMM `gemm`: as many units as others have, or one more. The first blocks have more of GEMM1, the
 // last ones of GEMM2.
 template <Kind kKind = Kind::kPlain>
