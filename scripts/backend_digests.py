@@ -37,6 +37,8 @@ APART = {
 }
 # What every backend's tests and its monolithic calls run besides: the router.
 ROUTER = (f"{PACKAGE}.routing.options", f"{PACKAGE}.routing.reference", f"{PACKAGE}.backends.triton_engine.routing")
+# And on the one kind of device that these run on.
+HOPPER, HOPPER_ROUTER = "cuda_sm90", f"{PACKAGE}.backends.sm90.router"
 
 
 def digest(files: Iterable[Path]) -> str:
@@ -204,7 +206,8 @@ def backend_modules(root: Path) -> dict[str, str]:
 
 def files_of(name: str, root: Path = ROOT) -> set[Path]:
     """All that a backend depends on."""
-    files = python_files(root, backend_modules(root)[name], *ROUTER)
+    router = (*ROUTER, HOPPER_ROUTER) if name.startswith(HOPPER) else ROUTER
+    files = python_files(root, backend_modules(root)[name], *router)
     sources = _sources(root / "csrc")
     return files.union(*(sources.of_op(op) for op in ops_called(files)))
 

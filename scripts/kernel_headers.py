@@ -19,7 +19,7 @@ from torch_moe_ops.backends.cpu_panels.pack import KERNEL_ACT_FORMATS, KERNEL_SC
 from torch_moe_ops.core import kernel_facts as facts
 from torch_moe_ops.core.activations import ACTIVATIONS
 from torch_moe_ops.core.call import KERNEL_FIELDS, ExpertsCall
-from torch_moe_ops.core.router_facts import ROUTE_HIDDEN_SM90, RouteHidden
+from torch_moe_ops.core.router_facts import ROUTE_HIDDEN_SM90, SHARED_EXPERTS, RouteHidden
 from torch_moe_ops.core.schemes import ACT_FORMATS, SCHEMES
 from torch_moe_ops.routing.reference import SCORES
 
@@ -235,7 +235,8 @@ def calls() -> str:
         bases = " : LayerCall, RouterCall" if routed else " : LayerCall"
         filled = ("out", *facts.FILLS.get(op, ()))
         parts.append(_op(op, bases, call | (router if routed else {}) | own, own, filled))
-    parts.append(_op("route_sm90", " : RouterCall", router | FILLED, FILLED, ("ids", "weights")))
+    own = FILLED | SHARED_EXPERTS
+    parts.append(_op("route_sm90", " : RouterCall", router | own, own, ("ids", "weights")))
     includes = ["<torch/csrc/stable/tensor.h>\n", "<optional>", "<string>", "<tuple>"]
     return header("The arguments of compiled ops.", includes, space("moeq", *parts))
 

@@ -161,12 +161,15 @@ struct ExpertsSm90W4a8Call : LayerCall {
 struct RouteSm90Call : RouterCall {
   Tensor ids;
   Tensor weights;
+  int64_t num_shared_experts;
+  OptionalTensor shared_expert_weights;
   static constexpr const char* kSchema =
       "route_sm90(Tensor? router_logits, Tensor? routing_bias, str score, str weight, bool renormalize, int top_k, int "
-      "n_group, int topk_group, float routed_scaling_factor, Tensor(a!) ids, Tensor(b!) weights) -> ()";
+      "n_group, int topk_group, float routed_scaling_factor, Tensor(a!) ids, Tensor(b!) weights, int "
+      "num_shared_experts, Tensor? shared_expert_weights) -> ()";
   using Types = std::tuple<
       OptionalTensor, OptionalTensor, std::string, std::string, bool, int64_t, int64_t, int64_t, double, Tensor,
-      Tensor>;
+      Tensor, int64_t, OptionalTensor>;
 };
 
 }  // namespace moeq

@@ -1,4 +1,4 @@
-"""What Python and the kernel of `moeq::route_hidden` have to agree on; kernel_facts.py has it of other kernels.
+"""What Python and the kernels that route on Hopper have to agree on; kernel_facts.py has it of other kernels.
 
 `python scripts/kernel_headers.py --write` writes csrc/generated/router.h from it.
 """
@@ -14,13 +14,14 @@ class RouteHidden:
     SIZE_MULTIPLE = 8  # of the hidden size, in elements: loads have 16 bytes
 
 
-# What route_hidden_sm90 gets behind a Router, whose logits it fills, and ids and weights, which it fills too.
+# What ops get behind a Router and ids and weights, which they fill: of experts that every token goes to.
+SHARED_EXPERTS = {"num_shared_experts": "int", "shared_expert_weights": "Tensor | None"}
+# And route_hidden_sm90, which fills the router's logits, too.
 ROUTE_HIDDEN_SM90 = {
     "hidden_states": "Tensor",
     "router_weight": "Tensor",
     "router_bias": "Tensor | None",
-    "num_shared_experts": "int",
-    "shared_expert_weights": "Tensor | None",
+    **SHARED_EXPERTS,
     "blocks": "int",
     "warps": "int",
 }

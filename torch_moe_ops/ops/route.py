@@ -1,6 +1,7 @@
 """The op `moeq::route`: router logits to expert ids and weights.
 
-On CUDA a Triton kernel computes it, elsewhere torch's own operations do. Both follow `torch_moe_ops.routing.reference`.
+On Hopper a kernel of ours computes it, on other GPUs Triton's, elsewhere torch's own operations do. All follow
+`torch_moe_ops.routing.reference`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_moe_ops.backends.sm90 import router as sm90_router
 from torch_moe_ops.core.check import fail
 from torch_moe_ops.core.schemas import arguments
 from torch_moe_ops.gradients.routing import logits_gradient
@@ -28,8 +30,11 @@ def run_route(
     num_shared_experts: int = 0,
     shared_expert_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """moeq::route on checked arguments: the kernel where it runs, else route_reference."""
+    """moeq::route on checked arguments, all of them: a kernel where one runs, else route_reference."""
     device = router_logits.device
+    if sm90_router.takes_logits(router_logits, n_group=options[2]):
+        routing = (routing_bias, *options)
+        return sm90_router.route(router_logits, routing, num_shared_experts, shared_expert_weights)
     if not _has_kernel(device):
         chosen = route_reference(router_logits, routing_bias, *options)
         if not num_shared_experts:
@@ -45,7 +50,7 @@ def run_route(
 
 
 def kernel_reason(device: torch.device) -> str | None:
-    """None where the routing kernel runs on this device (the `triton` backend's condition), else why not."""
+    """None where Triton's routing kernel runs on this device (the `triton` backend's condition), else why not."""
     from torch_moe_ops.backends.triton import device_reason, package_reason
 
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None

@@ -27,8 +27,8 @@ Chain = Callable[[], Tensor]
 
 
 def chain_of(x: Tensor, gate: Tensor, w: moe.PreparedWeights, monolithic: bool) -> Chain:
-    """Layers behind each other. Each routes by what the one in front gives. What routes triggers: monolithic on
-    `cuda_sm90` and `cuda_sm90_int4` a kernel that lets the layer begin early, else Triton's, which is not one of those."""
+    """Layers behind each other. Each routes by what the one in front gives, in a launch that lets the layer begin
+    early."""
 
     def run() -> Tensor:
         rows = x
@@ -84,6 +84,7 @@ def test_which_begin_early(tokens: int) -> None:
     assert edges(lambda: x.mul_(1.0), layer) == [False]
     assert edges(layer, lambda: x.mul_(1.0), layer) == [False, False]
     assert edges(lambda: moe.fused_moe(x, logits, w, routing=ROUTING)) == [early]
+    assert edges(lambda: moe.fused_moe_routed(x, *moe.route(logits, ROUTING), w)) == [early]
 
 
 def test_another_stream_is_not_in_front() -> None:

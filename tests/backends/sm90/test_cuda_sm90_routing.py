@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 import torch_moe_ops as moe
 from torch_moe_ops.backends import cuda_sm90
 from torch_moe_ops.backends.sm90.common import router_of
-from torch_moe_ops.routing.reference import route_reference
+from torch_moe_ops.routing.reference import append_shared, route_reference
 
 REASON = why_not_here()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(REASON), reason=REASON or "it is there")]
@@ -32,7 +33,7 @@ def route(logits: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     assert router is not None
     ids = torch.full((logits.shape[0], router.top_k), -7, dtype=torch.int32, device="cuda")
     weights = torch.full(ids.shape, math.nan, device="cuda")
-    torch.ops.moeq_C.route_sm90(*router, ids=ids, weights=weights)
+    torch.ops.moeq_C.route_sm90(*router, ids, weights, 0, None)
     return ids, weights
 
 
@@ -41,6 +42,63 @@ class TestTheKernel(RoutingCases):
     rows = 300
 
     route = staticmethod(route)
+
+
+OTHERS = ("torch_moe_ops.ops.route.route_reference", "torch_moe_ops.ops.route._has_kernel")
+
+
+@methods
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_the_op_runs_the_kernel(method: str, dtype: torch.dtype) -> None:
+    """And does not wait for the device, nor ask for Triton's kernel or torch's operations."""
+    logits = draw(40, 64, seed=1).to(dtype).cuda()
+    bias = draw_bias(64, seed=1).cuda() if method in WITH_BIAS else None
+    options = (method, 1 if method == "llama4" else 8, *groups_of(method, (8, 4)))
+    want = route(logits, bias, *options)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with mock.patch(OTHERS[0], side_effect=AssertionError), mock.patch(OTHERS[1], side_effect=AssertionError):
+            got = torch.ops.moeq.route(logits, bias, *options)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("dtype", (None, torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize(("tokens", "experts", "top_k", "shared"), ((5, 12, 4, 1), (1, 256, 8, 3), (70, 2048, 30, 2)))
+def test_shared_experts_get_columns_behind_the_chosen_ones(
+    tokens: int, experts: int, top_k: int, shared: int, dtype: torch.dtype | None
+) -> None:
+    logits, bias = draw(tokens, experts, seed=1).cuda(), draw_bias(experts, seed=1).cuda()
+    options = (logits, bias, "deepseek_v3", top_k, 2, 1, 2.5, None)
+    weights = None if dtype is None else torch.rand(shared, tokens, device="cuda").to(dtype).T  # of any strides
+    got = torch.ops.moeq.route(*options, shared, weights)
+    want = append_shared(*route(*options), experts, shared, weights)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_the_op_takes_more_groups_than_the_kernel() -> None:
+    logits = draw(3, 128, seed=1).cuda()
+    ids, weights = torch.ops.moeq.route(logits, None, "renormalize", 2, 64, 3)
+    want_ids, want = route_reference(logits, None, "renormalize", 2, 64, 3)
+    assert torch.equal(ids, want_ids)
+    torch.testing.assert_close(weights, want, rtol=1e-6, atol=0)
+
+
+@methods
+@pytest.mark.parametrize("tokens", (1, 40, 700))
+def test_a_replay_of_the_op_follows_the_logits(method: str, tokens: int) -> None:
+    logits = draw(tokens, 64, seed=1).cuda()
+    bias = draw_bias(64, seed=1).cuda() if method in WITH_BIAS else None
+    options = (method, 1 if method == "llama4" else 8, *groups_of(method, (8, 4)))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = torch.ops.moeq.route(logits, bias, *options)
+    for seed in range(2, 5):
+        logits.copy_(draw(tokens, 64, seed=seed))
+        graph.replay()
+        eager = torch.ops.moeq.route(logits, bias, *options)
+        assert all(torch.equal(a, b) for a, b in zip(captured, eager, strict=True))
 
 
 def layer(act_format: str = "none") -> moe.PreparedWeights:

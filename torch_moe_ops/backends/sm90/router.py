@@ -1,4 +1,5 @@
-"""The kernel of `moeq::route_hidden` for Hopper: router product and choice of few tokens in one launch."""
+"""Routing by the kernels for Hopper: of logits (`moeq::route`), or of hidden states, whose product with the router and
+the choice are one launch for few tokens (`moeq::route_hidden`)."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from torch_moe_ops.backends.sm90.common import CAPABILITY, router_of
 from torch_moe_ops.core import device_code, extension
+from torch_moe_ops.core.kernel_facts import Sm90
 from torch_moe_ops.core.router_facts import RouteHidden
 
 # More tokens, or larger weights, are faster as a matrix product and a launch of routing behind it
@@ -41,6 +43,35 @@ def _runs_on(device: torch.device) -> bool:
     return not extension.cuda_extension_reason() and device_code.missing(CAPABILITY, "a") is None
 
 
+def takes_logits(router_logits: Tensor, n_group: int) -> bool:
+    """Whether the kernel runs checked arguments of moeq::route."""
+    return n_group <= Sm90.ROUTE_GROUPS and _runs_on(router_logits.device)
+
+
+def route(
+    router_logits: Tensor,
+    routing: tuple[Any, ...],
+    num_shared_experts: int,
+    shared_expert_weights: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """(topk_ids, topk_weights) of arguments that `takes_logits` takes, in one launch.
+
+    Args:
+        routing: of moeq::route, from routing_bias to renormalize.
+    """
+    router = router_of((router_logits, *routing))
+    assert router is not None, "`takes_logits` has seen that there are few groups"
+    ids, weights = _results(router_logits, router.top_k + num_shared_experts)
+    shared = None if shared_expert_weights is None else shared_expert_weights.contiguous()
+    torch.ops.moeq_C.route_sm90(*router, ids, weights, num_shared_experts, shared)
+    return ids, weights
+
+
+def _results(logits: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    ids = torch.empty((logits.shape[0], columns), dtype=torch.int32, device=logits.device)
+    return ids, torch.empty((logits.shape[0], columns), dtype=torch.float32, device=logits.device)
+
+
 def takes(hidden_states: Tensor, router_weight: Tensor, n_group: int) -> bool:
     """Whether the kernel runs checked arguments of moeq::route_hidden on few tokens."""
     if hidden_states.dtype is not torch.bfloat16 or router_weight.dtype is not torch.bfloat16:
@@ -52,7 +83,7 @@ def takes(hidden_states: Tensor, router_weight: Tensor, n_group: int) -> bool:
         and experts <= RouteHidden.MAX_ROUTER_EXPERTS
         and hidden_size > 0
         and hidden_size % RouteHidden.SIZE_MULTIPLE == 0
-        and n_group <= 32
+        and n_group <= Sm90.ROUTE_GROUPS
         and _runs_on(hidden_states.device)
     )
 
@@ -74,10 +105,8 @@ def run(
     """
     router = router_of((logits, *routing))
     assert router is not None, "`takes` has seen that there are few groups"
-    tokens, (experts, hidden_size) = hidden_states.shape[0], router_weight.shape
-    columns = router.top_k + num_shared_experts
-    ids = torch.empty((tokens, columns), dtype=torch.int32, device=logits.device)
-    weights = torch.empty((tokens, columns), dtype=torch.float32, device=logits.device)
+    experts, hidden_size = router_weight.shape
+    ids, weights = _results(logits, router.top_k + num_shared_experts)
     bias = None if router_bias is None else router_bias.contiguous()
     shared = None if shared_expert_weights is None else shared_expert_weights.contiguous()
     plan = plan or plan_of(experts, hidden_size)

@@ -8,7 +8,7 @@
 #include "../../../generated/calls.h"
 #include "../../launch.h"
 #include "../problem/problem.h"
-#include "../routing/route_hidden.h"
+#include "../routing/route.h"
 
 namespace moeq::sm90 {
 
@@ -212,7 +212,8 @@ inline Chosen choose(Problem& p, const Layer& layer) {
   const Tensor ids = torch::stable::new_empty(call.out, {slots}, ScalarType::Int);
   const Tensor weights = torch::stable::new_empty(call.out, {slots}, ScalarType::Float);
   int32_t* to = static_cast<int32_t*>(ids.mutable_data_ptr());
-  const cudaError_t error = route_run(router, p.tokens, to, static_cast<float*>(weights.mutable_data_ptr()), p.stream);
+  float* of = static_cast<float*>(weights.mutable_data_ptr());
+  const cudaError_t error = route_run(router, {}, p.tokens, to, of, p.stream);
   STD_TORCH_CHECK(error == cudaSuccess, "moeq_C::", layer.op, ": routing kernel: ", cudaGetErrorString(error));
   p.topk_ids = to;
   p.topk_weights = static_cast<const float*>(weights.const_data_ptr());
@@ -259,41 +260,6 @@ void run_layer(AnyProblem& p, const Layer& layer, const Kernels<AnyProblem>& ker
     Tensor target = out;
     torch::stable::copy_(target, aligned_out);
   }
-}
-
-// A router's weights, from what ops get to what kernels read, and how their product is divided.
-
-// bfloat16 [rows, columns], rows at multiples of 16 bytes.
-inline const void* rows_of(const char* op, const char* name, const Tensor& tensor, int64_t rows, int64_t columns,
-                           const Tensor& beside) {
-  STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == beside.get_device_index() && tensor.dim() == 2 &&
-                      tensor.size(0) == rows && tensor.size(1) == columns && tensor.stride(1) == 1 &&
-                      tensor.stride(0) % hidden::kSizeMultiple == 0 && tensor.scalar_type() == ScalarType::BFloat16 &&
-                      is_aligned(tensor),
-                  "moeq_C::", op, ": ", name, " must be a bfloat16 matrix [", rows, ", ", columns,
-                  "] on the device of ids, rows at multiples of 16 bytes");
-  return tensor.const_data_ptr();
-}
-
-// Contiguous, of any type that logits may have; null where it is absent.
-inline const void* values_of(const char* op, const char* name, const OptionalTensor& tensor, int64_t count,
-                             const Tensor& beside, LogitType& type) {
-  if (!tensor.has_value()) return nullptr;
-  type = logit_type_of(op, *tensor);
-  STD_TORCH_CHECK(tensor->is_cuda() && tensor->get_device_index() == beside.get_device_index() &&
-                      tensor->is_contiguous() && tensor->numel() == count,
-                  "moeq_C::", op, ": ", name, " must be contiguous, on the device of ids, with ", count, " elements");
-  return tensor->const_data_ptr();
-}
-
-// Sixteen multiprocessors side by side are there for sure where nobody else has a share of the device.
-inline RouteHiddenPlan plan_of(const char* op, int64_t blocks, int64_t warps, const Partition& partition) {
-  constexpr int kPortableBlocks = 8;
-  STD_TORCH_CHECK(
-      (blocks == kPortableBlocks || blocks == 2 * kPortableBlocks) && warps >= 1 && warps <= hidden::kMaxWarps,
-      "moeq_C::", op, ": blocks must be 8 or 16, warps at most ", hidden::kMaxWarps);
-  const int most = partition.whole_device ? 2 * kPortableBlocks : kPortableBlocks;
-  return {static_cast<int>(blocks < most ? blocks : most), static_cast<int>(warps)};
 }
 
 }  // namespace moeq::sm90

@@ -12,6 +12,7 @@ constexpr int kWarps = 4;
 
 struct RouteArgs {
   Router router;
+  SharedExperts shared;
   int tokens;
   int32_t* ids;
   float* weights;
@@ -19,11 +20,14 @@ struct RouteArgs {
 
 template <int each>
 __global__ void __launch_bounds__(32 * kWarps) route_kernel(const __grid_constant__ RouteArgs args) {
+  __shared__ int chosen[kWarps][32];
   wait_for_previous_kernel();
   allow_next_kernel();
-  const int64_t token = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32, at = token * args.router.top_k;
+  const int64_t token = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
+  const int64_t at = token * (args.router.top_k + args.shared.count);
   if (token >= args.tokens) return;
-  route_by_warp<each, (each <= 16)>(args.router, token, args.ids + at, args.weights + at);
+  route_by_warp<each>(args.router, token, chosen[threadIdx.x / 32], args.ids + at, args.weights + at);
+  append_shared(args.router, args.shared, token, args.ids + at, args.weights + at);
 }
 
 using RouteKernel = void (*)(RouteArgs);
@@ -39,9 +43,10 @@ RouteKernel kernel_for(int experts) {
 
 }  // namespace
 
-cudaError_t route_run(const Router& router, int tokens, int32_t* ids, float* weights, cudaStream_t stream) {
+cudaError_t route_run(const Router& router, const SharedExperts& shared, int tokens, int32_t* ids, float* weights,
+                      cudaStream_t stream) {
   if (tokens == 0) return cudaSuccess;
-  const RouteArgs args = {router, tokens, ids, weights};
+  const RouteArgs args = {router, shared, tokens, ids, weights};
   const int blocks = (tokens + kWarps - 1) / kWarps;
   const cudaError_t error = launch_after(kernel_for(router.experts), args, blocks, 32 * kWarps, 0, stream);
   if (error == cudaSuccess) note_trigger(stream);

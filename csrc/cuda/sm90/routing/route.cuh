@@ -3,8 +3,8 @@
 // its bits.
 //
 // Lane l holds the logits of experts l, l + 32, l + 64, ... The top-k is top_k rounds of "largest key, lowest index
-// that has it": two reductions each, which a warp does in one instruction. Sorting would work on all experts for the
-// sake of a few.
+// that has it", a reduction each, which a warp does in one instruction. A lane sorts its own experts first, where they
+// are few, so that a round moves one lane on; sorting all would be work for the sake of a few.
 #pragma once
 #include <climits>
 #include <cuda_bf16.h>
@@ -18,6 +18,7 @@ namespace moeq::sm90 {
 constexpr int kKeyOfTaken = INT_MIN;  // of what cannot be chosen (any more)
 constexpr int kKeyOfNan = INT_MIN + 1;  // below every number
 constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr int kMostSorted = 16;  // experts that a lane sorts
 
 // Integers in the order of the floats, -0 equal to 0, NaN below all.
 __device__ __forceinline__ int ordered_key(float x) {
@@ -79,6 +80,31 @@ __device__ __forceinline__ float sqrt_softplus(float z) {
   return sqrtf((z > 0.0f || z != z ? z : 0.0f) + log1pf(expf(-fabsf(z))));
 }
 
+// 1 / (1 + e^-z), correctly rounded quotients: as the division does it but for its branch, which would have a lane's
+// values wait for each other. Two steps are exact but where the result is subnormal, or 0 (test_cuda_sm90_routing.py).
+template <int each>
+__device__ __forceinline__ void make_sigmoids(float (&z)[each]) {
+  constexpr float kLargest = 0x1p126f;
+  bool all_normal = true;
+  float y[each];
+#pragma unroll
+  for (int i = 0; i < each; ++i) {
+    y[i] = 1.0f + expf(-z[i]);
+    all_normal = all_normal && y[i] < kLargest;  // not of a NaN
+  }
+  if (__all_sync(kAllLanes, all_normal)) {
+#pragma unroll
+    for (int i = 0; i < each; ++i) {
+      float x;
+      asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(x) : "f"(y[i]));
+      z[i] = __fmaf_rn(x, __fmaf_rn(-y[i], x, 1.0f), x);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < each; ++i) z[i] = 1.0f / y[i];
+  }
+}
+
 // Turns logits into scores; one branch, so that a lane's scores are worked out together.
 template <int each>
 __device__ __forceinline__ void make_scores(Score score, Softmax softmax, float (&z)[each]) {
@@ -89,94 +115,136 @@ __device__ __forceinline__ void make_scores(Score score, Softmax softmax, float 
   if (score == Score::kSoftmax) {
     replace([&](float x) { return softmax_mass(x, softmax.top) / softmax.total; });
   } else if (score == Score::kSigmoid) {
-    replace([](float x) { return 1.0f / (1.0f + expf(-x)); });
+    make_sigmoids(z);
   } else if (score == Score::kSqrtsoftplus) {
     replace(sqrt_softplus);
   }
 }
 
-// Lane g's key of group g, where groups have 32 experts: the g-th of each lane.
+// The two largest keys of a group.
+struct BestTwo {
+  int first, second;
+};
+
+__device__ __forceinline__ BestTwo merged(BestTwo a, BestTwo b) {
+  return {max(a.first, b.first), max(min(a.first, b.first), max(a.second, b.second))};
+}
+
+__device__ __forceinline__ BestTwo other_lanes(BestTwo x, int apart) {
+  return {__shfl_xor_sync(kAllLanes, x.first, apart), __shfl_xor_sync(kAllLanes, x.second, apart)};
+}
+
+// Over all lanes of each of a lane's groups; lane l is left with those of group l / (32 / each). Two lanes share their
+// groups, each keeps a half of them, until there is one.
+template <int apart, int left, int each>
+__device__ __forceinline__ void reduce_groups(BestTwo (&best)[each]) {
+  constexpr int kKept = left > 1 ? left / 2 : 1;
+  const bool upper = threadIdx.x % 32 & apart;
+#pragma unroll
+  for (int i = 0; i < kKept; ++i) {
+    BestTwo kept = best[i], given = best[i];
+    if constexpr (left > 1) {
+      kept = upper ? best[kKept + i] : best[i];
+      given = upper ? best[i] : best[kKept + i];
+    }
+    best[i] = merged(kept, other_lanes(given, apart));
+  }
+  if constexpr (apart > 1) reduce_groups<apart / 2, kKept>(best);
+}
+
+// A group is chosen by its largest key, or by the sum of its two largest where there is a bias. NaN is the lowest.
+__device__ __forceinline__ int key_of_group(const Router& r, BestTwo best) {
+  const float first = of_ordered_key(best.first);
+  return ordered_key(r.bias == nullptr ? first : first + of_ordered_key(best.second));
+}
+
+// Groups of 32 experts, the i-th of every lane each: key of group lane / (32 / each).
 template <int each>
 __device__ __forceinline__ int key_of_register_group(const Router& r, const int (&keys)[each]) {
+  constexpr int kLanes = 32 / each;
+  const int lowest = ordered_key(-CUDART_INF_F);
+  BestTwo best[each];
+#pragma unroll
+  for (int i = 0; i < each; ++i) best[i] = {max(keys[i], lowest), lowest};
+  reduce_groups<16, each>(best);
+  return static_cast<int>(threadIdx.x % 32) / kLanes < r.groups ? key_of_group(r, best[0]) : kKeyOfTaken;
+}
+
+// Groups of any other size: key of group `lane`.
+template <int each>
+__device__ __forceinline__ int key_of_any_group(const Router& r, const int (&keys)[each], const int (&group_of)[each]) {
   const int lane = threadIdx.x % 32, lowest = ordered_key(-CUDART_INF_F);
   int mine = kKeyOfTaken;
+  for (int group = 0; group < r.groups; ++group) {
+    BestTwo best = {lowest, lowest};
 #pragma unroll
-  for (int group = 0; group < each; ++group) {
-    const int key = max(keys[group], lowest);  // a NaN counts as the lowest
-    const int best = __reduce_max_sync(kAllLanes, key);
-    float score = of_ordered_key(best);
-    if (r.bias != nullptr) {
-      const int taken = __ffs(__ballot_sync(kAllLanes, key == best)) - 1;
-      score += of_ordered_key(__reduce_max_sync(kAllLanes, lane == taken ? lowest : key));
-    }
-    mine = lane == group && group < r.groups ? ordered_key(score) : mine;
+    for (int i = 0; i < each; ++i) best = merged(best, {group_of[i] == group ? max(keys[i], lowest) : lowest, lowest});
+#pragma unroll
+    for (int apart = 16; apart > 0; apart /= 2) best = merged(best, other_lanes(best, apart));
+    mine = group == lane ? key_of_group(r, best) : mine;
   }
   return mine;
 }
 
-// Takes the experts of all but the best groups out of `keys`: best by their largest choice, or by the sum of their two
-// largest where there is a bias. Groups are at most kRouteGroups; equal ones go by their number.
+// Bits of lanes whose group is one of the best: `key`, of which every lanes_of_group-th lane has another, and counts by
+// how many are better. Equal ones go by their number.
+__device__ __forceinline__ uint32_t best_groups(const Router& r, int key, int lanes_of_group) {
+  const int mine = static_cast<int>(threadIdx.x % 32) / lanes_of_group;
+  int better = 0;
+#pragma unroll 4
+  for (int group = 0; group < r.groups; ++group) {
+    const int other = __shfl_sync(kAllLanes, key, group * lanes_of_group);
+    better += other > key || (other == key && group < mine);
+  }
+  return __ballot_sync(kAllLanes, better < r.topk_group);
+}
+
+// Takes the experts of all but the best groups out of `keys`. Groups are at most kRouteGroups.
 template <int each>
 __device__ __forceinline__ void keep_best_groups(const Router& r, int (&keys)[each]) {
   const int lane = threadIdx.x % 32, size = r.experts / r.groups;
+  if constexpr (each <= 32) {
+    if (size == 32) {
+      constexpr int kLanes = 32 / each;
+      const uint32_t kept = best_groups(r, key_of_register_group(r, keys), kLanes);
+#pragma unroll
+      for (int i = 0; i < each; ++i) keys[i] = kept >> (i * kLanes) & 1 ? keys[i] : kKeyOfTaken;
+      return;
+    }
+  }
   int group_of[each];
 #pragma unroll
-  for (int i = 0; i < each; ++i) group_of[i] = (32 * i + lane) / size;
-  int key_of_group = size == 32 ? key_of_register_group(r, keys) : kKeyOfTaken;  // of group `lane`
-  for (int group = 0; size != 32 && group < r.groups; ++group) {
-    const int lowest = ordered_key(-CUDART_INF_F);
-    int first = lowest, at = INT_MAX;
-#pragma unroll
-    for (int i = 0; i < each; ++i) {
-      const bool better = group_of[i] == group && keys[i] > first;
-      first = better ? keys[i] : first;
-      at = better ? 32 * i + lane : at;
-    }
-    const int best = __reduce_max_sync(kAllLanes, first);
-    float score = of_ordered_key(best);
-    if (r.bias != nullptr) {
-      const int taken = __reduce_min_sync(kAllLanes, first == best ? at : INT_MAX);
-      int second = lowest;
-#pragma unroll
-      for (int i = 0; i < each; ++i) {
-        second = group_of[i] == group && 32 * i + lane != taken ? max(second, keys[i]) : second;
-      }
-      score += of_ordered_key(__reduce_max_sync(kAllLanes, second));
-    }
-    key_of_group = group == lane ? ordered_key(score) : key_of_group;
-  }
-  uint32_t kept = 0;
-  for (int i = 0; i < r.topk_group; ++i) {
-    const int best = __reduce_max_sync(kAllLanes, key_of_group);
-    const int group = __ffs(__ballot_sync(kAllLanes, key_of_group == best)) - 1;
-    kept |= 1u << group;
-    key_of_group = lane == group ? kKeyOfTaken : key_of_group;
-  }
-#pragma unroll
   for (int i = 0; i < each; ++i) {
-    keys[i] = kept >> min(group_of[i], 31) & 1 ? keys[i] : kKeyOfTaken;
+    // Exact: the quotient of what is half between integers is not within a rounding of one.
+    group_of[i] = __float2int_rz((static_cast<float>(32 * i + lane) + 0.5f) * (1.0f / static_cast<float>(size)));
+  }
+  const uint32_t kept = best_groups(r, key_of_any_group(r, keys, group_of), 1);
+#pragma unroll
+  for (int i = 0; i < each; ++i) keys[i] = kept >> min(group_of[i], 31) & 1 ? keys[i] : kKeyOfTaken;
+}
+
+// Largest first: by merging ever longer sorted parts (Batcher's exchanges). `exchange(i, j)`, i < j, puts the larger
+// one of two first. A step of template arguments for each distance, as nested loops of this length are not unrolled.
+template <int each, int part, int apart, class Exchange>
+__device__ __forceinline__ void sort_network(Exchange exchange) {
+  constexpr int kFirst = apart % part;
+#pragma unroll
+  for (int i = kFirst; i + apart < each; ++i) {
+    if ((i - kFirst) / apart % 2 == 0 && i / (2 * part) == (i + apart) / (2 * part)) exchange(i, i + apart);
+  }
+  if constexpr (apart > 1) {
+    sort_network<each, part, apart / 2>(exchange);
+  } else if constexpr (2 * part < each) {
+    sort_network<each, 2 * part, 2 * part>(exchange);
   }
 }
 
-// Lane j < top_k gets the expert that comes j-th; the others 0.
+// The first one goes where `taken`.
 template <int each>
-__device__ __forceinline__ int take_best(int top_k, int (&keys)[each]) {
-  const int lane = threadIdx.x % 32;
-  int mine = 0;
-  for (int j = 0; j < top_k; ++j) {
-    int best = keys[0], at = lane;
+__device__ __forceinline__ void move_on(int (&values)[each], bool taken, int last) {
 #pragma unroll
-    for (int i = 1; i < each; ++i) {
-      at = keys[i] > best ? 32 * i + lane : at;
-      best = max(best, keys[i]);
-    }
-    const int top = __reduce_max_sync(kAllLanes, best);
-    const int expert = __reduce_min_sync(kAllLanes, best == top ? at : INT_MAX);
-    mine = lane == j ? expert : mine;
-#pragma unroll
-    for (int i = 0; i < each; ++i) keys[i] = 32 * i + lane == expert ? kKeyOfTaken : keys[i];
-  }
-  return mine;
+  for (int i = 0; i + 1 < each; ++i) values[i] = taken ? values[i + 1] : values[i];
+  values[each - 1] = taken ? last : values[each - 1];
 }
 
 // A bfloat16 logit and its place in one integer: larger logits are larger, equal ones the larger the lower their index.
@@ -194,45 +262,83 @@ __device__ __forceinline__ float of_packed_key(int key) {
   return of_ordered_key(key < 0 ? key | 0xffff : key & ~0xffff);
 }
 
-// Largest first. A lane's own, by merging ever longer sorted parts (Batcher's exchanges).
+// Lane j < top_k gets the key that comes j-th. All keys differ.
 template <int each>
-__device__ __forceinline__ void sort_keys(int (&keys)[each]) {
-#pragma unroll
-  for (int part = 1; part < each; part *= 2) {
-#pragma unroll
-    for (int apart = part; apart > 0; apart /= 2) {
-#pragma unroll
-      for (int first = apart % part; first + apart < each; first += 2 * apart) {
-#pragma unroll
-        for (int i = first; i < first + apart && i + apart < each; ++i) {
-          if (i / (2 * part) == (i + apart) / (2 * part)) {
-            const int larger = max(keys[i], keys[i + apart]);
-            keys[i + apart] = min(keys[i], keys[i + apart]);
-            keys[i] = larger;
-          }
-        }
-      }
-    }
+__device__ __forceinline__ int take_packed(int top_k, int (&keys)[each]) {
+  if constexpr (each > 1) {
+    sort_network<each, 1, 1>([&](int i, int j) {
+      const int larger = max(keys[i], keys[j]);
+      keys[j] = min(keys[i], keys[j]);
+      keys[i] = larger;
+    });
   }
-}
-
-// Lane j < count gets the key that comes j-th. All keys differ, so that a round is one reduction: the lane that has the
-// largest goes on to its next one.
-template <int each>
-__device__ __forceinline__ int take_best_packed(int count, int (&keys)[each]) {
-  const int lane = threadIdx.x % 32;
   int mine = 0;
-  sort_keys(keys);
 #pragma unroll 1
-  for (int j = 0; j < count; ++j) {
+  for (int j = 0; j < top_k; ++j) {
     const int top = __reduce_max_sync(kAllLanes, keys[0]);
-    mine = lane == j ? top : mine;
-    const bool taken = keys[0] == top;
-#pragma unroll
-    for (int i = 0; i + 1 < each; ++i) keys[i] = taken ? keys[i + 1] : keys[i];
-    keys[each - 1] = taken ? INT_MIN : keys[each - 1];
+    mine = threadIdx.x % 32 == j ? top : mine;
+    move_on(keys, keys[0] == top, INT_MIN);
   }
   return mine;
+}
+
+// Lane j < top_k gets the expert that comes j-th; the others 0. Of equal keys the lowest expert comes first.
+template <int each>
+__device__ __forceinline__ int take_one_by_one(int top_k, int (&keys)[each]) {
+  const int lane = threadIdx.x % 32;
+  int mine = 0;
+#pragma unroll 1
+  for (int j = 0; j < top_k; ++j) {
+    int best = keys[0], at = lane;
+#pragma unroll
+    for (int i = 1; i < each; ++i) {
+      at = keys[i] > best ? 32 * i + lane : at;
+      best = max(best, keys[i]);
+    }
+    const int top = __reduce_max_sync(kAllLanes, best);
+    const int expert = __reduce_min_sync(kAllLanes, best == top ? at : INT_MAX);
+    mine = lane == j ? expert : mine;
+#pragma unroll
+    for (int i = 0; i < each; ++i) keys[i] = 32 * i + lane == expert ? kKeyOfTaken : keys[i];
+  }
+  return mine;
+}
+
+// The same. Lanes sort their own where they are few; who has the largest says so to the lane that gets it, through
+// `chosen`, and moves on. Lanes with equal keys would both: then all is done again, one by one.
+template <int each>
+__device__ __forceinline__ int take_best(int top_k, int (&keys)[each], int* chosen) {
+  if constexpr (each <= kMostSorted) {
+    const int lane = threadIdx.x % 32;
+    int sorted[each], experts[each], taken_here = 0;
+#pragma unroll
+    for (int i = 0; i < each; ++i) {
+      sorted[i] = keys[i];
+      experts[i] = 32 * i + lane;
+    }
+    if constexpr (each > 1) {
+      sort_network<each, 1, 1>([&](int i, int j) {
+        const int key = sorted[i], other = sorted[j], expert = experts[i];
+        const bool swaps = other > key || (other == key && experts[j] < expert);
+        sorted[i] = max(key, other);
+        sorted[j] = min(key, other);
+        experts[i] = swaps ? experts[j] : expert;
+        experts[j] = swaps ? expert : experts[j];
+      });
+    }
+    __syncwarp();
+#pragma unroll 1
+    for (int j = 0; j < top_k; ++j) {
+      const bool taken = sorted[0] == __reduce_max_sync(kAllLanes, sorted[0]);
+      if (taken) chosen[j] = experts[0];
+      taken_here += taken;
+      move_on(sorted, taken, kKeyOfTaken);
+      move_on(experts, taken, INT_MAX);
+    }
+    __syncwarp();
+    if (__reduce_add_sync(kAllLanes, taken_here) == top_k) return lane < top_k ? chosen[lane] : 0;
+  }
+  return take_one_by_one(top_k, keys);
 }
 
 // Lane j's final weight, from its chosen logit. `softmax` is that of all experts where they were chosen by one.
@@ -251,92 +357,137 @@ __device__ __forceinline__ float weight_of(const Router& r, float z, Softmax sof
   return weight * r.factor;
 }
 
-// A lane's value of `z` that belongs to its `expert`.
+// A lane's value of `z` that belongs to its `expert`, one of 32 * each.
 template <int each>
 __device__ __forceinline__ float value_of_expert(const float (&z)[each], int expert) {
   float value = 0.0f;
 #pragma unroll
   for (int i = 0; i < each; ++i) {
-    const float other = __shfl_sync(kAllLanes, z[i], expert % 32);
-    value = expert / 32 == i ? other : value;
+    const float other = __shfl_sync(kAllLanes, z[i], expert & 31);
+    value = expert >> 5 == i ? other : value;
   }
   return value;
 }
 
-// Softmax keeps the order of logits, so that experts can be chosen without it; but different logits may round to the
-// same score, and equal scores go by their number. -1 on all lanes where that cannot be excluded: where neighbours in
-// the order, the first expert that is not chosen among them, are close together or far below the largest.
-template <bool kPacks, int each>
-__device__ __forceinline__ int choose_by_logits(const Router& r, const float (&z)[each], const bool (&valid)[each]) {
-  constexpr float kApart = 1e-4f, kBelow = 60.0f;
-  const int lane = threadIdx.x % 32, last = min(r.top_k, r.experts - 1);
-  int keys[each], expert;
-  float mine;
-  if (kPacks && r.type == LogitType::kBfloat16) {
+// An expert that comes at a lane's place, and its logit.
+struct Chosen {
+  int expert;
+  float z;
+};
+
+// By the logits themselves; `more`: how many, top_k or one more.
+template <int each>
+__device__ __forceinline__ Chosen best_logits(const Router& r, const float (&z)[each], const bool (&valid)[each],
+                                              int more, int* chosen) {
+  const int lane = threadIdx.x % 32;
+  int keys[each];
+  if constexpr (each <= kMostSorted) {
+    if (r.type == LogitType::kBfloat16) {
 #pragma unroll
-    for (int i = 0; i < each; ++i) keys[i] = packed_key(z[i], 32 * i + lane, valid[i]);
-    const int key = take_best_packed(last + 1, keys);
-    expert = lane <= last ? index_of_packed(key) : 0;
-    mine = of_packed_key(key);
-  } else {
-#pragma unroll
-    for (int i = 0; i < each; ++i) keys[i] = valid[i] ? ordered_key(z[i]) : kKeyOfTaken;
-    expert = take_best(last + 1, keys);
-    mine = value_of_expert(z, expert);
+      for (int i = 0; i < each; ++i) keys[i] = packed_key(z[i], 32 * i + lane, valid[i]);
+      const int key = take_packed(more, keys);
+      return lane < more ? Chosen{index_of_packed(key), of_packed_key(key)} : Chosen{0, 0.0f};
+    }
   }
+#pragma unroll
+  for (int i = 0; i < each; ++i) keys[i] = valid[i] ? ordered_key(z[i]) : kKeyOfTaken;
+  const int expert = take_best(more, keys, chosen);
+  return {expert, value_of_expert(z, expert)};
+}
+
+// Softmax keeps the order of logits, so that experts can be chosen without it; but different logits may round to the
+// same score, and equal scores go by their number. False where that cannot be excluded: where neighbours in the order,
+// the first expert that is not chosen among them, are close together or far below the largest.
+__device__ __forceinline__ bool are_apart(float mine, int last) {
+  constexpr float kApart = 1e-4f, kBelow = 60.0f;
   const float top = __shfl_sync(kAllLanes, mine, 0);
   const float next = __shfl_down_sync(kAllLanes, mine, 1);
   const bool clear = (mine == next || mine - next > kApart) && next - top > -kBelow;
-  return __all_sync(kAllLanes, clear || lane >= last) ? expert : -1;
+  return __all_sync(kAllLanes, clear || static_cast<int>(threadIdx.x % 32) >= last);
 }
 
-// The same by scores, and biases, and groups.
+// By scores, and biases, and groups.
 template <int each>
-__device__ __forceinline__ int choose_by_scores(const Router& r, const float (&logits)[each], const bool (&valid)[each],
-                                                Softmax softmax) {
-  const int lane = threadIdx.x % 32;
+__device__ __forceinline__ Chosen best_scores(const Router& r, const float (&logits)[each], const float (&bias)[each],
+                                              const bool (&valid)[each], Softmax softmax, int* chosen) {
   float z[each];
   int keys[each];
 #pragma unroll
   for (int i = 0; i < each; ++i) z[i] = logits[i];
   make_scores(r.score, softmax, z);
 #pragma unroll
-  for (int i = 0; i < each; ++i) {
-    const float bias = valid[i] && r.bias != nullptr ? r.bias[32 * i + lane] : 0.0f;
-    keys[i] = valid[i] ? ordered_key(z[i] + bias) : kKeyOfTaken;
-  }
+  for (int i = 0; i < each; ++i) keys[i] = valid[i] ? ordered_key(z[i] + bias[i]) : kKeyOfTaken;
   if (r.topk_group < r.groups) keep_best_groups(r, keys);
-  return take_best(r.top_k, keys);
+  const int expert = take_best(r.top_k, keys, chosen);
+  return {expert, value_of_expert(logits, expert)};
 }
 
-// From logits 32 * i + lane of a token, rounded to r.type; lane j < top_k has the expert that comes j-th.
-template <bool kPacks, int each>
-__device__ __forceinline__ void route_loaded(const Router& r, const float (&z)[each], int32_t* ids, float* weights) {
+// Of experts 32 * i + lane, 0 where there is none: asked for with the logits, as what is added to scores would be
+// waited for alone.
+template <int each>
+__device__ __forceinline__ void load_bias(const Router& r, float (&bias)[each]) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < each; ++i) {
+    bias[i] = r.bias != nullptr && 32 * i + lane < r.experts ? r.bias[32 * i + lane] : 0.0f;
+  }
+}
+
+// From logits 32 * i + lane of a token, rounded to r.type, and biases; lane j < top_k has the expert that comes j-th.
+// `chosen`: 32 numbers in shared memory, the warp's own.
+template <int each>
+__device__ __forceinline__ void route_loaded(const Router& r, const float (&z)[each], const float (&bias)[each],
+                                             int* chosen, int32_t* ids, float* weights) {
   const int lane = threadIdx.x % 32;
   bool valid[each];
 #pragma unroll
   for (int i = 0; i < each; ++i) valid[i] = 32 * i + lane < r.experts;
-  const bool by_logits = r.score == Score::kSoftmax && r.bias == nullptr && r.topk_group >= r.groups && r.top_k < 32;
+  const bool all_alike = r.bias == nullptr && r.topk_group >= r.groups;
+  const bool by_softmax = r.score == Score::kSoftmax;
+  Chosen found;
   Softmax softmax = {0.0f, 1.0f};
-  int expert = by_logits ? choose_by_logits<kPacks>(r, z, valid) : -1;
-  const bool late = expert >= 0;  // of all lanes
-  if (!late) {
-    if (r.score == Score::kSoftmax) softmax = softmax_of(z, valid);
-    expert = choose_by_scores(r, z, valid, softmax);
+  bool is_known = false;  // on all lanes
+  if (all_alike && (r.score == Score::kIdentity || (by_softmax && r.top_k < 32))) {
+    const int last = min(r.top_k, r.experts - 1);
+    found = best_logits(r, z, valid, by_softmax ? last + 1 : r.top_k, chosen);
+    is_known = !by_softmax || are_apart(found.z, last);
   }
-  if (lane < r.top_k) ids[lane] = expert;
-  if (late) softmax = softmax_of(z, valid);
-  const float chosen = value_of_expert(z, expert);  // all lanes come
-  const float weight = weight_of(r, lane < r.top_k ? chosen : 0.0f, softmax);
+  if (by_softmax) softmax = softmax_of(z, valid);
+  if (!is_known) found = best_scores(r, z, bias, valid, softmax, chosen);
+  if (lane < r.top_k) ids[lane] = found.expert;
+  const float weight = weight_of(r, lane < r.top_k ? found.z : 0.0f, softmax);
   if (lane < r.top_k) weights[lane] = weight;
 }
 
-// The same of a token whose logits are loaded first; for up to 32 * each experts.
-template <int each, bool kPacks>
-__device__ __forceinline__ void route_by_warp(const Router& r, int64_t token, int32_t* ids, float* weights) {
-  float z[each];
+__device__ __forceinline__ float load_as_float(const void* values, LogitType type, int64_t at) {
+  switch (type) {
+    case LogitType::kBfloat16:
+      return __bfloat162float(static_cast<const __nv_bfloat16*>(values)[at]);
+    case LogitType::kFloat16:
+      return __half2float(static_cast<const __half*>(values)[at]);
+    default:
+      return static_cast<const float*>(values)[at];
+  }
+}
+
+// The columns behind the router's, of a token whose row begins at `ids` and `weights`.
+__device__ __forceinline__ void append_shared(const Router& r, const SharedExperts& shared, int64_t token, int32_t* ids,
+                                              float* weights) {
+  const int lane = threadIdx.x % 32;
+  if (lane >= shared.count) return;
+  ids[r.top_k + lane] = r.experts + lane;
+  weights[r.top_k + lane] =
+      shared.weights == nullptr ? 1.0f : load_as_float(shared.weights, shared.type, token * shared.count + lane);
+}
+
+// A token whose logits and biases are loaded first; for up to 32 * each experts.
+template <int each>
+__device__ __forceinline__ void route_by_warp(const Router& r, int64_t token, int* chosen, int32_t* ids,
+                                              float* weights) {
+  float z[each], bias[each];
   load_logits(r, token * r.row_stride, threadIdx.x % 32, r.experts, z);
-  route_loaded<kPacks>(r, z, ids, weights);
+  load_bias(r, bias);
+  route_loaded(r, z, bias, chosen, ids, weights);
 }
 
 }  // namespace moeq::sm90

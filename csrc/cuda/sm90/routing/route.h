@@ -24,7 +24,15 @@ struct Router {
   float factor;  // multiplies the weights
 };
 
-// Writes ids and weights [tokens, router.top_k]; an error for a failed launch.
-cudaError_t route_run(const Router& router, int tokens, int32_t* ids, float* weights, cudaStream_t stream);
+// Experts that every token goes to, whose columns are behind the router's. Their numbers begin behind its experts'.
+struct SharedExperts {
+  int count;
+  const void* weights;  // [tokens, count] of `type`; null: 1
+  LogitType type;
+};
+
+// Writes ids and weights [tokens, router.top_k + shared.count]; an error for a failed launch.
+cudaError_t route_run(const Router& router, const SharedExperts& shared, int tokens, int32_t* ids, float* weights,
+                      cudaStream_t stream);
 
 }  // namespace moeq::sm90

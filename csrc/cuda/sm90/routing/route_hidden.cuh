@@ -21,6 +21,7 @@ constexpr int kMaxParts = kMaxBlocks * max_of(kMaxRouterExperts, kMaxWarps* kRow
 struct Shared {
   float parts[kMaxParts];  // [parts of K, experts, rounded up to tiles] of the block's token
   float logits[kMaxRouterExperts];
+  int chosen[32];  // of the warp that chooses
 };
 
 // How a block's warps divide its share of K.
@@ -110,17 +111,6 @@ __device__ __forceinline__ void prefetch_weights(const RouteHidden& call, Range 
   }
 }
 
-__device__ __forceinline__ float load_as_float(const void* values, LogitType type, int64_t at) {
-  switch (type) {
-    case LogitType::kBfloat16:
-      return __bfloat162float(static_cast<const __nv_bfloat16*>(values)[at]);
-    case LogitType::kFloat16:
-      return __half2float(static_cast<const __half*>(values)[at]);
-    default:
-      return static_cast<const float*>(values)[at];
-  }
-}
-
 // Writes a logit as `type` has it; returns what was written.
 __device__ __forceinline__ float store_rounded(void* values, LogitType type, int64_t at, float value) {
   switch (type) {
@@ -154,27 +144,17 @@ __device__ __forceinline__ void add_parts(const RouteHidden& call, Shared& s, co
   }
 }
 
-// One warp: the columns of experts that every token goes to.
-__device__ __forceinline__ void append_shared(const RouteHidden& call, int token) {
-  const int lane = threadIdx.x % 32;
-  if (lane >= call.shared) return;
-  const int64_t at = int64_t{token} * (call.router.top_k + call.shared) + call.router.top_k + lane;
-  call.ids[at] = call.router.experts + lane;
-  const int64_t given = int64_t{token} * call.shared + lane;
-  call.weights[at] =
-      call.shared_weights == nullptr ? 1.0f : load_as_float(call.shared_weights, call.shared_type, given);
-}
-
 // One warp, once `s.logits` are there.
 template <int each>
-__device__ __forceinline__ void choose(const RouteHidden& call, const Shared& s, int token) {
+__device__ __forceinline__ void choose(const RouteHidden& call, Shared& s, int token) {
   const int lane = threadIdx.x % 32;
-  float z[each];
+  float z[each], bias[each];
 #pragma unroll
   for (int i = 0; i < each; ++i) z[i] = 32 * i + lane < call.router.experts ? s.logits[32 * i + lane] : 0.0f;
-  const int64_t at = int64_t{token} * (call.router.top_k + call.shared);
-  route_loaded<true>(call.router, z, call.ids + at, call.weights + at);
-  append_shared(call, token);
+  load_bias(call.router, bias);
+  const int64_t at = int64_t{token} * (call.router.top_k + call.shared.count);
+  route_loaded(call.router, z, bias, s.chosen, call.ids + at, call.weights + at);
+  append_shared(call.router, call.shared, token, call.ids + at, call.weights + at);
 }
 
 }  // namespace moeq::sm90::hidden

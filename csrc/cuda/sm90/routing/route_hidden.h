@@ -15,11 +15,9 @@ struct RouteHidden {
   const void* bias;  // [experts] of bias_type, added to the sums; null: none
   LogitType bias_type;
   int tokens, hidden;  // hidden: a multiple of hidden::kSizeMultiple
-  int32_t* ids;  // [tokens, top_k + shared]
+  int32_t* ids;  // [tokens, top_k + shared.count]
   float* weights;  // likewise
-  int shared;  // experts that every token goes to, behind the router's
-  const void* shared_weights;  // [tokens, shared] of shared_type; null: 1
-  LogitType shared_type;
+  SharedExperts shared;
 };
 
 // How the work is laid out: blocks of a cluster, 8 or 16, and warps of a block, at most kMaxWarps. It decides which
