@@ -6,9 +6,10 @@
     python benchmarks/bench_rules.py --rule int4 --fmts int4-a8,int4zp-a8 --ms 256,512 --peers humming --out FILE
 
 packed: `cuda_sm90_packed` by the decode kernel, as far as it takes the layer, and by the prefill kernels. fp8:
-`cuda_sm90_fp8` as it chooses, by Triton's kernels of its tiles, by the exact kernels (where they do not take the layer,
-by its own for as many tokens), and by the prefill kernels. int4: `cuda_sm90_int4` beside fp8 activations by products
-of fp8 codes, where it has them, and of bfloat16. Labels are the backend and the kernel. The layers take turns
+`cuda_sm90_fp8` as it chooses, by the decode kernel (where that does not take the layer, by prefill's), by Triton's
+kernels of its tiles, by the exact kernels (where they do not take the layer, by its own for as many tokens), and by the
+prefill kernels. int4: `cuda_sm90_int4` beside fp8 activations by products of fp8 codes, where it has them, and of
+bfloat16. Labels are the backend and the kernel. The layers take turns
 (peers/README.md has the protocol).
 """
 
@@ -53,6 +54,10 @@ def _never(call: ExpertsCall) -> bool:
     return False
 
 
+def _always(call: ExpertsCall) -> bool:
+    return True
+
+
 _run_fp8 = cuda_sm90_fp8.run_cuda
 
 
@@ -76,6 +81,7 @@ RULES = {
         "fp8",
         {
             "default": {},
+            "decode": {(_FP8, "by_decode"): _always},
             "triton": {(_FP8, "_few_slots"): lambda *layer: 1e9, (_FP8, "by_decode"): _never},
             "exact": {
                 **dict.fromkeys(((_FP8, "by_triton"), (_FP8, "by_decode")), _never),

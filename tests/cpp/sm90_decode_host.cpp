@@ -53,22 +53,7 @@ void factors_of_sums(const uint8_t* scales, int64_t tiles, float* out) {
   }
 }
 
-// The values that thread `lane` of a warp gets of a tile's half from eight rows, [K], by one ldmatrix.
-void decode_e4m3_thread(const uint8_t* rows, int half, int lane, uint16_t* out) {
-  const int g = lane / 4, c = lane % 4;
-  for (int m = 0; m < 4; ++m) {
-    uint32_t word;
-    std::memcpy(&word, rows + (matrix_row(8 * m + g) ^ 64 * half) + 4 * c, sizeof(word));
-    const E4m3Pairs pairs = decode_e4m3(word);
-    uint16_t* at = out + 64 * half + 16 * c + 4 * m;
-    at[0] = static_cast<uint16_t>(pairs.even);
-    at[1] = static_cast<uint16_t>(pairs.odd);
-    at[2] = static_cast<uint16_t>(pairs.even >> 16);
-    at[3] = static_cast<uint16_t>(pairs.odd >> 16);
-  }
-}
-
-// The same in the order of K, times powers of two of 32 values (or 1, without exponents): what thread t of a tile's
+// Values in the order of K, times powers of two of 32 values (or 1, without exponents): what thread t of a tile's
 // 128 gets of half of its K, into its rows of [row][128].
 void decode_byte_thread(const uint8_t* codes, const uint8_t* exponents, int half, int t, uint16_t* out) {
   const int warp = t / 32, g = t % 32 / 4, c = t % 4;
@@ -104,16 +89,6 @@ extern "C" float decode_byte_tiles(const uint8_t* codes, const uint8_t* exponent
     }
   }
   return exponents == nullptr ? 1.0f : kMxfp8AccumulatorScale;
-}
-
-// e4m3 tiles of 64 rows by 128 values of K -> bfloat16 patterns out[tiles][warp 4][h 2][g 8][128].
-extern "C" void decode_e4m3_tiles(const uint8_t* codes, int64_t tiles, uint16_t* out) {
-  for (int64_t eight = 0; eight < 8 * tiles; ++eight) {
-    for (int thread = 0; thread < 64; ++thread) {
-      const int half = thread / 32, lane = thread % 32;
-      decode_e4m3_thread(codes + 1024 * eight, half, lane, out + 128 * (8 * eight + lane / 4));
-    }
-  }
 }
 
 // bfloat16 patterns, or (half) float16 ones, out[tiles][64][64]; returns what they must be multiplied by.

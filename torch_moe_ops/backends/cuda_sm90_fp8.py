@@ -32,9 +32,9 @@ LARGE_BYTES, FEW_SLOTS_SMALL, FEW_SLOTS = Sm90W4a8.LARGE_VALUES, 8.0, 4.0
 EXACT_SLOTS, EXACT_KERNEL = (3.5, 28.0), KERNELS.index("slim")
 # Values that the hidden states of all tokens have, up to which the decode kernel has room for them for sure.
 DECODE_VALUES = 1 << 14
-# Of blocks of small experts, bytes of w2 that all slots of a call read, up to which it is at most 4 % slower than
-# Triton's kernels, beyond up to 8 (Qwen3's, OLMoE's and DeepSeek-V2-Lite's sizes, h200_fp8_small_few.jsonl).
-DECODE_BYTES = 85_000_000
+# Where experts are small, bytes of w2 that all slots of a call read, up to which it takes 0.87 to 1.02 of the time of
+# Triton's kernels, beyond 1.00 to 1.06 (Qwen3's, OLMoE's and DeepSeek-V2-Lite's sizes, h200_fp8_rules.jsonl).
+DECODE_BYTES = 101_000_000
 # Where experts are large, Triton's kernels are faster than it beyond: Mixtral with scales of rows, at 4 tokens
 # (benchmarks/results/h200_fp8_few_auto.jsonl).
 DECODE_TOKENS_LARGE = 3
@@ -77,7 +77,7 @@ def tokens_of_decode(scheme: str, hidden_size: int, top_k: int, bytes2: int) -> 
         return range(0)
     fastest = DECODE_TOKENS if small else DECODE_TOKENS_LARGE
     most = min(fastest, DECODE_VALUES // hidden_size, Sm90Few.MAX_SLOTS // top_k)
-    if scheme == "fp8_block":
+    if small:
         most = min(most, DECODE_BYTES // (top_k * bytes2))
     return range(2 if small else 1, most + 1)
 

@@ -114,7 +114,7 @@ def test_run_follows_the_choice(ran: Callable[..., list[str]]) -> None:
     assert text in moe.explain(dense).notes["cuda_sm90_fp8"]
 
 
-def test_blocks_follow_the_bytes_that_all_slots_read(
+def test_small_experts_follow_the_bytes_that_all_slots_read(
     ran: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_sm90_fp8, "DECODE_BYTES", 128 * 128 * 2 * 5)  # of five tokens
@@ -139,12 +139,12 @@ def test_more_slots_than_triton_takes_before_there_are_many_tokens(
 
 def test_the_decode_kernel_where_it_is_faster_and_surely_has_room() -> None:
     large = LARGE_BYTES
-    assert [*tokens_of_decode("fp8", 2048, 8, LARGE_BYTES - 1)] == [2, 3, 4, 5, 6, 7, 8]
-    most = {(8, 768): 6, (8, 1024): 5, (6, 1408): 4, (10, 512): 8, (8, 2047): 2, (22, 2047): 0}  # top_k, intermediate
+    most = {(8, 768): 8, (8, 1024): 6, (6, 1408): 5, (10, 512): 8, (8, 2047): 3, (22, 2047): 0}  # top_k, intermediate
     for (top_k, inter), tokens in most.items():
-        assert tokens_of_decode("fp8_block", 2048, top_k, 2048 * inter) == range(2, tokens + 1)
+        for scheme in ("fp8", "fp8_block"):
+            assert tokens_of_decode(scheme, 2048, top_k, 2048 * inter) == range(2, tokens + 1)
     assert not tokens_of_decode("fp8_block", 2048, 8, large)
-    assert [*tokens_of_decode("fp8", 2048, 22, LARGE_BYTES - 1)] == [2, 3, 4, 5]  # no more slots than the kernel has
+    assert [*tokens_of_decode("fp8", 2048, 22, 2048 * 128)] == [2, 3, 4, 5]  # no more slots than the kernel has
     assert [*tokens_of_decode("fp8", 7168, 8, large)] == [1, 2]
     assert [*tokens_of_decode("fp8", 4096, 2, large)] == [1, 2, 3]  # there would be room for 4
     assert not tokens_of_decode("fp8", 1 << 15, 2, large)
@@ -161,7 +161,7 @@ def test_explain_says_it() -> None:
     most = triton_tokens(PROBLEM, 2048 * 768)
     exact = exact_tokens(PROBLEM, 2048 * 768)
     text = (
-        f"Triton's kernels up to {most} tokens, but the decode kernel for 2 to 6, then exact prefill kernels up to {exact}, "
+        f"Triton's kernels up to {most} tokens, but the decode kernel for 2 to 8, then exact prefill kernels up to {exact}, "
         "then prefill kernels on fp8"
     )
     assert text in moe.explain(PROBLEM).notes["cuda_sm90_fp8"]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-from pathlib import Path
 
 import pytest
 import torch
-from host_library import host_library
 from samples import overload
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -287,24 +284,6 @@ def test_the_op_takes_what_prepare_makes(scheme: str, name: str, policy: str, in
         positional = [tensors.get(key) for key in arguments[: arguments.index("backend")]]
         out = overload(f"{scheme}_moe_routed")(*positional, backend=name, act_format="fp8", weight_policy=policy)
     assert out.shape == (5, hidden) and out.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize(("rows", "k", "gated"), SHAPES)
-def test_what_the_decode_kernel_s_threads_hold(rows: int, k: int, gated: bool, tmp_path: Path) -> None:
-    """Every code but NaN, exact in bfloat16, in the kernel's order of rows and the natural one of K."""
-    codes = torch.randint(0, 256, (2, rows, k), generator=torch.Generator().manual_seed(k), dtype=torch.uint8)
-    codes[(codes & 0x7F) == 0x7F] = 0x80
-    tiles = layout.tile_fp8(codes.view(torch.float8_e4m3fn), layout.padded_rows(rows, gated), gated, "w")
-    held = torch.zeros((*tiles.shape[:3], 4, 2, 8, layout.TILE_K), dtype=torch.int16)
-    decode = host_library("sm90_decode_host.cpp", tmp_path).decode_e4m3_tiles
-    count = ctypes.c_int64(tiles[..., 0].numel())
-    decode(ctypes.c_void_p(tiles.data_ptr()), count, ctypes.c_void_p(held.data_ptr()))
-    values = held.view(torch.bfloat16).permute(0, 1, 3, 4, 5, 2, 6).flatten(5)  # [E, row tile, warp, h, g, K]
-    if gated:
-        natural = values.permute(0, 3, 1, 2, 4, 5).flatten(2, 4)[:, :, : rows // 2].flatten(1, 2)
-    else:
-        natural = values.permute(0, 1, 2, 4, 3, 5).flatten(1, 4)[:, :rows]
-    assert torch.equal(natural[..., :k].float(), codes.view(torch.float8_e4m3fn).float())
 
 
 @pytest.mark.parametrize("scheme", ("fp8", "fp8_block"))

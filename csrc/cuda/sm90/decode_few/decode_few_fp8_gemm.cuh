@@ -16,11 +16,6 @@ __device__ __forceinline__ float load_float(uint32_t at) {
   return value;
 }
 
-// Two words of four neighbouring values: the first and the third, the second and the fourth.
-__device__ __forceinline__ uint2 even_and_odd(uint32_t first, uint32_t second) {
-  return make_uint2(__byte_perm(first, second, 0x5410), __byte_perm(first, second, 0x7632));
-}
-
 // Sums of a unit times the scales of their rows and, where they have some, of their tokens.
 template <bool kRounded>
 __device__ __forceinline__ void scale_sums(const Place& place, const float (&weights)[2][2], Sums& sums) {
@@ -38,8 +33,8 @@ __device__ __forceinline__ void scale_sums(const Place& place, const float (&wei
   }
 }
 
-// A 16 x 16 piece of a tile as an operand, of its lane's codes of rows g and g + 8, four of each: float16 in the order
-// of K, or bfloat16, even values first.
+// A 16 x 16 piece of a tile as an operand, of its lane's codes of rows g and g + 8, four of each, in the order of K:
+// float16 or bfloat16.
 template <bool kHalf>
 __device__ __forceinline__ void multiply_codes(float (&d)[4], uint32_t low, uint32_t high, uint2 tokens) {
   if constexpr (kHalf) {
@@ -47,8 +42,8 @@ __device__ __forceinline__ void multiply_codes(float (&d)[4], uint32_t low, uint
     const uint32_t a[4] = {l.x, h.x, l.y, h.y};
     decode::multiply_add<true>(d, a, tokens.x, tokens.y);
   } else {
-    const E4m3Pairs l = decode_e4m3(low), h = decode_e4m3(high);
-    const uint32_t a[4] = {l.even, h.even, l.odd, h.odd};
+    const E4m3Halves l = decode_e4m3_in_order(low, kRaiseE4m3), h = decode_e4m3_in_order(high, kRaiseE4m3);
+    const uint32_t a[4] = {l.first, h.first, l.second, h.second};
     decode::multiply_add(d, a, tokens.x, tokens.y);
   }
 }
@@ -96,11 +91,6 @@ struct Multiplier<Fp8Format<kGroups, kRounded>> {
     }
   }
 
-  // Four neighbouring values as multiply_codes takes them.
-  static __device__ __forceinline__ uint2 in_steps(uint32_t first, uint32_t second) {
-    return kRounded ? make_uint2(first, second) : even_and_odd(first, second);
-  }
-
   __device__ __forceinline__ void multiply(uint32_t stage, const Place& place, int begin, int done, int first,
                                            int tiles, Sums& sums) {
 #pragma unroll 1
@@ -111,8 +101,7 @@ struct Multiplier<Fp8Format<kGroups, kRounded>> {
       const uint32_t codes = (stage + tile / 2 * (2 * kFp8TileBytes) + at) ^ (tile % 2 * 64);
       const uint32_t row = place.row + (done + tile) * 128;
       const uint4 b[2] = {load_16(row), load_16(row + 16)};
-      const uint2 steps[4] = {in_steps(b[0].x, b[0].y), in_steps(b[0].z, b[0].w), in_steps(b[1].x, b[1].y),
-                              in_steps(b[1].z, b[1].w)};
+      const uint2 steps[4] = {{b[0].x, b[0].y}, {b[0].z, b[0].w}, {b[1].x, b[1].y}, {b[1].z, b[1].w}};
       float x[2] = {1.0f, 1.0f}, of_rows[2] = {};
       if constexpr (kGroups) {
         const int lane = (begin + done + tile) / 2 % 32;

@@ -272,11 +272,13 @@ bool place_in_shared(Codes codes, Kind kind, Args& args, int grid, int shared) {
   const int tiles = args.row_tiles[0] * args.k_tiles[0] + args.row_tiles[1] * args.k_tiles[1];
   const Tiles stage = tiles_of(codes);
   const bool many = args.slots * tiles / grid > kMany;
-  const int chosen = stage_tiles_of(codes, args.p.format, many ? stage.long_stage : stage.short_stage);
+  // A stage of 8-bit weights should have a tile for each pair of warps.
+  const bool is_long = many || are_fp8(codes) || are_mxfp8(codes);
+  const int chosen = stage_tiles_of(codes, args.p.format, is_long ? stage.long_stage : stage.short_stage);
   const bool gathers = kind == Kind::kGathered;
   const int short_stage = stage_tiles_of(codes, args.p.format, stage.short_stage);
   const bool has_more = codes == Codes::kBesideFp8 && args.p.tokens > kMaxTokens && !gathers;
-  const bool may_be_short = codes == Codes::kPacked || gathers || has_more || args.p.splits;
+  const bool may_be_short = codes == Codes::kPacked || gathers || has_more || args.p.splits || (is_long && !many);
   args.rows = kMaxTokens;
   if (has_more && !place_stages(codes, kind, args, chosen, shared)) {
     return false;  // a layer whose fewer tokens another kernel takes

@@ -4,12 +4,7 @@
 
 namespace moeq::sm90 {
 
-// Four codes: the first and the third, and the second and the fourth.
-struct E4m3Pairs {
-  uint32_t even, odd;
-};
-
-// The same in their order: the first two and the last two.
+// Four codes, in their order: the first two and the last two.
 struct E4m3Halves {
   uint32_t first, second;
 };
@@ -18,15 +13,6 @@ constexpr uint32_t kRaiseE4m3 = 0x7B807B80u;   // 2^120, twice
 // A block's power of two is raised by less, so that up to 2^33 it has a bfloat16; sums of products lack the rest.
 constexpr uint32_t kRaiseMxfp8 = 94;
 constexpr float kMxfp8AccumulatorScale = 0x1p26f;
-
-// A code's exponent and mantissa lie at the same places of both numbers' lower ends, so that moved there a code, a
-// subnormal one, too, is worth 2^-120 of its value.
-MOEQ_HOST_DEVICE E4m3Pairs decode_e4m3(uint32_t codes) {
-  constexpr uint32_t kSigns = 0x80008000u, kMagnitudes = 0x07F007F0u;
-  const uint32_t even = (codes << 8 & kSigns) | (codes << 4 & kMagnitudes);
-  const uint32_t odd = (codes & kSigns) | (codes >> 4 & kMagnitudes);
-  return {mul_bf16x2(even, kRaiseE4m3), mul_bf16x2(odd, kRaiseE4m3)};
-}
 
 // Two neighbouring codes of four, `second`: the last two, each below eight times its sign. (__byte_perm leaves out the
 // selector's bits that ask for signs.)
@@ -41,7 +27,9 @@ MOEQ_HOST_DEVICE uint32_t signed_bytes(uint32_t codes, bool second) {
 #endif
 }
 
-// `raise`: what codes are multiplied by, in both halves. A shift leaves signs where they belong.
+// A code's exponent and mantissa lie at the same places of bfloat16's lower ends, so that moved there a code, a
+// subnormal one, too, is worth 2^-120 of its value. A shift leaves signs where they belong. `raise`: what codes are
+// multiplied by, in both halves.
 MOEQ_HOST_DEVICE E4m3Halves decode_e4m3_in_order(uint32_t codes, uint32_t raise) {
   constexpr uint32_t kBits = 0x87F087F0u;
   return {mul_bf16x2(signed_bytes(codes, false) << 4 & kBits, raise),
