@@ -70,6 +70,40 @@ class RoutingCases:
     def test_renormalize_overrides_the_method(self, method: str, renormalize: bool) -> None:
         self.check(draw(3, 60, seed=2), None, method, 6, 0, 0, 1.0, renormalize)
 
+    @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+    @pytest.mark.parametrize(
+        "row",
+        (
+            [-1e-8, 0, 0],
+            [3, -2e-8, 0, 0, -2],
+            [50, 1 - 2**-24, 1, 1],
+            [2, 1, 1, 1 - 2**-7, 0],
+            [1, 1, 1, 1],
+            [-70, 0, -70, -70.5],
+        ),
+        ids=str,
+    )
+    @methods
+    def test_logits_that_are_equal_where_the_choice_ends(
+        self, method: str, row: list[float], dtype: torch.dtype
+    ) -> None:
+        """Beside ones that are close: different logits may have the same score, by which numbers choose."""
+        logits, bias = torch.tensor([row, row[::-1]]).to(dtype), None
+        if method in WITH_BIAS:
+            bias = torch.zeros(len(row))
+        for top_k in range(1, len(row) + 1) if top_k_of(method, 2) == 2 else (1,):
+            self.check(logits, bias, method, top_k)
+
+    @methods
+    def test_one_expert_in_any_strides(self, method: str) -> None:
+        bias = torch.zeros(1) if method in WITH_BIAS else None
+        self.check(torch.randn(1, 5, generator=torch.Generator().manual_seed(1)).t(), bias, method, 1)
+
+    def test_a_weight_that_is_the_logit_keeps_its_sign(self) -> None:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            logits = torch.tensor([[-0.0, -1.0, -2.0]]).to(dtype).to(self.device)
+            assert self.route(logits, None, "topk", 1)[1].signbit().all()
+
     @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
     @methods
     def test_low_precision_and_strided_logits(self, method: str, dtype: torch.dtype) -> None:

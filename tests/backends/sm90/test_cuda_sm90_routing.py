@@ -16,6 +16,7 @@ from torch import Tensor
 import torch_moe_ops as moe
 from torch_moe_ops.backends import cuda_sm90
 from torch_moe_ops.backends.sm90.common import router_of
+from torch_moe_ops.backends.sm90.router import takes_logits
 from torch_moe_ops.routing.reference import append_shared, route_reference
 
 REASON = why_not_here()
@@ -62,6 +63,21 @@ def test_the_op_runs_the_kernel(method: str, dtype: torch.dtype) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_sigmoids_over_the_range_that_has_quotients_above_zero() -> None:
+    """Bit for bit those of a division, whatever the mantissa; one expert, so that a token is one of them."""
+    logits = torch.linspace(-89, 20, 1 << 22, device="cuda")[:, None]
+    ids, weights = torch.ops.moeq.route(logits, None, "sigmoid", 1, renormalize=False)
+    assert not ids.any() and torch.equal(weights, route_reference(logits, None, "sigmoid", 1, 0, 0, 1.0, False)[1])
+    assert weights[0] < 2.0**-126 < weights[1 << 17]  # subnormal, and not
+
+
+def test_groups_of_other_sizes_are_triton_s() -> None:
+    assert takes_logits(torch.empty(1, 256, device="cuda"), 8) and takes_logits(torch.empty(1, 160, device="cuda"), 1)
+    assert not takes_logits(torch.empty(1, 160, device="cuda"), 8)
+    with mock.patch("torch_moe_ops.backends.triton.package_reason", lambda: "it is not there"):
+        assert takes_logits(torch.empty(1, 160, device="cuda"), 8)
 
 
 @pytest.mark.parametrize("dtype", (None, torch.float32, torch.bfloat16, torch.float16))

@@ -85,7 +85,9 @@ def router_of(routing: tuple[Any, ...]) -> Router | None:
     if n_group > Sm90.ROUTE_GROUPS:
         return None
     method = METHODS[routing_method]
-    logits = router_logits if router_logits.stride(1) == 1 else router_logits.contiguous()
+    # Of one expert `contiguous` would take any stride for one.
+    rows = router_logits.stride(1) == 1
+    logits = router_logits if rows else router_logits.clone(memory_format=torch.contiguous_format)
     bias = None if routing_bias is None else routing_bias.contiguous()
     divide = method.renormalizes if renormalize is None else renormalize
     weight = method.weight or method.score

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torch_moe_ops.backends import triton
 from torch_moe_ops.backends.sm90.common import CAPABILITY, router_of
 from torch_moe_ops.core import device_code, extension
 from torch_moe_ops.core.kernel_facts import Sm90
@@ -19,6 +20,7 @@ from torch_moe_ops.core.router_facts import RouteHidden
 MAX_TOKENS = 64
 MAX_BYTES = 1 << 20
 _ALIGNMENT = 16  # bytes of a load
+_FAST_GROUP = 32  # experts: one of each lane
 _BYTES_OF_8 = 640 << 10  # weights that eight multiprocessors read as fast as sixteen
 
 
@@ -44,8 +46,11 @@ def _runs_on(device: torch.device) -> bool:
 
 
 def takes_logits(router_logits: Tensor, n_group: int) -> bool:
-    """Whether the kernel runs checked arguments of moeq::route."""
-    return n_group <= Sm90.ROUTE_GROUPS and _runs_on(router_logits.device)
+    """Whether the kernel runs checked arguments of moeq::route: where it can, but for groups of any size but 32, for
+    which Triton's is the faster one, where that is there (benchmarks/results/h200_route_kernels.jsonl)."""
+    if n_group > Sm90.ROUTE_GROUPS or not _runs_on(router_logits.device):
+        return False
+    return n_group <= 1 or router_logits.shape[1] == _FAST_GROUP * n_group or triton.package_reason() is not None
 
 
 def route(
@@ -54,7 +59,8 @@ def route(
     num_shared_experts: int,
     shared_expert_weights: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """(topk_ids, topk_weights) of arguments that `takes_logits` takes, in one launch.
+    """(topk_ids, topk_weights) of arguments that `takes_logits` takes, in one launch; columns of logits that are apart
+    are copied before.
 
     Args:
         routing: of moeq::route, from routing_bias to renormalize.

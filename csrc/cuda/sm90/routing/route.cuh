@@ -385,8 +385,9 @@ __device__ __forceinline__ Chosen best_logits(const Router& r, const float (&z)[
     if (r.type == LogitType::kBfloat16) {
 #pragma unroll
       for (int i = 0; i < each; ++i) keys[i] = packed_key(z[i], 32 * i + lane, valid[i]);
-      const int key = take_packed(more, keys);
-      return lane < more ? Chosen{index_of_packed(key), of_packed_key(key)} : Chosen{0, 0.0f};
+      const int key = take_packed(more, keys), expert = lane < more ? index_of_packed(key) : 0;
+      // A key of -0 is that of 0, which a weight tells from it where it is the logit itself.
+      return {expert, r.weight == Score::kIdentity ? value_of_expert(z, expert) : of_packed_key(key)};
     }
   }
 #pragma unroll
@@ -397,13 +398,24 @@ __device__ __forceinline__ Chosen best_logits(const Router& r, const float (&z)[
 
 // Softmax keeps the order of logits, so that experts can be chosen without it; but different logits may round to the
 // same score, and equal scores go by their number. False where that cannot be excluded: where neighbours in the order,
-// the first expert that is not chosen among them, are close together or far below the largest.
-__device__ __forceinline__ bool are_apart(float mine, int last) {
+// the first expert that is not chosen among them, are close together or far below the largest. Equal ones are in their
+// order. Where the first that is not chosen equals the last that is, lower ones, whose numbers may be lower too, count.
+template <int each>
+__device__ __forceinline__ bool are_apart(const float (&z)[each], const bool (&valid)[each], float mine, int last) {
   constexpr float kApart = 1e-4f, kBelow = 60.0f;
+  const int lane = threadIdx.x % 32;
   const float top = __shfl_sync(kAllLanes, mine, 0);
   const float next = __shfl_down_sync(kAllLanes, mine, 1);
   const bool clear = (mine == next || mine - next > kApart) && next - top > -kBelow;
-  return __all_sync(kAllLanes, clear || static_cast<int>(threadIdx.x % 32) >= last);
+  if (!__all_sync(kAllLanes, clear || lane >= last)) return false;
+  if (!__any_sync(kAllLanes, lane + 1 == last && mine == next)) return true;
+  const float first_left_out = __shfl_sync(kAllLanes, mine, last);
+  bool close = false;
+#pragma unroll
+  for (int i = 0; i < each; ++i) {
+    close = close || (valid[i] && z[i] < first_left_out && first_left_out - z[i] <= kApart);
+  }
+  return !__any_sync(kAllLanes, close);
 }
 
 // By scores, and biases, and groups.
@@ -450,7 +462,7 @@ __device__ __forceinline__ void route_loaded(const Router& r, const float (&z)[e
   if (all_alike && (r.score == Score::kIdentity || (by_softmax && r.top_k < 32))) {
     const int last = min(r.top_k, r.experts - 1);
     found = best_logits(r, z, valid, by_softmax ? last + 1 : r.top_k, chosen);
-    is_known = !by_softmax || are_apart(found.z, last);
+    is_known = !by_softmax || are_apart(z, valid, found.z, last);
   }
   if (by_softmax) softmax = softmax_of(z, valid);
   if (!is_known) found = best_scores(r, z, bias, valid, softmax, chosen);
