@@ -47,7 +47,8 @@ def read_folder(folder: Path) -> tuple[Line, list[Line]]:
     commits = {about["commit"] for _, about in abouts} - {None}
     if len(commits) > 1:
         raise ValueError(f"the runs of {folder} are of different commits: {sorted(commits)}")
-    return last | {"commit": commits.pop() if commits else None}, lines
+    required = sorted({name for _, about in abouts for name in about["required"]})  # of all runs together
+    return last | {"commit": commits.pop() if commits else None, "required": required}, lines
 
 
 def outcomes(lines: Iterable[Line]) -> dict[str, Line]:

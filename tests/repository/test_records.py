@@ -71,6 +71,13 @@ def test_a_record_counts_by_backend(tmp_path: Path) -> None:
     assert json.loads(merge.text_of(made)) == made
 
 
+def test_what_any_run_requires_has_to_have_run(tmp_path: Path) -> None:
+    run(tmp_path, "1", LINES, required=["cpu", "cuda_sm90"])
+    run(tmp_path, "2", LINES)
+    made = merge.record(tmp_path)
+    assert made["required"] == ["cpu", "cuda_sm90"] and merge.missing(made) == ["cpu"]
+
+
 def test_what_is_left_out_is_named_with_its_outcomes(tmp_path: Path) -> None:
     run(tmp_path, "1", LINES)
     made = merge.record(tmp_path, without=("tests/a.py::two", "tests/b.py"), because="they were wrong")
