@@ -12,6 +12,7 @@ from torch.nn.functional import linear
 
 from torch_moe_ops.core.routing_methods import ROUTING_METHODS
 from torch_moe_ops.routing.product import router_logits
+from torch_moe_ops.routing.reference import route_reference
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 EXPERTS, HIDDEN = 16, 40
@@ -38,6 +39,19 @@ def test_it_is_route_of_its_logits(method: str, device: str) -> None:
     assert torch.equal(ids, want_ids) and ids.dtype == torch.int32
     torch.testing.assert_close(weights, want, rtol=1e-6, atol=0)
     assert logits.dtype == torch.float32 and ids.shape == weights.shape == (9, options[2])
+
+
+@devices
+@pytest.mark.parametrize("method", ("default", "renormalize_naive"))
+def test_equal_logits_where_the_choice_ends_beside_close_ones(method: str, device: str) -> None:
+    """By a softmax a logit of -1e-8 is as good as 0, and its number is lower."""
+    weight = torch.eye(EXPERTS, HIDDEN)[:3]
+    x = torch.zeros(2, HIDDEN)
+    x[:, :3] = torch.tensor([[-1e-8, 0, 0], [0, 0, -1e-8]])
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    ids, _, logits = route_hidden(*(t.to(device, torch.bfloat16) for t in (x, weight)), None, None, method, 1)
+    assert torch.equal(ids, route_reference(logits, None, method, 1)[0]) and ids.tolist() == [[0], [0]]
 
 
 @devices

@@ -12,7 +12,7 @@ from routing_oracle import WITH_BIAS, WITH_FACTOR, draw, draw_bias, draw_hostile
 from torch import Tensor
 
 from torch_moe_ops.core.routing_methods import METHODS, ROUTING_METHODS
-from torch_moe_ops.routing.reference import route_reference
+from torch_moe_ops.routing.reference import append_shared, route_reference
 
 methods = pytest.mark.parametrize("method", ROUTING_METHODS)
 # Relative: sums in another order than torch (3.4e-7 measured with 512 experts on CUDA), and the interpreter's own exp.
@@ -103,6 +103,45 @@ class RoutingCases:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             logits = torch.tensor([[-0.0, -1.0, -2.0]]).to(dtype).to(self.device)
             assert self.route(logits, None, "topk", 1)[1].signbit().all()
+
+    @pytest.mark.parametrize("dtype", (None, torch.float32, torch.bfloat16, torch.float16))
+    @pytest.mark.parametrize(
+        ("tokens", "experts", "top_k", "shared"), ((5, 12, 4, 1), (1, 256, 8, 3), (3, 2048, 30, 2))
+    )
+    def test_shared_experts_get_columns_behind_the_chosen_ones(
+        self, tokens: int, experts: int, top_k: int, shared: int, dtype: torch.dtype | None
+    ) -> None:
+        logits, bias = draw(tokens, experts, seed=1).to(self.device), draw_bias(experts, seed=1).to(self.device)
+        options = (logits, bias, "deepseek_v3", top_k, 2, 1, 2.5)
+        weights = None
+        if dtype is not None:
+            weights = torch.rand(shared, tokens, device=self.device).to(dtype).T  # of any strides
+        got = self.route(*options, shared=(shared, weights))
+        want = append_shared(*self.route(*options), experts, shared, weights)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+    @pytest.mark.parametrize("tokens", (1, 40, 700))
+    @methods
+    def test_a_replay_follows_the_logits(self, method: str, tokens: int) -> None:
+        if self.device == "cpu":
+            pytest.skip("CUDA graphs need a GPU")
+        logits = draw(tokens, 64, seed=1).to(self.device)
+        bias = draw_bias(64, seed=1).to(self.device) if method in WITH_BIAS else None
+        options = (method, top_k_of(method, 8), *groups_of(method, (2, 1)))
+        self.route(logits, bias, *options)  # compiles
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            self.route(logits, bias, *options)  # and does not wait for the device
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = self.route(logits, bias, *options)
+        for seed in range(2, 5):
+            logits.copy_(draw(tokens, 64, seed=seed))
+            graph.replay()
+            eager = self.route(logits, bias, *options)
+            assert all(torch.equal(a, b) for a, b in zip(captured, eager, strict=True))
 
     @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
     @methods

@@ -17,7 +17,7 @@ import torch_moe_ops as moe
 from torch_moe_ops.backends import cuda_sm90
 from torch_moe_ops.backends.sm90.common import router_of
 from torch_moe_ops.backends.sm90.router import takes_logits
-from torch_moe_ops.routing.reference import append_shared, route_reference
+from torch_moe_ops.routing.reference import route_reference
 
 REASON = why_not_here()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(REASON), reason=REASON or "it is there")]
@@ -28,13 +28,15 @@ def complete(*routing: Any) -> tuple[Any, ...]:
     return (*routing, *(0, 0, 1.0, None)[len(routing) - 4 :])
 
 
-def route(logits: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    """(ids, weights) of the kernel, from buffers full of what is no result. options: of moeq::route, after the bias."""
+def route(logits: Tensor, *options: Any, shared: tuple[int, Tensor | None] = (0, None)) -> tuple[Tensor, Tensor]:
+    """(ids, weights) of the kernel, from buffers full of what is no result. Arguments as route_triton's."""
     router = router_of(complete(logits, *options))
     assert router is not None
-    ids = torch.full((logits.shape[0], router.top_k), -7, dtype=torch.int32, device="cuda")
+    number, of_shared = shared
+    ids = torch.full((logits.shape[0], router.top_k + number), -7, dtype=torch.int32, device="cuda")
     weights = torch.full(ids.shape, math.nan, device="cuda")
-    torch.ops.moeq_C.route_sm90(*router, ids, weights, 0, None)
+    of_shared = None if of_shared is None else of_shared.contiguous()
+    torch.ops.moeq_C.route_sm90(*router, ids, weights, number, of_shared)
     return ids, weights
 
 
@@ -54,12 +56,14 @@ def test_the_op_runs_the_kernel(method: str, dtype: torch.dtype) -> None:
     """And does not wait for the device, nor ask for Triton's kernel or torch's operations."""
     logits = draw(40, 64, seed=1).to(dtype).cuda()
     bias = draw_bias(64, seed=1).cuda() if method in WITH_BIAS else None
-    options = (method, 1 if method == "llama4" else 8, *groups_of(method, (2, 1)))
-    want = route(logits, bias, *options)
+    options = (method, 1 if method == "llama4" else 8, *groups_of(method, (2, 1)), 1.0, None)
+    number = 0 if method == "llama4" else 2
+    shared = (number, torch.rand(number, 40, device="cuda").T if number else None)  # of any strides
+    want = route(logits, bias, *options, shared=shared)
     torch.cuda.set_sync_debug_mode("error")
     try:
         with mock.patch(OTHERS[0], side_effect=AssertionError), mock.patch(OTHERS[1], side_effect=AssertionError):
-            got = torch.ops.moeq.route(logits, bias, *options)
+            got = torch.ops.moeq.route(logits, bias, *options, *shared)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
@@ -80,41 +84,12 @@ def test_groups_of_other_sizes_are_triton_s() -> None:
         assert takes_logits(torch.empty(1, 160, device="cuda"), 8)
 
 
-@pytest.mark.parametrize("dtype", (None, torch.float32, torch.bfloat16, torch.float16))
-@pytest.mark.parametrize(("tokens", "experts", "top_k", "shared"), ((5, 12, 4, 1), (1, 256, 8, 3), (70, 2048, 30, 2)))
-def test_shared_experts_get_columns_behind_the_chosen_ones(
-    tokens: int, experts: int, top_k: int, shared: int, dtype: torch.dtype | None
-) -> None:
-    logits, bias = draw(tokens, experts, seed=1).cuda(), draw_bias(experts, seed=1).cuda()
-    options = (logits, bias, "deepseek_v3", top_k, 2, 1, 2.5, None)
-    weights = None if dtype is None else torch.rand(shared, tokens, device="cuda").to(dtype).T  # of any strides
-    got = torch.ops.moeq.route(*options, shared, weights)
-    want = append_shared(*route(*options), experts, shared, weights)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
 def test_the_op_takes_more_groups_than_the_kernel() -> None:
     logits = draw(3, 128, seed=1).cuda()
     ids, weights = torch.ops.moeq.route(logits, None, "renormalize", 2, 64, 3)
     want_ids, want = route_reference(logits, None, "renormalize", 2, 64, 3)
     assert torch.equal(ids, want_ids)
     torch.testing.assert_close(weights, want, rtol=1e-6, atol=0)
-
-
-@methods
-@pytest.mark.parametrize("tokens", (1, 40, 700))
-def test_a_replay_of_the_op_follows_the_logits(method: str, tokens: int) -> None:
-    logits = draw(tokens, 64, seed=1).cuda()
-    bias = draw_bias(64, seed=1).cuda() if method in WITH_BIAS else None
-    options = (method, 1 if method == "llama4" else 8, *groups_of(method, (2, 1)))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = torch.ops.moeq.route(logits, bias, *options)
-    for seed in range(2, 5):
-        logits.copy_(draw(tokens, 64, seed=seed))
-        graph.replay()
-        eager = torch.ops.moeq.route(logits, bias, *options)
-        assert all(torch.equal(a, b) for a, b in zip(captured, eager, strict=True))
 
 
 def layer(act_format: str = "none") -> moe.PreparedWeights:

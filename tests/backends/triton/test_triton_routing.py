@@ -17,7 +17,6 @@ pytest.importorskip("triton")
 import torch_moe_ops as moe
 from torch_moe_ops.backends.triton_engine.routing_launch import route_triton
 from torch_moe_ops.ops import route as route_op
-from torch_moe_ops.routing.reference import append_shared
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 runs_kernels = pytest.mark.skipif(
@@ -59,18 +58,6 @@ def test_the_op_runs_the_kernel() -> None:
 
 
 @runs_kernels
-@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shared", [1, 3])
-def test_shared_experts_get_columns_behind_the_chosen_ones(shared: int, dtype: torch.dtype | None) -> None:
-    logits, bias = draw(5, 12, seed=1).to(DEVICE), draw_bias(12, seed=1).to(DEVICE)
-    options = (logits, bias, "deepseek_v3", 4, 2, 1, 2.5)
-    weights = None if dtype is None else torch.rand(shared, 5, device=DEVICE).to(dtype).T  # of any strides
-    chosen, got = route_triton(*options), route_triton(*options, shared=(shared, weights))
-    want = append_shared(*chosen, 12, shared, weights)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
-@runs_kernels
 def test_a_monolithic_op_is_its_parts() -> None:
     case = Case(scheme="none", experts=8, hidden=64, inter=32)
     w = moe.prepare(make_raw(case), device=DEVICE, backend="triton")
@@ -89,26 +76,3 @@ def test_a_device_without_the_kernel_says_so_once() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # nobody expects a CUDA kernel on a CPU
             assert not decide(torch.device("cpu"))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
-@methods
-def test_a_replay_follows_the_logits(method: str) -> None:
-    logits = draw(40, 64, seed=1).to(DEVICE)
-    bias = draw_bias(64, seed=1).to(DEVICE) if method in WITH_BIAS else None
-    options = (method, 1 if method == "llama4" else 8, *groups_of(method, (8, 4)))
-    route_triton(logits, bias, *options)  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        route_triton(logits, bias, *options)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = route_triton(logits, bias, *options)
-    for seed in range(2, 5):
-        logits.copy_(draw(40, 64, seed=seed))
-        graph.replay()
-        eager = route_triton(logits, bias, *options)
-        assert all(torch.equal(a, b) for a, b in zip(captured, eager, strict=True))

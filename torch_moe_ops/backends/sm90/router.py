@@ -46,8 +46,8 @@ def _runs_on(device: torch.device) -> bool:
 
 
 def takes_logits(router_logits: Tensor, n_group: int) -> bool:
-    """Whether the kernel runs checked arguments of moeq::route: where it can, but for groups of any size but 32, for
-    which Triton's is the faster one, where that is there (benchmarks/results/h200_route_kernels.jsonl)."""
+    """Whether the kernel runs checked arguments of moeq::route: where it can, but for groups of other sizes than 32
+    where Triton's is there, which is faster for those of 16 (benchmarks/results/h200_route_kernels.jsonl)."""
     if n_group > Sm90.ROUTE_GROUPS or not _runs_on(router_logits.device):
         return False
     return n_group <= 1 or router_logits.shape[1] == _FAST_GROUP * n_group or triton.package_reason() is not None

@@ -1,10 +1,7 @@
-// Router logits to expert ids and weights, a token by one warp, in registers alone. The rules, and those on NaN,
-// infinity and ties, are torch_moe_ops/routing/reference.py's; compiled without contraction (--fmad=false), scores have
-// its bits.
-//
+// Router logits to expert ids and weights, a token by one warp. The rules, and those on NaN, infinity and ties, are
+// torch_moe_ops/routing/reference.py's; compiled without contraction (--fmad=false), scores have its bits.
 // Lane l holds the logits of experts l, l + 32, l + 64, ... The top-k is top_k rounds of "largest key, lowest index
-// that has it", a reduction each, which a warp does in one instruction. A lane sorts its own experts first, where they
-// are few, so that a round moves one lane on; sorting all would be work for the sake of a few.
+// that has it". A lane sorts its own experts first, where they are few: a round is one reduction.
 #pragma once
 #include <climits>
 #include <cuda_bf16.h>
@@ -80,8 +77,8 @@ __device__ __forceinline__ float sqrt_softplus(float z) {
   return sqrtf((z > 0.0f || z != z ? z : 0.0f) + log1pf(expf(-fabsf(z))));
 }
 
-// 1 / (1 + e^-z), correctly rounded quotients: as the division does it but for its branch, which would have a lane's
-// values wait for each other. Two steps are exact but where the result is subnormal, or 0 (test_cuda_sm90_routing.py).
+// 1 / (1 + e^-z), correctly rounded: as a division without its branch, for which a lane's values would wait for each
+// other. Exact but where the result is subnormal, or 0 (test_cuda_sm90_routing.py).
 template <int each>
 __device__ __forceinline__ void make_sigmoids(float (&z)[each]) {
   constexpr float kLargest = 0x1p126f;
@@ -134,8 +131,8 @@ __device__ __forceinline__ BestTwo other_lanes(BestTwo x, int apart) {
   return {__shfl_xor_sync(kAllLanes, x.first, apart), __shfl_xor_sync(kAllLanes, x.second, apart)};
 }
 
-// Over all lanes of each of a lane's groups; lane l is left with those of group l / (32 / each). Two lanes share their
-// groups, each keeps a half of them, until there is one.
+// Over all lanes, of each register's group: two lanes keep a half of what they have each, until lane l has those of
+// group l / (32 / each).
 template <int apart, int left, int each>
 __device__ __forceinline__ void reduce_groups(BestTwo (&best)[each]) {
   constexpr int kKept = left > 1 ? left / 2 : 1;
@@ -186,8 +183,7 @@ __device__ __forceinline__ int key_of_any_group(const Router& r, const int (&key
   return mine;
 }
 
-// Bits of lanes whose group is one of the best: `key`, of which every lanes_of_group-th lane has another, and counts by
-// how many are better. Equal ones go by their number.
+// Bits of lanes whose group is among the best; every lanes_of_group-th lane has another's `key`. Equal: by number.
 __device__ __forceinline__ uint32_t best_groups(const Router& r, int key, int lanes_of_group) {
   const int mine = static_cast<int>(threadIdx.x % 32) / lanes_of_group;
   int better = 0;
@@ -398,8 +394,8 @@ __device__ __forceinline__ Chosen best_logits(const Router& r, const float (&z)[
 
 // Softmax keeps the order of logits, so that experts can be chosen without it; but different logits may round to the
 // same score, and equal scores go by their number. False where that cannot be excluded: where neighbours in the order,
-// the first expert that is not chosen among them, are close together or far below the largest. Equal ones are in their
-// order. Where the first that is not chosen equals the last that is, lower ones, whose numbers may be lower too, count.
+// the first expert left out among them, are close together or far below the largest. Equal ones are in their order, but
+// where the first left out equals the last chosen, close ones below have to be looked for, whose numbers may be lower.
 template <int each>
 __device__ __forceinline__ bool are_apart(const float (&z)[each], const bool (&valid)[each], float mine, int last) {
   constexpr float kApart = 1e-4f, kBelow = 60.0f;
@@ -434,8 +430,7 @@ __device__ __forceinline__ Chosen best_scores(const Router& r, const float (&log
   return {expert, value_of_expert(logits, expert)};
 }
 
-// Of experts 32 * i + lane, 0 where there is none: asked for with the logits, as what is added to scores would be
-// waited for alone.
+// Of experts 32 * i + lane, 0 where there is none. Asked for with the logits, not to be waited for alone.
 template <int each>
 __device__ __forceinline__ void load_bias(const Router& r, float (&bias)[each]) {
   const int lane = threadIdx.x % 32;
