@@ -37,6 +37,11 @@ LAYERS = {
 EXPERTS = 16
 # Tokens of a call and the calls whose distances are averaged: of few tokens each differs from the next.
 BATCHES = {1: 32, 2: 24, 8: 12, 64: 4, 512: 2}
+# Forms of INT4 that no kernel of the field takes that runs here.
+_NO_PEER = (
+    *("int4zp", "int4f16", "int4zpf16", "int4g32zp", "int4g32f16", "int4g32zpf16"),
+    *("int4g64zp", "int4g64f16", "int4g64zpf16", "int4f32", "int4zpf32"),
+)
 # What an approximating backend has to be near to, by format; `humming` and `deepgemm` compile for every size.
 PEERS = {
     "fp8": ("vllm_triton", "deepgemm"),
@@ -45,22 +50,14 @@ PEERS = {
     "int4": ("marlin", "humming"),
     "int4g32": ("marlin",),
     "mxint4": ("marlin", "humming"),
-    "int4zp": (),
-    "int4f16": (),
-    "int4zpf16": (),
-    "int4g32zp": (),
-    "int4g32zpf16": (),
-    "int4f32": (),
-    "int4zpf32": (),
+    **dict.fromkeys(_NO_PEER, ()),
     "nvfp4": ("marlin", "humming"),
     "mxfp4": ("marlin", "humming"),
     "bf16": ("vllm_triton",),
     "nvfp4-a8": (),
     "int4-a8": ("humming",),
     "int4g32-a8": ("humming",),
-    "int4zp-a8": (),
-    "int4f16-a8": (),
-    "int4zpf16-a8": (),
+    **{f"{fmt}-a8": () for fmt in (*_NO_PEER, "int4g64")},
     "mxfp4-a8row": (),
     "fp8-a16": (),
     "fp8row-a16": (),
@@ -80,11 +77,8 @@ FEW_LAYERS = {
     **dict.fromkeys(("fp8-a16", "fp8row-a16", "fp8half-a16", "mxfp8-a16"), 2),
     "fp8half": 3,
     "int4g32": 3,
-    "int4zp": 3,
-    "int4f16": 3,
-    "int4zpf16": 3,
-    **dict.fromkeys(("int4-a8", "int4g32-a8", "int4zp-a8", "int4f16-a8", "int4zpf16-a8"), 3),
-    **dict.fromkeys(("int4g32zp", "int4g32zpf16", "int4f32", "int4zpf32"), 3),
+    **dict.fromkeys(_NO_PEER, 3),
+    **{f"{fmt}-a8": 3 for fmt in (*_NO_PEER, "int4", "int4g32", "int4g64")},
 }
 PEERS_RUN = "silu"  # the activation of the peers; beside others they are emulated
 _NOT_OURS = ("reference", "flashinfer_trtllm", "flashinfer_cutlass")
@@ -123,8 +117,12 @@ class Contestant(NamedTuple):
     note: Line = {}  # noqa: RUF012  read only
 
 
-def measure(case: Case, peers_dir: Path, device: str, activation: str = PEERS_RUN) -> Iterator[Line]:
+def measure(
+    case: Case, peers_dir: Path, device: str, activation: str = PEERS_RUN, ours: tuple[str, ...] = ()
+) -> Iterator[Line]:
     """A line a contestant and number of tokens, or one that says why there is none. Ours come first.
+
+    ours: backends of the library; none: all that fit.
 
     Raises ValueError where the oracle does not take the layer.
     """
@@ -141,6 +139,8 @@ def measure(case: Case, peers_dir: Path, device: str, activation: str = PEERS_RU
     batches = {m: [common.make_inputs(case.shape, m, 1000 * m + i) for i in range(n)] for m, n in BATCHES.items()}
     wanted = {policy: _oracle(raw, problem, policy, batches, device) for policy in _policies(case.fmt)}
     for one in _contestants(case, weights, raw, problem, peers_dir):
+        if one.kind == "ours" and ours and one.who not in ours:
+            continue
         head = about | {"who": one.who, "kind": one.kind} | one.note
         policy = one.note.get("weight_policy", "exact")
         try:

@@ -48,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--formats", default=",".join(FORMATS))
     p.add_argument("--layers", default=",".join(LAYERS))
     p.add_argument("--activations", default=distance_cases.PEERS_RUN, help="one after the other in each process")
+    p.add_argument("--ours", default="", help="backends of the library, where not all that fit")
     p.add_argument("--peers-dir", type=Path, default=Path(os.environ.get("MOE_PEERS_DIR", ".peers")))
     p.add_argument("--device", default="cuda", help="cpu: our CPU backend and the emulated peers")
     p.add_argument("--case", help=argparse.SUPPRESS)  # FORMAT:LAYER, in a process of its own
@@ -59,8 +60,9 @@ def run_case(args: argparse.Namespace) -> None:
     peers_dir = args.peers_dir.resolve()
     sys.path.insert(0, str(peers_dir))
     with args.out.open("a", encoding="utf-8") as file, torch.inference_mode():
+        case, ours = Case(*args.case.split(":")), tuple(filter(None, args.ours.split(",")))
         for activation in args.activations.split(","):
-            for line in distance_cases.measure(Case(*args.case.split(":")), peers_dir, args.device, activation):
+            for line in distance_cases.measure(case, peers_dir, args.device, activation, ours):
                 file.write(json.dumps(line) + "\n")
                 file.flush()
 
@@ -72,7 +74,7 @@ class Job:
         self.case, self.lines_file = case, folder / f"{case.fmt}-{case.layer}.jsonl"
         self._errors = (folder / f"{case.fmt}-{case.layer}.err").open("w+", encoding="utf-8")
         options = ["--case", f"{case.fmt}:{case.layer}", "--out", str(self.lines_file), "--device", args.device]
-        options += ["--activations", args.activations]
+        options += ["--activations", args.activations, "--ours", args.ours]
         command = [sys.executable, __file__, *options, "--peers-dir", str(args.peers_dir)]
         self.process = subprocess.Popen(command, stdout=self._errors, stderr=self._errors)
 

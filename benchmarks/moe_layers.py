@@ -14,6 +14,7 @@ from torch_moe_ops.backends import BACKENDS
 
 # What inputs of standard deviation 0.5 and their intermediate calibrate to, near enough for e4m3 block scales.
 INPUT_SCALE = 1e-3
+_INT4 = tuple(fmt for fmt in common.INT4 if fmt != "mxint4")
 # Format (weights, and after the dash bits of the activations) -> scheme and activation format.
 FORMATS = {
     "nvfp4": ("nvfp4", "none"),
@@ -22,17 +23,9 @@ FORMATS = {
     "mxfp4": ("mxfp4", "none"),
     "mxfp4-a8": ("mxfp4", "mxfp8"),
     "mxfp4-a8row": ("mxfp4", "fp8"),
-    "int4": ("int4", "none"),
-    "int4g32": ("int4", "none"),
-    "int4zp": ("int4", "none"),
-    "int4f16": ("int4", "none"),
-    "int4zpf16": ("int4", "none"),
-    "int4g32zp": ("int4", "none"),
-    "int4g32zpf16": ("int4", "none"),
-    "int4f32": ("int4", "none"),
-    "int4zpf32": ("int4", "none"),
+    **{fmt: ("int4", "none") for fmt in _INT4},
     "mxint4": ("mxint4", "none"),
-    **{f"{fmt}-a8": ("int4", "fp8") for fmt in ("int4", "int4g32", "int4zp", "int4f16", "int4zpf16")},
+    **{f"{fmt}-a8": ("int4", "fp8") for fmt in _INT4},
     "fp8": ("fp8_block", "fp8"),
     "fp8row": ("fp8", "fp8"),
     "fp8half": ("fp8", "fp8"),

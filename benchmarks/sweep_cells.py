@@ -14,6 +14,11 @@ FORMATS = (
     *("fp8", "int4g32", "nvfp4", "mxfp4", "int4", "mxint4", "fp8row", "nvfp4-a8", "mxfp4-a8", "bf16", "int4zp"),
     *("fp8-a16", "int4f16", "int4zpf16", "fp8half", "nvfp4-a4", "fp8row-a16", "mxfp8-a16", "mxfp8-a8", "mxfp4-a8row"),
     *("int4-a8", "int4g32-a8", "int4zp-a8", "int4f16-a8", "int4zpf16-a8"),
+    *(
+        "int4g32f16",
+        *(f"int4{form}-a8" for form in ("g64", "g64zp", "g64f16", "g64zpf16", "g32zp", "g32f16", "g32zpf16")),
+    ),
+    *("int4f32-a8", "int4zpf32-a8"),
 )
 WANTED_MODELS, WANTED_FORMATS = MODELS[:3], FORMATS[:5]
 TOKENS = tuple(2**n for n in range(15))

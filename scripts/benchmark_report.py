@@ -31,7 +31,7 @@ BEGIN, END = "<!-- speed table: made by scripts/benchmark_report.py -->", "<!-- 
 LAYERS = (
     *("h200_moe.jsonl", "h200_standard.jsonl"),
     *("h200_auto_sweep_peers.jsonl", "h200_auto_sweep_between.jsonl", "h200_auto_sweep_fp8.jsonl"),
-    *("h200_tables.jsonl", "h200_tables_fp8.jsonl", "h200_int4_fp8_peers.jsonl"),
+    *("h200_tables.jsonl", "h200_tables_fp8.jsonl", "h200_int4_fp8_peers.jsonl", "h200_auto_sweep_now.jsonl"),
 )
 SWEEP = "h200_sm90_sweep.jsonl"
 MODELS = {
@@ -46,6 +46,10 @@ FORMATS = {
     "int4zp": "INT4, zero points", "int4f16": "INT4, float16 scales", "int4zpf16": "INT4, zero points, float16 scales",
     "int4g32zp": "INT4, groups of 32, zero points",
     "int4g32zpf16": "INT4, groups of 32, zero points, float16 scales",
+    "int4g32f16": "INT4, groups of 32, float16 scales",
+    "int4g64": "INT4, groups of 64", "int4g64zp": "INT4, groups of 64, zero points",
+    "int4g64f16": "INT4, groups of 64, float16 scales",
+    "int4g64zpf16": "INT4, groups of 64, zero points, float16 scales",
     "int4f32": "INT4, float32 scales", "int4zpf32": "INT4, zero points, float32 scales",
     "mxint4": "MXINT4", "fp8": "FP8, 128x128 blocks", "fp8row": "FP8, scales of rows",
     "fp8half": "FP8, scales of half matrices", "mxfp8": "MXFP8", "bf16": "bfloat16",
@@ -72,7 +76,10 @@ PEERS = {
     "vllm_triton": "vLLM's Triton kernel",
     "deepgemm": "DeepGEMM",
 }
-ACTS = {"": "", "a4": ", 4-bit activations", "a8": ", 8-bit activations", "a16": ", 16-bit activations"}
+ACTS = {
+    "": "", "a4": ", 4-bit activations", "a8": ", 8-bit activations", "a8row": ", fp8 activations",
+    "a16": ", 16-bit activations",
+}  # fmt: skip
 
 
 class Cell(NamedTuple):

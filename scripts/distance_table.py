@@ -27,6 +27,7 @@ DISTANCES = (
     "h200_distances_int4_a8.jsonl",
     "h200_distances_activations.jsonl",
     "h200_distances_fp8.jsonl",
+    "h200_distances_int4_forms.jsonl",
 )
 TIMES = (
     "h200_moe.jsonl",
@@ -35,6 +36,7 @@ TIMES = (
     "h200_int4_a8.jsonl",
     "h200_strict_fp8.jsonl",
     "h200_int4f16_a8.jsonl",
+    "h200_int4_forms_times.jsonl",
 )
 BEGIN, END = "<!-- distances: begin (scripts/distance_table.py --write) -->", "<!-- distances: end -->"
 FORMATS = {
@@ -44,6 +46,7 @@ FORMATS = {
     "int4f16": "INT4 in groups of 128, float16 scales",
     "int4zpf16": "INT4 in groups of 128 with zero points, float16 scales",
     "int4g32zp": "INT4 in groups of 32 with zero points",
+    "int4g32f16": "INT4 in groups of 32, float16 scales",
     "int4g32zpf16": "INT4 in groups of 32 with zero points, float16 scales",
     "int4f32": "INT4 in groups of 128, float32 scales",
     "int4zpf32": "INT4 in groups of 128 with zero points, float32 scales",
@@ -52,6 +55,15 @@ FORMATS = {
     "int4zp-a8": "INT4 in groups of 128 with zero points, fp8 activations",
     "int4f16-a8": "INT4 in groups of 128, float16 scales, fp8 activations",
     "int4zpf16-a8": "INT4 in groups of 128 with zero points, float16 scales, fp8 activations",
+    "int4g32zp-a8": "INT4 in groups of 32 with zero points, fp8 activations",
+    "int4g32f16-a8": "INT4 in groups of 32, float16 scales, fp8 activations",
+    "int4g32zpf16-a8": "INT4 in groups of 32 with zero points, float16 scales, fp8 activations",
+    "int4g64-a8": "INT4 in groups of 64, fp8 activations",
+    "int4g64zp-a8": "INT4 in groups of 64 with zero points, fp8 activations",
+    "int4g64f16-a8": "INT4 in groups of 64, float16 scales, fp8 activations",
+    "int4g64zpf16-a8": "INT4 in groups of 64 with zero points, float16 scales, fp8 activations",
+    "int4f32-a8": "INT4 in groups of 128, float32 scales, fp8 activations",
+    "int4zpf32-a8": "INT4 in groups of 128 with zero points, float32 scales, fp8 activations",
     "mxfp4-a8row": "MXFP4, fp8 activations",
     "fp8-a16": "FP8 in 128x128 blocks", "fp8row-a16": "FP8 with scales of rows",
     "fp8half-a16": "FP8 with scales of half matrices", "mxfp8-a16": "MXFP8",
@@ -68,6 +80,7 @@ TIMED = {
     "int4f16": ("int4", "none", "float16 per 128"),
     "int4zpf16": ("int4", "none", "float16 per 128 with zero points"),
     "int4g32zp": ("int4", "none", "bfloat16 per 32 with zero points"),
+    "int4g32f16": ("int4", "none", "float16 per 32"),
     "int4g32zpf16": ("int4", "none", "float16 per 32 with zero points"),
     "int4f32": ("int4", "none", "float32 per 128"),
     "int4zpf32": ("int4", "none", "float32 per 128 with zero points"),
@@ -77,6 +90,15 @@ TIMED = {
     "int4zp-a8": ("int4", "fp8", "bfloat16 per 128 with zero points"),
     "int4f16-a8": ("int4", "fp8", "float16 per 128"),
     "int4zpf16-a8": ("int4", "fp8", "float16 per 128 with zero points"),
+    "int4g32zp-a8": ("int4", "fp8", "bfloat16 per 32 with zero points"),
+    "int4g32f16-a8": ("int4", "fp8", "float16 per 32"),
+    "int4g32zpf16-a8": ("int4", "fp8", "float16 per 32 with zero points"),
+    "int4g64-a8": ("int4", "fp8", "bfloat16 per 64"),
+    "int4g64zp-a8": ("int4", "fp8", "bfloat16 per 64 with zero points"),
+    "int4g64f16-a8": ("int4", "fp8", "float16 per 64"),
+    "int4g64zpf16-a8": ("int4", "fp8", "float16 per 64 with zero points"),
+    "int4f32-a8": ("int4", "fp8", "float32 per 128"),
+    "int4zpf32-a8": ("int4", "fp8", "float32 per 128 with zero points"),
 }
 
 ACTIVATION = "silu"  # of lines that name none, and of the table's long part
@@ -102,15 +124,19 @@ def read_times(name: str) -> list[Line]:
 
 
 def distances() -> list[Line]:
-    """The lines of all runs; a format with an activation has those of the last run that measured it."""
+    """The lines of all runs; of a contestant on a layer, for a format and an activation, those of the last run."""
     runs = [(name, read(name)) for name in DISTANCES]
-    last = {measured_as(line): name for name, lines in runs for line in lines if line["event"] == "distance"}
+    last = {_measurement(line): name for name, lines in runs for line in lines if line["event"] == "distance"}
     return [
         line | {"file": name} if line["event"] == "env" else line
         for name, lines in runs
         for line in lines
-        if last.get(measured_as(line), name) == name
+        if last.get(_measurement(line), name) == name
     ]
+
+
+def _measurement(line: Line) -> tuple[str, ...]:
+    return (*measured_as(line), line.get("kind", ""), line.get("who", ""), line.get("layer", ""))
 
 
 def measured_as(line: Line) -> tuple[str, str]:
@@ -248,9 +274,10 @@ def table(lines: list[Line]) -> list[str]:
     formats = by_format(lines)
     if not formats:
         return ['No results yet: `auto` takes what `accuracy="strict"` takes.']
-    text = [f"One {env['device']}, torch {env['torch']}, {env['date']} (commit {env['commit']}): "
+    runs = [f"One {env['device']}, torch {env['torch']}, {env['date']} (commit {env['commit']}): "
             f"`benchmarks/distances.py`, `benchmarks/results/{env.get('file', DISTANCES[0])}`."
-            for env in lines if env["event"] == "env"] + [""]  # fmt: skip
+            for env in lines if env["event"] == "env"]  # fmt: skip
+    text = [*dict.fromkeys(runs), ""]
     tokens = sorted({line["tokens"] for line in lines if line["event"] == "distance"})
     for (fmt, activation), each in formats.items():
         if activation != ACTIVATION:

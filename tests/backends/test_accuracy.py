@@ -403,13 +403,13 @@ def test_activations_of_known_models_by_what_the_library_came_with(scheme: str, 
     assert moe.explain(posed).chosen == ("cuda_sm90_int4" if scheme == "int4" else "cuda_sm90_fp8")
 
 
-@pytest.mark.parametrize("groups", ("per 128", "per 32"))
+@pytest.mark.parametrize("groups", ("per 128", "per 64", "per row", "per 32"))
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16", "float32"))
 @pytest.mark.parametrize("points", ("", " with zero points"))
 def test_int4_on_hopper_by_what_the_library_came_with(dtype: str, groups: str, points: str) -> None:
     """Each form of the scales that is measured, on a layer that was not timed; none of "strict"."""
     kind = f"{dtype} {groups}{points}"
-    not_measured = {"float16 per 32", "float32 per 32", "float32 per 32 with zero points"}
+    not_measured = {"float32 per 32", "float32 per 32 with zero points"}
     posed = dataclasses.replace(INT4, weight_scales=kind)
     assert moe.explain(posed).chosen == ("triton" if kind in not_measured else "cuda_sm90_int4")
     assert moe.explain(dataclasses.replace(posed, accuracy="strict")).chosen == "triton"
@@ -428,18 +428,30 @@ def test_what_is_near_enough_was_timed() -> None:
         assert layers >= accuracy.MIN_LAYERS, (entry["backend"], entry["scheme"], entry["weight_scales"])
 
 
-@pytest.mark.parametrize(
-    "kind",
-    (
-        *("bfloat16 per 128", "bfloat16 per 32", "bfloat16 per 128 with zero points"),
-        *("float16 per 128", "float16 per 128 with zero points"),
-    ),
-)
-def test_int4_with_fp8_activations_on_hopper_by_what_the_library_came_with(kind: str) -> None:
-    posed = dataclasses.replace(INT4, act_format="fp8", weight_scales=kind)
-    assert moe.explain(posed).chosen == "cuda_sm90_int4"
+@pytest.mark.parametrize("groups", ("per 128", "per 64", "per row", "per 32"))
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16", "float32"))
+@pytest.mark.parametrize("points", ("", " with zero points"))
+@pytest.mark.parametrize("activation", ("silu", "swigluoai", "gelu"))
+def test_int4_with_fp8_activations_on_hopper_by_what_the_library_came_with(
+    dtype: str, groups: str, points: str, activation: str
+) -> None:
+    """`triton` alone takes float32 per 32."""
+    kind = f"{dtype} {groups}{points}"
+    constants = ACTIVATIONS[activation].constants
+    posed = dataclasses.replace(
+        INT4, act_format="fp8", weight_scales=kind, activation=activation,
+        constants=None if constants == ACTIVATIONS["silu"].constants else constants,
+    )  # fmt: skip
+    assert moe.explain(posed).chosen == ("triton" if kind.startswith("float32 per 32") else "cuda_sm90_int4")
     assert moe.explain(dataclasses.replace(posed, accuracy="strict")).chosen == "triton"
-    assert moe.explain(dataclasses.replace(posed, weight_scales="float32 per 32")).chosen == "triton"
+
+
+def test_two_matrices_scales_that_are_stored_alike_are_one_kind() -> None:
+    """As a layer has them whose intermediate size is no multiple of its groups."""
+    posed = dataclasses.replace(INT4, weight_scales="float16 per 128, float16 per row")
+    assert moe.explain(posed).chosen == "cuda_sm90_int4"
+    other = dataclasses.replace(INT4, weight_scales="float16 per 128, bfloat16 per row")
+    assert moe.explain(other).chosen == "triton"
 
 
 def test_plug_ins_take_the_checkpoints_fp8_activations_where_a_backend_is_near_and_fast(

@@ -44,6 +44,10 @@ LOSS, GAIN, MORE = 1.15, 0.8, 2.0
 NO_CONSTANTS = (1.0, 0.0, math.inf)  # what a Problem without constants has
 # A matrix's scale is that of two equal halves.
 _MEASURED_AS = {"tensor": "half"}
+# Groups of INT4 that kernels of Hopper read as those of 128, by activation format: a layout repeats the scales of a
+# larger group, so that they are the same bytes, and the same kernels run (beside fp8, groups of 64 have others where
+# scales are not float32).
+_AS_128 = {"none": (" per 64", " per row"), "fp8": (" per row", "float32 per 64")}
 
 Record = Mapping[str, Any]
 
@@ -65,7 +69,7 @@ def _distances_of(backend: str, problem: Problem) -> list[Record]:
     if not _on_this_device(problem):
         return []
     wanted = (backend, problem.scheme, problem.act_format, problem.weight_policy)
-    names, kind = ("backend", "scheme", "act_format", "weight_policy"), _kind(problem.weight_scales)
+    names, kind = ("backend", "scheme", "act_format", "weight_policy"), _kind_of(problem)
     return [
         record
         for record in measured()["distances"]
@@ -75,6 +79,16 @@ def _distances_of(backend: str, problem: Problem) -> list[Record]:
 
 def _kind(weight_scales: str | None) -> str | None:
     return _MEASURED_AS.get(weight_scales or "", weight_scales)
+
+
+def _kind_of(problem: Problem) -> str | None:
+    """The form of the scales under which such a layer is measured."""
+    kind = _kind(problem.weight_scales)
+    if problem.scheme != "int4" or kind is None:
+        return kind
+    for groups in _AS_128.get(problem.act_format, ()):
+        kind = kind.replace(groups, groups.partition(" per ")[0] + " per 128")
+    return ", ".join(dict.fromkeys(kind.split(", ")))
 
 
 def distance_of(backend: str, problem: Problem) -> Record | None:
@@ -131,7 +145,7 @@ def _timed(problem: Problem) -> tuple[bool, list[Record]]:
         record
         for record in measured()["times"]
         if (record["scheme"], record["act_format"]) == (problem.scheme, problem.act_format)
-        and record["weight_scales"] in (None, problem.weight_scales)
+        and record["weight_scales"] in (None, problem.weight_scales, _kind_of(problem))
     ]
     sizes = (problem.num_local_experts, problem.hidden_size, problem.intermediate_size)
     own = [

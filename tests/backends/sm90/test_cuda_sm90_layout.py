@@ -241,6 +241,33 @@ def test_integer_weights_are_not_strict() -> None:
     assert not BACKENDS["cuda_sm90_int4"].fits_anywhere(HOPPER)
 
 
+@pytest.mark.parametrize("zero", (False, True), ids=("", "zero points"))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32), ids=str)
+@pytest.mark.parametrize("group", (64, 512), ids=("64", "row"))
+def test_larger_groups_of_int4_are_the_same_bytes(group: int, dtype: torch.dtype, zero: bool) -> None:
+    """So that what was measured of groups of 128 holds of groups of 64 and of rows (backends/accuracy.py)."""
+    g, k = torch.Generator().manual_seed(0), 512
+    shapes = {"w13": (2, 2 * k, k // 8), "w2": (2, k, k // 8)}  # eight codes a word
+    codes = {name: torch.randint(-(2**31), 2**31, shape, generator=g).int() for name, shape in shapes.items()}
+    differ = k // max(group, 128)  # scales of a row
+    scale = {name: (torch.rand(*shape[:2], differ, generator=g) + 0.5).to(dtype) for name, shape in shapes.items()}
+    points = {name: torch.randint(0, 16, s.shape, generator=g, dtype=torch.uint8) for name, s in scale.items()}
+
+    def prepared(group: int) -> dict[str, torch.Tensor]:
+        def of_groups(of: dict[str, torch.Tensor], suffix: str) -> dict[str, torch.Tensor]:
+            return {f"{name}_{suffix}": t.repeat_interleave(k // group // differ, 2) for name, t in of.items()}
+
+        fields: dict[str, torch.Tensor] = (
+            codes | of_groups(scale, "scale") | (of_groups(points, "zero_point") if zero else {})
+        )
+        return cuda_sm90.prepare(moe.RawWeights("int4", **fields))
+
+    others, wanted = prepared(group), prepared(128)
+    assert others["w13_scale"].shape != wanted["w13_scale"].shape
+    for name, tensor in wanted.items():
+        assert torch.equal(others[name].flatten(), tensor.flatten()), name
+
+
 def test_weights_that_are_rounded_are_for_bfloat16() -> None:
     """Other kernels round them to float16 beside float16 hidden states: eight times nearer."""
     problem = dataclasses.replace(HOPPER, scheme="int4", dtype=torch.float16)
