@@ -403,15 +403,25 @@ def test_activations_of_known_models_by_what_the_library_came_with(scheme: str, 
     assert moe.explain(posed).chosen == ("cuda_sm90_int4" if scheme == "int4" else "cuda_sm90_fp8")
 
 
-@pytest.mark.parametrize("groups", ("per 128", "per 64", "per row", "per 32"))
-@pytest.mark.parametrize("dtype", ("bfloat16", "float16", "float32"))
-@pytest.mark.parametrize("points", ("", " with zero points"))
-def test_int4_on_hopper_by_what_the_library_came_with(dtype: str, groups: str, points: str) -> None:
-    """Each form of the scales that is measured, on a layer that was not timed; none of "strict"."""
-    kind = f"{dtype} {groups}{points}"
-    not_measured = {"float32 per 32", "float32 per 32 with zero points"}
-    posed = dataclasses.replace(INT4, weight_scales=kind)
-    assert moe.explain(posed).chosen == ("triton" if kind in not_measured else "cuda_sm90_int4")
+ALL_INT4 = [
+    f"{dtype} {groups}{points}"
+    for dtype in ("bfloat16", "float16", "float32")
+    for groups in ("per 128", "per 64", "per row", "per 32")
+    for points in ("", " with zero points")
+]
+
+
+@pytest.mark.parametrize("act_format", ("none", "fp8"))
+@pytest.mark.parametrize("kind", ALL_INT4)
+@pytest.mark.parametrize("activation", ("silu", "swigluoai", "gelu", "gelu_tanh", "relu2_no_mul", "situ", "swiglustep"))
+def test_int4_on_hopper_by_what_the_library_came_with(kind: str, act_format: str, activation: str) -> None:
+    """Each form of the scales on a layer that was not timed; float32 ones in groups of 32 are `triton`'s alone."""
+    constants = ACTIVATIONS[activation].constants
+    posed = dataclasses.replace(
+        INT4, act_format=act_format, weight_scales=kind, activation=activation,
+        constants=None if constants == ACTIVATIONS["silu"].constants else constants,
+    )  # fmt: skip
+    assert moe.explain(posed).chosen == ("triton" if kind.startswith("float32 per 32") else "cuda_sm90_int4")
     assert moe.explain(dataclasses.replace(posed, accuracy="strict")).chosen == "triton"
 
 
@@ -426,24 +436,6 @@ def test_what_is_near_enough_was_timed() -> None:
         kinds = {(entry["scheme"], entry["act_format"], scales) for scales in (None, entry["weight_scales"])}
         layers = sum(kind in kinds for kind in timed)
         assert layers >= accuracy.MIN_LAYERS, (entry["backend"], entry["scheme"], entry["weight_scales"])
-
-
-@pytest.mark.parametrize("groups", ("per 128", "per 64", "per row", "per 32"))
-@pytest.mark.parametrize("dtype", ("bfloat16", "float16", "float32"))
-@pytest.mark.parametrize("points", ("", " with zero points"))
-@pytest.mark.parametrize("activation", ("silu", "swigluoai", "gelu"))
-def test_int4_with_fp8_activations_on_hopper_by_what_the_library_came_with(
-    dtype: str, groups: str, points: str, activation: str
-) -> None:
-    """`triton` alone takes float32 per 32."""
-    kind = f"{dtype} {groups}{points}"
-    constants = ACTIVATIONS[activation].constants
-    posed = dataclasses.replace(
-        INT4, act_format="fp8", weight_scales=kind, activation=activation,
-        constants=None if constants == ACTIVATIONS["silu"].constants else constants,
-    )  # fmt: skip
-    assert moe.explain(posed).chosen == ("triton" if kind.startswith("float32 per 32") else "cuda_sm90_int4")
-    assert moe.explain(dataclasses.replace(posed, accuracy="strict")).chosen == "triton"
 
 
 def test_two_matrices_scales_that_are_stored_alike_are_one_kind() -> None:
