@@ -3,8 +3,8 @@
     python scripts/distance_table.py [--write]
 
 Reads benchmarks/results/h200_distances*.jsonl (`benchmarks/distances.py`), and the times of h200_moe.jsonl,
-h200_standard.jsonl (`benchmarks/run_h200.sh fp8`, `standard`), h200_auto_sweep_own.jsonl, h200_int4_a8.jsonl,
-h200_strict_fp8.jsonl and h200_int4f16_a8.jsonl (`bench_sweep.py`). A file that is not there counts for nothing.
+h200_standard.jsonl (`benchmarks/run_h200.sh fp8`, `standard`) and the others of TIMES (`bench_sweep.py`). A file that
+is not there counts for nothing.
 Writes the tables and torch_moe_ops/backends/distances.json, or without --write fails where they are not what the
 results say.
 """
@@ -48,6 +48,9 @@ FORMATS = {
     "int4g32zp": "INT4 in groups of 32 with zero points",
     "int4g32f16": "INT4 in groups of 32, float16 scales",
     "int4g32zpf16": "INT4 in groups of 32 with zero points, float16 scales",
+    "int4g64": "INT4 in groups of 64", "int4g64zp": "INT4 in groups of 64 with zero points",
+    "int4g64f16": "INT4 in groups of 64, float16 scales",
+    "int4g64zpf16": "INT4 in groups of 64 with zero points, float16 scales",
     "int4f32": "INT4 in groups of 128, float32 scales",
     "int4zpf32": "INT4 in groups of 128 with zero points, float32 scales",
     "nvfp4": "NVFP4", "mxfp4": "MXFP4", "bf16": "bfloat16", "nvfp4-a8": "NVFP4, fp8 activations",
@@ -82,6 +85,10 @@ TIMED = {
     "int4g32zp": ("int4", "none", "bfloat16 per 32 with zero points"),
     "int4g32f16": ("int4", "none", "float16 per 32"),
     "int4g32zpf16": ("int4", "none", "float16 per 32 with zero points"),
+    "int4g64": ("int4", "none", "bfloat16 per 64"),
+    "int4g64zp": ("int4", "none", "bfloat16 per 64 with zero points"),
+    "int4g64f16": ("int4", "none", "float16 per 64"),
+    "int4g64zpf16": ("int4", "none", "float16 per 64 with zero points"),
     "int4f32": ("int4", "none", "float32 per 128"),
     "int4zpf32": ("int4", "none", "float32 per 128 with zero points"),
     "mxint4": ("mxint4", "none", None),
@@ -124,19 +131,36 @@ def read_times(name: str) -> list[Line]:
 
 
 def distances() -> list[Line]:
-    """The lines of all runs; of a contestant on a layer, for a format and an activation, those of the last run."""
-    runs = [(name, read(name)) for name in DISTANCES]
-    last = {_measurement(line): name for name, lines in runs for line in lines if line["event"] == "distance"}
+    """The lines of all runs, but of a contestant on a layer, for a format and an activation, those of the last run
+    alone, be it that it failed there; that a whole case failed counts until it is measured."""
+    return merged([(name, read(name)) for name in DISTANCES])
+
+
+def merged(runs: list[tuple[str, list[Line]]]) -> list[Line]:
+    """`distances` of files by their names."""
+    last: dict[tuple[str, ...], int] = {}
+    for number, (_, lines) in enumerate(runs):
+        for line in lines:
+            if "who" in line:
+                last[_measurement(line)] = number
+            if line["event"] == "distance":
+                last[line["format"], line["layer"]] = number
     return [
         line | {"file": name} if line["event"] == "env" else line
-        for name, lines in runs
+        for number, (name, lines) in enumerate(runs)
         for line in lines
-        if last.get(_measurement(line), name) == name
+        if line["event"] == "env" or _counts(line, number, last)
     ]
 
 
+def _counts(line: Line, number: int, last: dict[tuple[str, ...], int]) -> bool:
+    if "who" in line:
+        return last[_measurement(line)] == number
+    return last.get((line["format"], line["layer"]), number) <= number
+
+
 def _measurement(line: Line) -> tuple[str, ...]:
-    return (*measured_as(line), line.get("kind", ""), line.get("who", ""), line.get("layer", ""))
+    return (*measured_as(line), *contestant(line), line["layer"])
 
 
 def measured_as(line: Line) -> tuple[str, str]:

@@ -18,6 +18,7 @@ from torch_moe_ops.backends.native import auto_act_format
 from torch_moe_ops.core.activations import ACTIVATIONS
 from torch_moe_ops.core.schemes import SCHEMES
 
+MIN_TOKENS = accuracy.MIN_TOKENS
 NOT_STRICT = {"triton_fp8", "cuda_sm90_fp8", "cuda_sm90_int4"}
 FIELD = {"flashinfer_trtllm", "flashinfer_cutlass"}  # other projects' kernels, which round what their authors chose
 FP8 = moe.Problem(
@@ -403,10 +404,16 @@ def test_activations_of_known_models_by_what_the_library_came_with(scheme: str, 
     assert moe.explain(posed).chosen == ("cuda_sm90_int4" if scheme == "int4" else "cuda_sm90_fp8")
 
 
+def int4_with(activation: str, **fields: Any) -> moe.Problem:
+    constants = ACTIVATIONS[activation].constants
+    own = None if constants == ACTIVATIONS["silu"].constants else constants
+    return dataclasses.replace(INT4, activation=activation, constants=own, **fields)
+
+
 ALL_INT4 = [
     f"{dtype} {groups}{points}"
     for dtype in ("bfloat16", "float16", "float32")
-    for groups in ("per 128", "per 64", "per row", "per 32")
+    for groups in ("per 128", "per 64", "per 32")
     for points in ("", " with zero points")
 ]
 
@@ -414,13 +421,12 @@ ALL_INT4 = [
 @pytest.mark.parametrize("act_format", ("none", "fp8"))
 @pytest.mark.parametrize("kind", ALL_INT4)
 @pytest.mark.parametrize("activation", ("silu", "swigluoai", "gelu", "gelu_tanh", "relu2_no_mul", "situ", "swiglustep"))
-def test_int4_on_hopper_by_what_the_library_came_with(kind: str, act_format: str, activation: str) -> None:
+def test_int4_on_hopper_by_what_the_library_came_with(
+    monkeypatch: pytest.MonkeyPatch, kind: str, act_format: str, activation: str
+) -> None:
     """Each form of the scales on a layer that was not timed; float32 ones in groups of 32 are `triton`'s alone."""
-    constants = ACTIVATIONS[activation].constants
-    posed = dataclasses.replace(
-        INT4, act_format=act_format, weight_scales=kind, activation=activation,
-        constants=None if constants == ACTIVATIONS["silu"].constants else constants,
-    )  # fmt: skip
+    monkeypatch.setattr(accuracy, "MIN_TOKENS", MIN_TOKENS)
+    posed = int4_with(activation, act_format=act_format, weight_scales=kind)
     assert moe.explain(posed).chosen == ("triton" if kind.startswith("float32 per 32") else "cuda_sm90_int4")
     assert moe.explain(dataclasses.replace(posed, accuracy="strict")).chosen == "triton"
 
@@ -438,12 +444,32 @@ def test_what_is_near_enough_was_timed() -> None:
         assert layers >= accuracy.MIN_LAYERS, (entry["backend"], entry["scheme"], entry["weight_scales"])
 
 
+@pytest.mark.parametrize("activation", ("relu2", "silu_no_mul", "gelu_no_mul", "identity_no_mul"))
+@pytest.mark.parametrize("act_format", ("none", "fp8"))
+def test_forms_of_int4_that_are_not_measured(act_format: str, activation: str) -> None:
+    """As docs/numerics.md has it."""
+    for kind in ("bfloat16 per 128", "bfloat16 per 32"):
+        assert moe.explain(int4_with(activation, act_format=act_format, weight_scales=kind)).chosen == "cuda_sm90_int4"
+    others = [f"{dtype} per 128" for dtype in ("float16", "float32")]
+    for kind in ("bfloat16 per 128 with zero points", "float16 per 32", *others):
+        assert moe.explain(int4_with(activation, act_format=act_format, weight_scales=kind)).chosen == "triton"
+
+
+@pytest.mark.parametrize("act_format", ("none", "fp8"))
+@pytest.mark.parametrize("kind", ("bfloat16 per row", "float16 per row with zero points", "float32 per row"))
+def test_scales_of_rows_of_int4_were_not_timed(act_format: str, kind: str) -> None:
+    """`triton` has another kernel for them than for groups."""
+    assert moe.explain(dataclasses.replace(INT4, act_format=act_format, weight_scales=kind)).chosen == "triton"
+
+
 def test_two_matrices_scales_that_are_stored_alike_are_one_kind() -> None:
-    """As a layer has them whose intermediate size is no multiple of its groups."""
-    posed = dataclasses.replace(INT4, weight_scales="float16 per 128, float16 per row")
+    posed = dataclasses.replace(INT4, weight_scales="float16 per 128, float16 per 64")
+    assert "in the worst row of scales float16 per 128: at most" in accuracy.statement("cuda_sm90_int4", posed)
     assert moe.explain(posed).chosen == "cuda_sm90_int4"
-    other = dataclasses.replace(INT4, weight_scales="float16 per 128, bfloat16 per row")
+    other = dataclasses.replace(INT4, weight_scales="float16 per 128, bfloat16 per 64")
     assert moe.explain(other).chosen == "triton"
+    beside_fp8 = dataclasses.replace(posed, act_format="fp8")
+    assert moe.explain(beside_fp8).chosen == "triton"
 
 
 def test_plug_ins_take_the_checkpoints_fp8_activations_where_a_backend_is_near_and_fast(

@@ -97,6 +97,23 @@ def test_a_layer_counts_where_it_was_measured_to_the_end_and_a_backend_where_it_
     assert len(json.loads(script.data())["distances"]) == 2
 
 
+def test_a_contestant_on_a_layer_is_what_its_last_run_says(script: Any) -> None:
+    """Another contestant, layer or weight policy of an earlier run stays; one that fails loses what it had."""
+    packed = {"weight_policy": "packed"}
+    failed = {"event": "missing", "format": "fp8", "layer": "dsv3", "who": "triton_fp8", "kind": "ours", "why": "x"}
+    whole = {"event": "missing", "format": "fp8", "layer": "glm46", "why": "the time was over"}
+    first = [*OURS, distance("triton", "ours", 3e-3, 3e-3) | packed, whole]
+    again = distance("triton", "ours", 1e-3, 1e-3)
+    for second, lost in (
+        ([again], [OURS[2]]),
+        ([failed], [OURS[0]]),
+        ([distance("triton", "ours", 1e-3, 1e-3, "glm46")], [whole]),
+        ([again | packed], [first[3]]),
+    ):
+        kept = [line for line in first if line not in lost]
+        assert script.merged([("a", first), ("b", second)]) == [*kept, *second]
+
+
 def test_times_of_a_cell_are_of_one_run_the_last(script: Any) -> None:
     write(script, "h200_distances.jsonl", ENV, *OURS, *FIELD)
     first = [bench("triton", 1, 30.0), bench("triton_fp8", 1, 20.0), bench("triton", 64, 90.0), bench("marlin", 1, 1.0)]

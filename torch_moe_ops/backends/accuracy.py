@@ -44,10 +44,12 @@ LOSS, GAIN, MORE = 1.15, 0.8, 2.0
 NO_CONSTANTS = (1.0, 0.0, math.inf)  # what a Problem without constants has
 # A matrix's scale is that of two equal halves.
 _MEASURED_AS = {"tensor": "half"}
-# Groups of INT4 that kernels of Hopper read as those of 128, by activation format: a layout repeats the scales of a
-# larger group, so that they are the same bytes, and the same kernels run (beside fp8, groups of 64 have others where
-# scales are not float32).
-_AS_128 = {"none": (" per 64", " per row"), "fp8": (" per row", "float32 per 64")}
+# INT4 in groups of 64 that this backend measures as groups of 128, by activation format and dtype of the scales: its
+# layout repeats the scales of a larger group, so that they are the same bytes, and the same kernels run (beside fp8
+# with float32 scales alone). `triton`, whose steps are shorter then, takes longer than with groups of 128 where both
+# were timed. With scales of rows it has another kernel, which was not timed.
+_STORES_64_AS_128 = "cuda_sm90_int4"
+_DTYPES_OF_64 = {"none": ("bfloat16", "float16", "float32"), "fp8": ("float32",)}
 
 Record = Mapping[str, Any]
 
@@ -69,7 +71,8 @@ def _distances_of(backend: str, problem: Problem) -> list[Record]:
     if not _on_this_device(problem):
         return []
     wanted = (backend, problem.scheme, problem.act_format, problem.weight_policy)
-    names, kind = ("backend", "scheme", "act_format", "weight_policy"), _kind_of(problem)
+    names = ("backend", "scheme", "act_format", "weight_policy")
+    kind = _measured_kind(problem) if backend == _STORES_64_AS_128 else _kind(problem.weight_scales)
     return [
         record
         for record in measured()["distances"]
@@ -81,14 +84,19 @@ def _kind(weight_scales: str | None) -> str | None:
     return _MEASURED_AS.get(weight_scales or "", weight_scales)
 
 
-def _kind_of(problem: Problem) -> str | None:
-    """The form of the scales under which such a layer is measured."""
+def _measured_kind(problem: Problem) -> str | None:
+    """The form of the scales under which _STORES_64_AS_128 is measured on such a layer."""
     kind = _kind(problem.weight_scales)
     if problem.scheme != "int4" or kind is None:
         return kind
-    for groups in _AS_128.get(problem.act_format, ()):
-        kind = kind.replace(groups, groups.partition(" per ")[0] + " per 128")
-    return ", ".join(dict.fromkeys(kind.split(", ")))
+    dtypes = _DTYPES_OF_64.get(problem.act_format, ())
+    found = []
+    for one in kind.split(", "):
+        dtype, _, rest = one.partition(" per ")
+        group, *points = rest.split(" ", 1)
+        as_128 = group == "64" and dtype in dtypes
+        found.append(" ".join([dtype, "per", "128" if as_128 else group, *points]))
+    return ", ".join(dict.fromkeys(found))
 
 
 def distance_of(backend: str, problem: Problem) -> Record | None:
@@ -107,6 +115,8 @@ def statement(backend: str, problem: Problem) -> str:
         return accuracy
     (least, most), rows = found["l2"], found["row"][1]
     text = f"{accuracy}, {least:.1e} to {most:.1e} from the oracle, {rows:.1e} in the worst row"
+    if problem.scheme == "int4" and found["weight_scales"] != problem.weight_scales:
+        text += f" of scales {found['weight_scales']}"
     if not _as_measured(found, problem):
         text += f" with {found['activation']}"
     return text if found["ratio"] is None else f"{text}: at most {found['ratio']:.2f} times {found['field']}"
@@ -145,7 +155,7 @@ def _timed(problem: Problem) -> tuple[bool, list[Record]]:
         record
         for record in measured()["times"]
         if (record["scheme"], record["act_format"]) == (problem.scheme, problem.act_format)
-        and record["weight_scales"] in (None, problem.weight_scales, _kind_of(problem))
+        and record["weight_scales"] in (None, problem.weight_scales, _measured_kind(problem))
     ]
     sizes = (problem.num_local_experts, problem.hidden_size, problem.intermediate_size)
     own = [
