@@ -40,7 +40,7 @@ BATCHES = {1: 32, 2: 24, 8: 12, 64: 4, 512: 2}
 # Forms of INT4 that no adapter of moe_peers takes.
 _NO_PEER = (
     *("int4zp", "int4f16", "int4zpf16", "int4g32zp", "int4g32f16", "int4g32zpf16"),
-    *("int4g64", "int4g64zp", "int4g64f16", "int4g64zpf16", "int4f32", "int4zpf32"),
+    *("int4g64", "int4g64zp", "int4g64f16", "int4g64zpf16", "int4f32", "int4zpf32", "int4row", "int4rowf16"),
 )
 # What an approximating backend has to be near to, by format; `humming` and `deepgemm` compile for every size.
 PEERS = {

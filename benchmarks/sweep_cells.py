@@ -18,7 +18,7 @@ FORMATS = (
         "int4g32f16",
         *(f"int4{form}-a8" for form in ("g64", "g64zp", "g64f16", "g64zpf16", "g32zp", "g32f16", "g32zpf16")),
     ),
-    *("int4f32-a8", "int4zpf32-a8"),
+    *("int4f32-a8", "int4zpf32-a8", "int4row", "int4rowf16", "int4row-a8", "int4rowf16-a8"),
 )
 WANTED_MODELS, WANTED_FORMATS = MODELS[:3], FORMATS[:5]
 TOKENS = tuple(2**n for n in range(15))

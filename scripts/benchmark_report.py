@@ -50,6 +50,7 @@ FORMATS = {
     "int4g64": "INT4, groups of 64", "int4g64zp": "INT4, groups of 64, zero points",
     "int4g64f16": "INT4, groups of 64, float16 scales",
     "int4g64zpf16": "INT4, groups of 64, zero points, float16 scales",
+    "int4row": "INT4, scales of rows", "int4rowf16": "INT4, float16 scales of rows",
     "int4f32": "INT4, float32 scales", "int4zpf32": "INT4, zero points, float32 scales",
     "mxint4": "MXINT4", "fp8": "FP8, 128x128 blocks", "fp8row": "FP8, scales of rows",
     "fp8half": "FP8, scales of half matrices", "mxfp8": "MXFP8", "bf16": "bfloat16",

@@ -12,6 +12,7 @@ from typing import Any
 import benchmark_modules
 import pytest
 import torch
+from modules_by_path import load
 from paths import ROOT
 
 
@@ -136,3 +137,7 @@ def test_names_are_checked() -> None:
     assert ended.returncode == 1 and "--formats must be of fp8," in ended.stderr
     ended = subprocess.run([*command[:-2], "--activations", "gelu2"], capture_output=True, text=True)
     assert ended.returncode == 1 and "--activations must be of silu," in ended.stderr
+
+
+def test_the_table_knows_every_format(program: Any) -> None:
+    assert set(program.cases.FORMATS) <= set(load("scripts/distance_table.py").FORMATS)
