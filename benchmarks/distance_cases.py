@@ -38,10 +38,7 @@ EXPERTS = 16
 # Tokens of a call and the calls whose distances are averaged: of few tokens each differs from the next.
 BATCHES = {1: 32, 2: 24, 8: 12, 64: 4, 512: 2}
 # Forms of INT4 that no adapter of moe_peers takes.
-_NO_PEER = (
-    *("int4zp", "int4f16", "int4zpf16", "int4g32zp", "int4g32f16", "int4g32zpf16"),
-    *("int4g64", "int4g64zp", "int4g64f16", "int4g64zpf16", "int4f32", "int4zpf32", "int4row", "int4rowf16"),
-)
+_NO_PEER = tuple(fmt for fmt in common.INT4_FORMS if fmt not in ("int4", "int4g32"))
 # What an approximating backend has to be near to, by format; `humming` and `deepgemm` compile for every size.
 PEERS = {
     "fp8": ("vllm_triton", "deepgemm"),
@@ -78,7 +75,7 @@ FEW_LAYERS = {
     "fp8half": 3,
     "int4g32": 3,
     **dict.fromkeys(_NO_PEER, 3),
-    **{f"{fmt}-a8": 3 for fmt in (*_NO_PEER, "int4", "int4g32")},
+    **{f"{fmt}-a8": 3 for fmt in common.INT4_FORMS},
 }
 PEERS_RUN = "silu"  # the activation of the peers; beside others they are emulated
 _NOT_OURS = ("reference", "flashinfer_trtllm", "flashinfer_cutlass")

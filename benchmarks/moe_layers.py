@@ -14,7 +14,6 @@ from torch_moe_ops.backends import BACKENDS
 
 # What inputs of standard deviation 0.5 and their intermediate calibrate to, near enough for e4m3 block scales.
 INPUT_SCALE = 1e-3
-_INT4 = tuple(fmt for fmt in common.INT4 if fmt != "mxint4")
 # Format (weights, and after the dash bits of the activations) -> scheme and activation format.
 FORMATS = {
     "nvfp4": ("nvfp4", "none"),
@@ -23,9 +22,9 @@ FORMATS = {
     "mxfp4": ("mxfp4", "none"),
     "mxfp4-a8": ("mxfp4", "mxfp8"),
     "mxfp4-a8row": ("mxfp4", "fp8"),
-    **{fmt: ("int4", "none") for fmt in _INT4},
+    **{fmt: ("int4", "none") for fmt in common.INT4_FORMS},
     "mxint4": ("mxint4", "none"),
-    **{f"{fmt}-a8": ("int4", "fp8") for fmt in _INT4},
+    **{f"{fmt}-a8": ("int4", "fp8") for fmt in common.INT4_FORMS},
     "fp8": ("fp8_block", "fp8"),
     "fp8row": ("fp8", "fp8"),
     "fp8half": ("fp8", "fp8"),
@@ -41,7 +40,7 @@ ONLY = {
     "cuda_sm90_packed": ("nvfp4-a8", "mxfp4-a8row"),
     "cuda_sm90_folded": ("nvfp4-a8", "mxfp4-a8row"),
     "cuda_sm90_fp8": ("fp8", "fp8row", "fp8half"),
-    "cuda_sm90_int4": (*common.INT4, *(f"{fmt}-a8" for fmt in common.INT4)),
+    "cuda_sm90_int4": (*common.INT4, *(f"{fmt}-a8" for fmt in common.INT4_FORMS)),
     "cuda_sm90_bf16": ("bf16",),
     "triton_fp8": ("fp8", "fp8row", "fp8half"),
 }
@@ -69,7 +68,8 @@ def raw_weights(fmt: str, weights: common.Weights, activation: str, biases: tupl
         fields |= {"a13_input_scale": scale, "a2_input_scale": scale}
     if scheme in ("int4", "mxint4"):  # eight codes a word, the first in the lowest bits, as two a byte
         fields |= {name: fields[name].view(torch.int32) for name in ("w13", "w2")}
-    if fmt.split("-")[0] in common.ZERO_POINTS:
+    form = common.INT4_FORMS.get(common.base_format(fmt))
+    if form is not None and form.zero:
         fields |= {"w13_zero_point": weights.w13_global, "w2_zero_point": weights.w2_global}
     if biases is not None:
         fields |= {"w13_bias": biases[0], "w2_bias": biases[1]}

@@ -39,7 +39,7 @@ TOKENS = Numerics("vllm_triton", act="token")
 MARLIN_FP8 = Numerics("marlin", act="token")
 OF_FORMAT = {
     **dict.fromkeys(common.INT4, MARLIN),
-    **{f"{fmt}-a8": MARLIN_FP8 for fmt in common.INT4 if fmt != "mxint4"},
+    **{f"{fmt}-a8": MARLIN_FP8 for fmt in common.INT4_FORMS},
     "fp8": BLOCKS,
     "fp8row": TOKENS,
     "fp8half": TOKENS,

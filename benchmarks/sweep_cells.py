@@ -10,16 +10,13 @@ from typing import Any, NamedTuple
 from moe_peers import common
 
 MODELS = ("qwen3_30b", "dsv3", "gptoss120b", "mixtral", "kimi_k2", "glm46")
-FORMATS = (
+_FIRST = (
     *("fp8", "int4g32", "nvfp4", "mxfp4", "int4", "mxint4", "fp8row", "nvfp4-a8", "mxfp4-a8", "bf16", "int4zp"),
     *("fp8-a16", "int4f16", "int4zpf16", "fp8half", "nvfp4-a4", "fp8row-a16", "mxfp8-a16", "mxfp8-a8", "mxfp4-a8row"),
     *("int4-a8", "int4g32-a8", "int4zp-a8", "int4f16-a8", "int4zpf16-a8"),
-    *(
-        "int4g32f16",
-        *(f"int4{form}-a8" for form in ("g64", "g64zp", "g64f16", "g64zpf16", "g32zp", "g32f16", "g32zpf16")),
-    ),
-    *("int4f32-a8", "int4zpf32-a8", "int4row", "int4rowf16", "int4row-a8", "int4rowf16-a8"),
 )
+_OF_INT4 = (f"{form}{act}" for form in common.INT4_FORMS for act in ("", "-a8"))
+FORMATS = (*_FIRST, *(fmt for fmt in _OF_INT4 if fmt not in _FIRST))
 WANTED_MODELS, WANTED_FORMATS = MODELS[:3], FORMATS[:5]
 TOKENS = tuple(2**n for n in range(15))
 FEW_TOKENS = tuple(m for m in TOKENS if m.bit_length() % 3 == 1)  # powers of 8

@@ -22,6 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch_moe_ops as moe  # noqa: E402
+from benchmarks.peers.moe_peers.int4_forms import FORMS as INT4_FORMS  # noqa: E402
+from benchmarks.peers.moe_peers.int4_forms import Form  # noqa: E402
 from torch_moe_ops.backends.explain import default_on  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -40,18 +42,19 @@ MODELS = {
     "mixtral": "Mixtral-8x7B",
     "gptoss120b": "gpt-oss-120b",
 }
+
+
+def _int4_title(form: Form) -> str:
+    scales = "" if form.dtype == "bfloat16" else f"{form.dtype} scales"
+    if not form.group:
+        return f"INT4, {scales or 'scales'} of rows"
+    more = ["zero points"] * form.zero + [scales] * bool(scales)
+    return ", ".join(["INT4", *[f"groups of {form.group}"] * (form.group != 128 or not more), *more])
+
+
 # Weight formats in the order of the page, with what the library runs beside the plain format.
 FORMATS = {
-    "nvfp4": "NVFP4", "mxfp4": "MXFP4", "int4": "INT4, groups of 128", "int4g32": "INT4, groups of 32",
-    "int4zp": "INT4, zero points", "int4f16": "INT4, float16 scales", "int4zpf16": "INT4, zero points, float16 scales",
-    "int4g32zp": "INT4, groups of 32, zero points",
-    "int4g32zpf16": "INT4, groups of 32, zero points, float16 scales",
-    "int4g32f16": "INT4, groups of 32, float16 scales",
-    "int4g64": "INT4, groups of 64", "int4g64zp": "INT4, groups of 64, zero points",
-    "int4g64f16": "INT4, groups of 64, float16 scales",
-    "int4g64zpf16": "INT4, groups of 64, zero points, float16 scales",
-    "int4row": "INT4, scales of rows", "int4rowf16": "INT4, float16 scales of rows",
-    "int4f32": "INT4, float32 scales", "int4zpf32": "INT4, zero points, float32 scales",
+    "nvfp4": "NVFP4", "mxfp4": "MXFP4", **{name: _int4_title(form) for name, form in INT4_FORMS.items()},
     "mxint4": "MXINT4", "fp8": "FP8, 128x128 blocks", "fp8row": "FP8, scales of rows",
     "fp8half": "FP8, scales of half matrices", "mxfp8": "MXFP8", "bf16": "bfloat16",
 }  # fmt: skip

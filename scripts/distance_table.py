@@ -13,12 +13,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.peers.moe_peers.int4_forms import FORMS as INT4_FORMS  # noqa: E402
+from benchmarks.peers.moe_peers.int4_forms import Form  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE, DATA = ROOT / "docs" / "numerics.md", ROOT / "torch_moe_ops" / "backends" / "distances.json"
 DISTANCES = (
@@ -39,37 +45,20 @@ TIMES = (
     "h200_int4_forms_times.jsonl",
 )
 BEGIN, END = "<!-- distances: begin (scripts/distance_table.py --write) -->", "<!-- distances: end -->"
+
+
+def _title(form: Form) -> str:
+    name = f"INT4 in groups of {form.group}" if form.group else "INT4 with scales of rows"
+    name += " with zero points" if form.zero else ""
+    return name if form.dtype == "bfloat16" else f"{name}, {form.dtype} scales"
+
+
+_INT4 = {name: _title(form) for name, form in INT4_FORMS.items()}
 FORMATS = {
     "fp8": "FP8 in 128x128 blocks, fp8 activations", "fp8row": "FP8 with scales of rows, fp8 activations",
-    "fp8half": "FP8 with scales of half matrices, fp8 activations", "int4": "INT4 in groups of 128",
-    "int4g32": "INT4 in groups of 32", "mxint4": "MXINT4", "int4zp": "INT4 in groups of 128 with zero points",
-    "int4f16": "INT4 in groups of 128, float16 scales",
-    "int4zpf16": "INT4 in groups of 128 with zero points, float16 scales",
-    "int4g32zp": "INT4 in groups of 32 with zero points",
-    "int4g32f16": "INT4 in groups of 32, float16 scales",
-    "int4g32zpf16": "INT4 in groups of 32 with zero points, float16 scales",
-    "int4g64": "INT4 in groups of 64", "int4g64zp": "INT4 in groups of 64 with zero points",
-    "int4g64f16": "INT4 in groups of 64, float16 scales",
-    "int4g64zpf16": "INT4 in groups of 64 with zero points, float16 scales",
-    "int4row": "INT4 with scales of rows", "int4rowf16": "INT4 with float16 scales of rows",
-    "int4f32": "INT4 in groups of 128, float32 scales",
-    "int4zpf32": "INT4 in groups of 128 with zero points, float32 scales",
+    "fp8half": "FP8 with scales of half matrices, fp8 activations", **_INT4, "mxint4": "MXINT4",
     "nvfp4": "NVFP4", "mxfp4": "MXFP4", "bf16": "bfloat16", "nvfp4-a8": "NVFP4, fp8 activations",
-    "int4-a8": "INT4 in groups of 128, fp8 activations", "int4g32-a8": "INT4 in groups of 32, fp8 activations",
-    "int4zp-a8": "INT4 in groups of 128 with zero points, fp8 activations",
-    "int4f16-a8": "INT4 in groups of 128, float16 scales, fp8 activations",
-    "int4zpf16-a8": "INT4 in groups of 128 with zero points, float16 scales, fp8 activations",
-    "int4g32zp-a8": "INT4 in groups of 32 with zero points, fp8 activations",
-    "int4g32f16-a8": "INT4 in groups of 32, float16 scales, fp8 activations",
-    "int4g32zpf16-a8": "INT4 in groups of 32 with zero points, float16 scales, fp8 activations",
-    "int4g64-a8": "INT4 in groups of 64, fp8 activations",
-    "int4g64zp-a8": "INT4 in groups of 64 with zero points, fp8 activations",
-    "int4g64f16-a8": "INT4 in groups of 64, float16 scales, fp8 activations",
-    "int4g64zpf16-a8": "INT4 in groups of 64 with zero points, float16 scales, fp8 activations",
-    "int4row-a8": "INT4 with scales of rows, fp8 activations",
-    "int4rowf16-a8": "INT4 with float16 scales of rows, fp8 activations",
-    "int4f32-a8": "INT4 in groups of 128, float32 scales, fp8 activations",
-    "int4zpf32-a8": "INT4 in groups of 128 with zero points, float32 scales, fp8 activations",
+    **{f"{name}-a8": f"{title}, fp8 activations" for name, title in _INT4.items()},
     "mxfp4-a8row": "MXFP4, fp8 activations",
     "fp8-a16": "FP8 in 128x128 blocks", "fp8row-a16": "FP8 with scales of rows",
     "fp8half-a16": "FP8 with scales of half matrices", "mxfp8-a16": "MXFP8",
@@ -80,39 +69,9 @@ PEERS = {"marlin": "Marlin", "humming": "humming", "vllm_triton": "vLLM's Triton
 TIMED = {
     "fp8": ("fp8_block", "fp8", None),
     "fp8row": ("fp8", "fp8", None),
-    "int4": ("int4", "none", "bfloat16 per 128"),
-    "int4g32": ("int4", "none", "bfloat16 per 32"),
-    "int4zp": ("int4", "none", "bfloat16 per 128 with zero points"),
-    "int4f16": ("int4", "none", "float16 per 128"),
-    "int4zpf16": ("int4", "none", "float16 per 128 with zero points"),
-    "int4g32zp": ("int4", "none", "bfloat16 per 32 with zero points"),
-    "int4g32f16": ("int4", "none", "float16 per 32"),
-    "int4g32zpf16": ("int4", "none", "float16 per 32 with zero points"),
-    "int4g64": ("int4", "none", "bfloat16 per 64"),
-    "int4g64zp": ("int4", "none", "bfloat16 per 64 with zero points"),
-    "int4g64f16": ("int4", "none", "float16 per 64"),
-    "int4g64zpf16": ("int4", "none", "float16 per 64 with zero points"),
-    "int4row": ("int4", "none", "bfloat16 per row"),
-    "int4rowf16": ("int4", "none", "float16 per row"),
-    "int4f32": ("int4", "none", "float32 per 128"),
-    "int4zpf32": ("int4", "none", "float32 per 128 with zero points"),
     "mxint4": ("mxint4", "none", None),
-    "int4-a8": ("int4", "fp8", "bfloat16 per 128"),
-    "int4g32-a8": ("int4", "fp8", "bfloat16 per 32"),
-    "int4zp-a8": ("int4", "fp8", "bfloat16 per 128 with zero points"),
-    "int4f16-a8": ("int4", "fp8", "float16 per 128"),
-    "int4zpf16-a8": ("int4", "fp8", "float16 per 128 with zero points"),
-    "int4g32zp-a8": ("int4", "fp8", "bfloat16 per 32 with zero points"),
-    "int4g32f16-a8": ("int4", "fp8", "float16 per 32"),
-    "int4g32zpf16-a8": ("int4", "fp8", "float16 per 32 with zero points"),
-    "int4g64-a8": ("int4", "fp8", "bfloat16 per 64"),
-    "int4g64zp-a8": ("int4", "fp8", "bfloat16 per 64 with zero points"),
-    "int4g64f16-a8": ("int4", "fp8", "float16 per 64"),
-    "int4g64zpf16-a8": ("int4", "fp8", "float16 per 64 with zero points"),
-    "int4row-a8": ("int4", "fp8", "bfloat16 per row"),
-    "int4rowf16-a8": ("int4", "fp8", "float16 per row"),
-    "int4f32-a8": ("int4", "fp8", "float32 per 128"),
-    "int4zpf32-a8": ("int4", "fp8", "float32 per 128 with zero points"),
+    **{name: ("int4", "none", form.weight_scales) for name, form in INT4_FORMS.items()},
+    **{f"{name}-a8": ("int4", "fp8", form.weight_scales) for name, form in INT4_FORMS.items()},
 }
 
 ACTIVATION = "silu"  # of lines that name none, and of the table's long part
