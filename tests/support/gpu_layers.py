@@ -95,6 +95,7 @@ class Sizes:
     bias: bool = False
     dtype: torch.dtype = torch.bfloat16
     seed: int = 7  # of the weights
+    scales: tuple[int, torch.dtype, bool] | None = None  # of INT4 (`int4_in_form`); None: as quantize_experts has them
 
 
 WIDE = Sizes(experts=8, top_k=2, hidden=2880, inter=704)
@@ -121,6 +122,8 @@ def make_raw(fmt: Format, sizes: Sizes, device: str = "cuda") -> moe.RawWeights:
     w13[0, 0, :32] = 0
     w13[-1] *= 2.0**-6
     raw = moe.quantize_experts(w13.to(sizes.dtype), w2.to(sizes.dtype), fmt.scheme)
+    if sizes.scales is not None and fmt.scheme == "int4":
+        raw = int4_in_form(raw, *sizes.scales, g)
     changes: dict[str, Tensor] = {}
     if sizes.bias:
         changes["w13_bias"] = randn(sizes.experts, rows) * 0.1
@@ -134,6 +137,18 @@ def make_raw(fmt: Format, sizes: Sizes, device: str = "cuda") -> moe.RawWeights:
             spread = torch.rand(shape, generator=g, device=device) + 0.5
             changes[name] = spread * amax / _LARGEST[fmt.act_format]
     return dataclasses.replace(raw, activation=sizes.activation, **changes)
+
+
+def int4_in_form(raw: moe.RawWeights, group: int, dtype: torch.dtype, zero: bool, g: torch.Generator) -> moe.RawWeights:
+    """INT4 in groups of 128 with scales of smaller groups, of another dtype, and zero points around 8."""
+    fields: dict[str, Tensor] = {}
+    for name in ("w13", "w2"):
+        scale: Tensor = getattr(raw, f"{name}_scale").repeat_interleave(128 // group, 2).to(dtype)
+        fields[f"{name}_scale"] = scale
+        if zero:
+            points = torch.randint(6, 11, scale.shape, generator=g, device=scale.device, dtype=torch.uint8)
+            fields[f"{name}_zero_point"] = points
+    return dataclasses.replace(raw, **fields)
 
 
 def prepare(raw: moe.RawWeights, fmt: Format, device: str = "cuda") -> moe.PreparedWeights:
