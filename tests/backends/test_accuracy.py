@@ -451,6 +451,7 @@ def test_forms_of_int4_that_are_not_measured(act_format: str, activation: str) -
     for kind in ("bfloat16 per 128", "bfloat16 per 32"):
         assert moe.explain(int4_with(activation, act_format=act_format, weight_scales=kind)).chosen == "cuda_sm90_int4"
     others = [f"{dtype} per 128" for dtype in ("float16", "float32")]
+    others += ["bfloat16 per 64"] * (act_format == "fp8")  # beside 16 bits they count as groups of 128
     for kind in ("bfloat16 per 128 with zero points", "float16 per 32", *others):
         assert moe.explain(int4_with(activation, act_format=act_format, weight_scales=kind)).chosen == "triton"
 
