@@ -1,12 +1,14 @@
-"""Ahead-of-time compilation of the kernels of a backward pass: `python tests/programs/triton_backward_aot.py CAPABILITY`.
+"""Ahead-of-time compilation of the kernels of a backward pass, for a target that need not be present.
 
-Prints a line for each kernel: its name, backend and scheme, bytes of shared memory, and its products.
+`python tests/programs/triton_backward_aot.py CAPABILITY PART PARTS`: each kernel once, and of its variants every PARTS-th
+from PART. Prints a line for each: its name, backend and scheme, bytes of shared memory, and its products.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -146,27 +148,39 @@ def adapters(raw: RawWeights, sizes: Sizes, x: torch.Tensor, rank: int = rank_su
     return lora
 
 
-def compiled(launched: Any, capability: int) -> Iterator[tuple[str, CompiledKernel]]:
-    """(name, kernel) for each launch that differs from those before."""
+Variant = tuple[Any, dict[str, str], dict[str, Any], dict[str, Any]]  # kernel, signature, constants, options
+
+
+def variants(launched: Iterable[Any]) -> Iterator[Variant]:
+    """What is to be compiled for launches, each variant once."""
     seen = set()
     for kernel, args, constants in launched:
-        names = kernel.arg_names
-        signature = {name: signature_type(value) for name, value in zip(names, args, strict=False)}
+        signature = {name: signature_type(value) for name, value in zip(kernel.arg_names, args, strict=False)}
         values = {name: v for name, v in constants.items() if name not in _OPTIONS}
         options = {name: constants[name] for name in _OPTIONS if name in constants}
         key = (kernel.fn.__name__, str(signature), str(values))
-        if key in seen:
-            continue
-        seen.add(key)
-        signature |= dict.fromkeys(values, "constexpr")
-        aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
-        source = ASTSource(kernel, signature, values, aligned)
-        yield kernel.fn.__name__, triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        if key not in seen:
+            seen.add(key)
+            yield kernel, signature, values, options
 
 
-def main(capability: int) -> None:
+def compiled(variant: Variant, capability: int) -> CompiledKernel:
+    kernel, signature, values, options = variant
+    pointers = [i for i, name in enumerate(kernel.arg_names) if signature.get(name, "").startswith("*")]
+    aligned = {(i,): [["tt.divisibility", 16]] for i in pointers}
+    source = ASTSource(kernel, signature | dict.fromkeys(values, "constexpr"), values, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def main(capability: int, part: int, parts: int) -> None:
+    count: Counter[str] = Counter()
     for case, backend in CASES:
-        for name, kernel in compiled(launches(case, backend, capability), capability):
+        for variant in variants(launches(case, backend, capability)):
+            name = variant[0].fn.__name__
+            count[name] += 1
+            if count[name] > 1 and count[name] % parts != part:
+                continue
+            kernel = compiled(variant, capability)
             assert kernel.asm["cubin"]
             ptx = kernel.asm["ptx"]
             products = [p for p in ("wgmma.mma_async", "tcgen05.mma", "mma.sync") if p in ptx]
@@ -174,4 +188,4 @@ def main(capability: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(*map(int, sys.argv[1:]))

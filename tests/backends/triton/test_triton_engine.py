@@ -177,7 +177,7 @@ def test_many_tokens_a_tile_of_plain_weights(tile: Tile, activation: str) -> Non
     ],
 )
 def test_how_scales_are_read(scheme: str, hidden: int, tile: Tile, how: str) -> None:
-    call = make_call(scheme, hidden=hidden, inter=hidden)
+    call = make_call(scheme, hidden=hidden, inter=hidden, experts=2)
     assert call.w13_scale is not None
     assert launch._scales(tile, make_plan(call).weight1, 2 * hidden, hidden, call.w13_scale) == how
     check(call, Config(16, 16, tile, tile._replace(split_k=2)))
