@@ -37,6 +37,7 @@ LAYERS = {
 EXPERTS = 16
 # Tokens of a call and the calls whose distances are averaged: of few tokens each differs from the next.
 BATCHES = {1: 32, 2: 24, 8: 12, 64: 4, 512: 2}
+MORE = 4  # calls of another number of tokens
 # Forms of INT4 that no adapter of moe_peers takes.
 _NO_PEER = tuple(fmt for fmt in common.INT4_FORMS if fmt not in ("int4", "int4g32"))
 # What an approximating backend has to be near to, by format; `humming` and `deepgemm` compile for every size.
@@ -77,7 +78,7 @@ FEW_LAYERS = {
     **dict.fromkeys(_NO_PEER, 3),
     **{f"{fmt}-a8": 3 for fmt in common.INT4_FORMS},
 }
-PEERS_RUN = "silu"  # the activation of the peers; beside others they are emulated
+PEERS_RUN = "silu"  # the activation of the peers, without a limit; beside others they are emulated
 _NOT_OURS = ("reference", "flashinfer_trtllm", "flashinfer_cutlass")
 
 
@@ -115,25 +116,37 @@ class Contestant(NamedTuple):
 
 
 def measure(
-    case: Case, peers_dir: Path, device: str, activation: str = PEERS_RUN, ours: tuple[str, ...] = ()
+    case: Case,
+    peers_dir: Path,
+    device: str,
+    activation: str = PEERS_RUN,
+    ours: tuple[str, ...] = (),
+    *,
+    limit: float | None = None,
+    more_tokens: tuple[int, ...] = (),
 ) -> Iterator[Line]:
     """A line a contestant and number of tokens, or one that says why there is none. Ours come first.
 
     ours: backends of the library; none: all that fit.
+    limit: the layer's swiglu_limit, which lines name then; None: the activation's own. GEMM1's results of these layers
+        have a standard deviation of about 0.5, so that a limit of 0.25 clamps most of an up half, one of 10 nothing.
+    more_tokens: numbers of tokens beside those of BATCHES.
 
     Raises ValueError where the oracle does not take the layer.
     """
     common.set_device(device)
     torch.manual_seed(0)
     weights = common.Weights.random(case.fmt, case.shape_with(activation))
-    raw = moe_layers.raw_weights(case.fmt, weights, activation, None)
+    raw = dataclasses.replace(moe_layers.raw_weights(case.fmt, weights, activation, None), swiglu_limit=limit)
     problem = moe.explain(raw, act_format=moe_layers.FORMATS[case.fmt][1], device=device).problem
     about = {
         "format": case.fmt, "scheme": problem.scheme, "act_format": problem.act_format,
         "weight_scales": problem.weight_scales, "activation": activation, "layer": case.layer, "experts": case.shape.E,
         "top_k": case.shape.k, "hidden": case.shape.H, "inter": case.shape.I,
     }  # fmt: skip
-    batches = {m: [common.make_inputs(case.shape, m, 1000 * m + i) for i in range(n)] for m, n in BATCHES.items()}
+    about |= {} if limit is None else {"limit": limit}
+    calls = BATCHES | dict.fromkeys(more_tokens, MORE)
+    batches = {m: [common.make_inputs(case.shape, m, 1000 * m + i) for i in range(n)] for m, n in calls.items()}
     wanted = {policy: _oracle(raw, problem, policy, batches, device) for policy in _policies(case.fmt)}
     for one in _contestants(case, weights, raw, problem, peers_dir):
         if one.kind == "ours" and ours and one.who not in ours:
@@ -183,12 +196,13 @@ def _contestants(
             yield Contestant(name, "ours", lambda n=name, s=settings: _ours(raw, n, s), {"weight_policy": policy})  # type: ignore[misc]
     if case.fmt in peer_numerics.OF_FORMAT:
         numerics, activation = peer_numerics.OF_FORMAT[case.fmt], problem.activation
+        limit = raw.swiglu_limit
         yield Contestant(
             numerics.name,
             "emulated",
-            lambda: lambda inputs: peer_numerics.emulated(weights, inputs, numerics, activation),
+            lambda: lambda inputs: peer_numerics.emulated(weights, inputs, numerics, activation, limit),
         )
-    for name in PEERS[case.fmt] if problem.activation == PEERS_RUN else ():
+    for name in PEERS[case.fmt] if problem.activation == PEERS_RUN and raw.swiglu_limit is None else ():
         if case.layer in COMPILED_FOR.get(name, LAYERS):
             yield Contestant(name, "peer", lambda n=name: _peer(n, case.fmt, weights, peers_dir))  # type: ignore[misc]
 

@@ -12,7 +12,7 @@ and of its worst row from the float32 result of `reference`, in the mean over ca
 of tokens and contestant. A contestant is a backend of the library ("ours"), another library's kernel ("peer"), or what
 that kernel rounds in plain torch ("emulated", peer_numerics.py). One that cannot run leaves a line with the reason.
 Every layer and format runs in a process of its own, several at once: a kernel that crashes ends that one alone. What
-is not done after --seconds is named and left out. Peers run silu alone; beside other activations they are emulated.
+is not done after --seconds is named and left out. Peers run silu without a limit; else they are emulated.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--formats", default=",".join(FORMATS))
     p.add_argument("--layers", default=",".join(LAYERS))
     p.add_argument("--activations", default=distance_cases.PEERS_RUN, help="one after the other in each process")
+    p.add_argument("--limit", type=float, help="swiglu_limit of the layers, where not the activation's own")
+    p.add_argument("--more-tokens", default="", help="numbers of tokens beside the usual ones")
     p.add_argument("--ours", default="", help="backends of the library, where not all that fit")
     p.add_argument("--peers-dir", type=Path, default=Path(os.environ.get("MOE_PEERS_DIR", ".peers")))
     p.add_argument("--device", default="cuda", help="cpu: our CPU backend and the emulated peers")
@@ -61,8 +63,9 @@ def run_case(args: argparse.Namespace) -> None:
     sys.path.insert(0, str(peers_dir))
     with args.out.open("a", encoding="utf-8") as file, torch.inference_mode():
         case, ours = Case(*args.case.split(":")), tuple(filter(None, args.ours.split(",")))
+        options = {"limit": args.limit, "more_tokens": tuple(map(int, filter(None, args.more_tokens.split(","))))}
         for activation in args.activations.split(","):
-            for line in distance_cases.measure(case, peers_dir, args.device, activation, ours):
+            for line in distance_cases.measure(case, peers_dir, args.device, activation, ours, **options):
                 file.write(json.dumps(line) + "\n")
                 file.flush()
 
@@ -74,7 +77,8 @@ class Job:
         self.case, self.lines_file = case, folder / f"{case.fmt}-{case.layer}.jsonl"
         self._errors = (folder / f"{case.fmt}-{case.layer}.err").open("w+", encoding="utf-8")
         options = ["--case", f"{case.fmt}:{case.layer}", "--out", str(self.lines_file), "--device", args.device]
-        options += ["--activations", args.activations, "--ours", args.ours]
+        options += ["--activations", args.activations, "--ours", args.ours, "--more-tokens", args.more_tokens]
+        options += [] if args.limit is None else ["--limit", str(args.limit)]
         command = [sys.executable, __file__, *options, "--peers-dir", str(args.peers_dir)]
         self.process = subprocess.Popen(command, stdout=self._errors, stderr=self._errors)
 
@@ -141,6 +145,9 @@ def main() -> int:
     for option, known in (("formats", FORMATS), ("layers", LAYERS), ("activations", ACTIVATIONS)):
         if set(getattr(args, option).split(",")) - set(known):
             raise SystemExit(f"--{option} must be of {', '.join(known)}")
+    without = [name for name in args.activations.split(",") if "limit" not in ACTIVATIONS[name].takes]
+    if args.limit is not None and without:
+        raise SystemExit(f"--limit is for activations that take one, not for {', '.join(without)}")
     with tempfile.TemporaryDirectory() as folder:
         lines = [environment(args), *run_all(args, Path(folder))]
     args.out.parent.mkdir(parents=True, exist_ok=True)

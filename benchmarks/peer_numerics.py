@@ -62,8 +62,17 @@ def weight(weights: common.Weights, which: int, expert: int, numerics: Numerics)
     return (values.bfloat16() if numerics.round_weights else values).double()
 
 
-def emulated(weights: common.Weights, inputs: common.Inputs, numerics: Numerics, activation: str = "silu") -> Tensor:
-    """bfloat16 [tokens, hidden_size]: every GEMM's result is rounded, the second one after the routing weight."""
+def emulated(
+    weights: common.Weights,
+    inputs: common.Inputs,
+    numerics: Numerics,
+    activation: str = "silu",
+    limit: float | None = None,
+) -> Tensor:
+    """bfloat16 [tokens, hidden_size]: every GEMM's result is rounded, the second one after the routing weight.
+
+    limit: the activation's swiglu_limit; None: its own.
+    """
     tokens, hidden = inputs.x.shape
     slots = torch.zeros(tokens, inputs.ids.shape[1], hidden, device=inputs.x.device)
     for e in torch.unique(inputs.ids).tolist():
@@ -71,7 +80,7 @@ def emulated(weights: common.Weights, inputs: common.Inputs, numerics: Numerics,
         x = operand(inputs.x[token], numerics.act)
         h = (x @ weight(weights, 1, e, numerics).T).float().bfloat16().float()
         gate, up = h.chunk(2, 1) if is_gated(activation) else (None, h)
-        h = apply_activation(activation, gate, up)
+        h = apply_activation(activation, gate, up, limit=limit)
         h = h.bfloat16().float() if numerics.round_activation else h
         y = (operand(h, numerics.act) @ weight(weights, 2, e, numerics).T).float()
         slots[token, slot] = (y * inputs.weights[token, slot, None]).bfloat16().float()

@@ -77,7 +77,26 @@ TIMED = {
 ACTIVATION = "silu"  # of lines that name none, and of the table's long part
 ALIKE = "-silu"  # ends the name of a layer that was timed with silu where its model has another activation
 
+TOKENS = {1, 2, 8, 64, 512}  # of every run (BATCHES of benchmarks/distance_cases.py); some have more
+OWN_LIMIT = 0.0  # of lines that name none; limits are positive
+
 Line = dict[str, Any]
+
+
+class Kind(NamedTuple):
+    """What lines have in common that are compared: a format, an activation and its limit."""
+
+    fmt: str
+    activation: str
+    limit: float
+
+    @property
+    def is_of_the_long_part(self) -> bool:
+        return (self.activation, self.limit) == (ACTIVATION, OWN_LIMIT)
+
+    @property
+    def named(self) -> str:
+        return f"`{self.activation}`" + ("" if self.limit == OWN_LIMIT else f" with a limit of {self.limit:g}")
 
 
 class Contestant(NamedTuple):
@@ -104,7 +123,7 @@ def distances() -> list[Line]:
 
 def merged(runs: list[tuple[str, list[Line]]]) -> list[Line]:
     """`distances` of files by their names."""
-    last: dict[tuple[str, ...], int] = {}
+    last: dict[tuple[Any, ...], int] = {}
     for number, (_, lines) in enumerate(runs):
         for line in lines:
             if "who" in line:
@@ -119,36 +138,35 @@ def merged(runs: list[tuple[str, list[Line]]]) -> list[Line]:
     ]
 
 
-def _counts(line: Line, number: int, last: dict[tuple[str, ...], int]) -> bool:
+def _counts(line: Line, number: int, last: dict[tuple[Any, ...], int]) -> bool:
     if "who" in line:
         return last[_measurement(line)] == number
     return last.get((line["format"], line["layer"]), number) <= number
 
 
-def _measurement(line: Line) -> tuple[str, ...]:
+def _measurement(line: Line) -> tuple[Any, ...]:
     return (*measured_as(line), *contestant(line), line["layer"])
 
 
-def measured_as(line: Line) -> tuple[str, str]:
-    """(format, activation)."""
-    return line.get("format", ""), line.get("activation", ACTIVATION)
+def measured_as(line: Line) -> Kind:
+    return Kind(line.get("format", ""), line.get("activation", ACTIVATION), line.get("limit", OWN_LIMIT))
 
 
 def contestant(line: Line) -> Contestant:
     return Contestant(line["kind"], line["who"], line.get("weight_policy", "exact"))
 
 
-Measured = dict[tuple[str, str], dict[Contestant, list[Line]]]
+Measured = dict[Kind, dict[Contestant, list[Line]]]
 
 
 def by_format(lines: Iterable[Line]) -> Measured:
-    """(format, activation) -> the distances; in the order of FORMATS, silu first."""
+    """The distances of each kind; in the order of FORMATS, silu first, an activation's own limit first."""
     found: Measured = defaultdict(lambda: defaultdict(list))
     for line in lines:
         if line["event"] == "distance":
             found[measured_as(line)][contestant(line)].append(line)
     order = {name: i for i, name in enumerate(FORMATS)}
-    names = sorted(found, key=lambda name: (order[name[0]], name[1] != ACTIVATION, name[1]))
+    names = sorted(found, key=lambda k: (order[k.fmt], k.activation != ACTIVATION, k.activation, k.limit))
     return {name: dict(found[name]) for name in names}
 
 
@@ -179,9 +197,8 @@ def ratio_to_field(mine: list[Line], each: dict[Contestant, list[Line]]) -> tupl
 def stated(lines: list[Line]) -> list[Line]:
     """What distances.json says of each of our backends: nothing of one that failed on a layer of the format.
 
-    A layer counts where all numbers of tokens were measured.
+    A layer counts where all numbers of TOKENS were measured.
     """
-    tokens = {line["tokens"] for line in lines if line["event"] == "distance"}
     failed = {(measured_as(line), contestant(line)) for line in lines if line["event"] == "missing" and "who" in line}
     entries = []
     for kind, each in by_format(lines).items():
@@ -191,8 +208,9 @@ def stated(lines: list[Line]) -> list[Line]:
             against = ratio_to_field(mine, each)
             entry = {name: mine[0][name] for name in ("scheme", "act_format", "weight_scales")}
             entry |= {"backend": who.who, "weight_policy": who.weight_policy}
-            entry["activation"] = kind[1]
-            entry["layers"] = len(complete_layers(mine, tokens))
+            entry["activation"] = kind.activation
+            entry |= {} if kind.limit == OWN_LIMIT else {"limit": kind.limit}
+            entry["layers"] = len(complete_layers(mine))
             for what in ("l2", "row"):
                 values = [line[what] for line in mine]
                 entry[what] = [min(values), max(values)]
@@ -201,12 +219,12 @@ def stated(lines: list[Line]) -> list[Line]:
     return entries
 
 
-def complete_layers(lines: Iterable[Line], tokens: set[int]) -> set[str]:
-    """The layers that have a line for each of these numbers of tokens."""
+def complete_layers(lines: Iterable[Line]) -> set[str]:
+    """The layers that have a line for each number of TOKENS."""
     found: dict[str, set[int]] = defaultdict(set)
     for line in lines:
         found[line["layer"]].add(line["tokens"])
-    return {layer for layer, each in found.items() if each == tokens}
+    return {layer for layer, each in found.items() if each >= TOKENS}
 
 
 def times(files: Iterable[list[Line]], backends: set[str]) -> list[Line]:
@@ -269,10 +287,10 @@ def table(lines: list[Line]) -> list[str]:
             for env in lines if env["event"] == "env"]  # fmt: skip
     text = [*dict.fromkeys(runs), ""]
     tokens = sorted({line["tokens"] for line in lines if line["event"] == "distance"})
-    for (fmt, activation), each in formats.items():
-        if activation != ACTIVATION:
+    for kind, each in formats.items():
+        if not kind.is_of_the_long_part:
             continue
-        text += [f"| {FORMATS[fmt]} | layers | " + " | ".join(f"M={m}" for m in tokens) + " | of the field's |"]
+        text += [f"| {FORMATS[kind.fmt]} | layers | " + " | ".join(f"M={m}" for m in tokens) + " | of the field's |"]
         text += ["|---|---:|" + "---:|" * len(tokens) + "---:|"]
         for who, mine in sorted(
             each.items(), key=lambda item: (("ours", "peer", "emulated").index(item[0].kind), item[0])
@@ -289,15 +307,16 @@ def table(lines: list[Line]) -> list[str]:
 
 
 def activation_table(formats: Measured) -> list[str]:
-    """Our backends with other activations than silu: a row a format and backend, the largest of all numbers."""
+    """Our backends with other activations than silu and other limits than an activation's own: a row a format and
+    backend, the largest of all numbers."""
     found: dict[tuple[str, Contestant], dict[str, tuple[list[Line], float]]] = defaultdict(dict)
-    for (fmt, activation), each in formats.items():
-        for who, mine in sorted(each.items()) if activation != ACTIVATION else ():
+    for kind, each in formats.items():
+        for who, mine in sorted(each.items()) if not kind.is_of_the_long_part else ():
             if who.kind == "ours" and (against := ratio_to_field(mine, each)):
-                found[fmt, who][activation] = mine, against[0]
+                found[kind.fmt, who][kind.named] = mine, against[0]
     rows = []
     for (fmt, who), of in found.items():
-        names = ", ".join(f"`{name}`" for name in of)
+        names = ", ".join(of)
         largest = _cell([line for mine, _ in of.values() for line in mine])
         layers = min(len({line["layer"] for line in mine}) for mine, _ in of.values())
         ratio = max(ratio for _, ratio in of.values())

@@ -299,6 +299,36 @@ def test_distances_count_for_the_activation_that_was_measured(
     )
 
 
+@pytest.mark.parametrize(
+    ("limit", "ratios", "chosen", "text"),
+    [
+        (10.0, (0.5, 0.8), "triton_fp8", "with silu and a limit of 1: at most 0.80 times"),  # between both
+        (10.0, (0.8, 0.5), "triton_fp8", "with silu: at most 0.80 times"),
+        (1.0, (0.5, 0.8), "triton_fp8", "in the worst row: at most 0.80 times"),  # what was measured
+        (math.inf, (0.5, 1.2), "triton_fp8", "in the worst row: at most 0.50 times"),  # the activation's own
+        (10.0, (0.5, 1.2), "cuda_sm90", "that is more than 1.1 times as far"),
+        (10.0, (1.2, 0.5), "cuda_sm90", "that is more than 1.1 times as far"),
+        (1.0, (1.2, 0.5), "triton_fp8", "in the worst row: at most 0.50 times"),
+        (0.5, (0.5, 0.8), "cuda_sm90", "is measured with silu's own constants and limits down to 1 alone"),
+        (10.0, (0.5, None), "cuda_sm90", "there is no kernel of the field to compare with"),
+    ],
+)
+def test_a_limit_between_two_that_were_measured_is_as_far_as_the_farther(
+    limit: float, ratios: tuple[float, float | None], chosen: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ratios: with silu as it is, and with a limit of 1."""
+    records = near("triton_fp8", ratio=ratios[0]) + near("triton_fp8", ratio=ratios[1], limit=1.0)
+    results(monkeypatch, records, [TIMES])
+    explanation = moe.explain(dataclasses.replace(FP8, constants=(1.0, 0.0, limit)))
+    assert explanation.chosen == chosen and text in explanation.accuracy["triton_fp8"]
+
+
+def test_a_limit_counts_where_it_was_measured_on_enough_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    results(monkeypatch, near("triton_fp8") + near("triton_fp8", ratio=0.1, limit=1.0, layers=1), [TIMES])
+    explanation = moe.explain(dataclasses.replace(FP8, constants=(1.0, 0.0, 10.0)))
+    assert explanation.chosen == "cuda_sm90" and "too few layers (1)" in explanation.accuracy["triton_fp8"]
+
+
 def test_each_activation_has_a_distance_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Near with gelu_tanh, too far with situ, and without a kernel of the field beside it with silu."""
     ratios = {"silu": None, "gelu_tanh": 0.8, "situ": 1.2}

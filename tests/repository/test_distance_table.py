@@ -49,6 +49,7 @@ FIELD = [
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     module = load("scripts/distance_table.py")
     monkeypatch.setattr(module, "RESULTS", tmp_path)
+    monkeypatch.setattr(module, "TOKENS", {1})
     return module
 
 
@@ -86,10 +87,14 @@ def test_a_cell_without_a_peer_leaves_no_ratio(script: Any) -> None:
     assert entries["triton"]["ratio"] == 0.25
 
 
-def test_a_layer_counts_where_it_was_measured_to_the_end_and_a_backend_where_it_never_failed(script: Any) -> None:
+def test_a_layer_counts_where_it_was_measured_to_the_end_and_a_backend_where_it_never_failed(
+    script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     more = [distance("triton", "ours", 1e-3, 1e-3, tokens=2), distance("vllm_triton", "emulated", 1e-2, 1e-2, tokens=2)]
     lost = {"event": "missing", "format": "fp8", "layer": "glm46", "who": "triton", "kind": "ours", "why": "not finite"}
     write(script, "h200_distances.jsonl", ENV, *OURS, *FIELD, *more)
+    assert {e["backend"]: e["layers"] for e in json.loads(script.data())["distances"]} == {"triton_fp8": 2, "triton": 1}
+    monkeypatch.setattr(script, "TOKENS", {1, 2})
     assert {e["backend"]: e["layers"] for e in json.loads(script.data())["distances"]} == {"triton_fp8": 0, "triton": 1}
     write(script, "h200_distances.jsonl", ENV, *OURS, *FIELD, *more, lost)
     assert [e["backend"] for e in json.loads(script.data())["distances"]] == ["triton_fp8"]
@@ -162,6 +167,27 @@ def test_each_activation_is_measured_by_itself(script: Any) -> None:
     table = "\n".join(script.table(script.distances()))
     row = "| FP8 in 128x128 blocks, fp8 activations | `triton_fp8` | `gelu_tanh` | 2 | 3.0e-03 / 6.0e-03 | 0.60 |"
     assert row in table and "| 5.0e-03 / 6.0e-03 | 0.75 |" in table
+
+
+def test_each_limit_is_measured_by_itself(script: Any) -> None:
+    """And compared with what the field's kernels do under the same."""
+    clamped = [
+        line | {"limit": 1.0}
+        for line in (
+            distance("triton_fp8", "ours", 3e-3, 6e-3),
+            distance("triton_fp8", "ours", 3e-3, 5e-3, "qwen3_30b"),
+            distance("vllm_triton", "emulated", 5e-3, 1e-2),
+            distance("vllm_triton", "emulated", 6e-3, 1e-2, "qwen3_30b"),
+        )
+    ]
+    write(script, "h200_distances.jsonl", ENV, *OURS, *FIELD)
+    before = json.loads(script.data())["distances"]
+    write(script, "h200_distances_activations.jsonl", ENV, *clamped)
+    (entry,) = [e for e in json.loads(script.data())["distances"] if e not in before]
+    assert (entry["activation"], entry["limit"], entry["ratio"]) == ("silu", 1.0, 0.6)
+    assert not any("limit" in e for e in before)
+    row = "| `triton_fp8` | `silu` with a limit of 1 | 2 | 3.0e-03 / 6.0e-03 | 0.60 |"
+    assert any(line.endswith(row) for line in script.table(script.distances()))
 
 
 def test_what_the_script_writes_is_what_auto_reads(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:

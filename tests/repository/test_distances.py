@@ -26,8 +26,9 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         monkeypatch.setattr(common, "DEV", "cpu")
         monkeypatch.setitem(distance_cases.LAYERS, "tiny", common.Shape("tiny", 8, 2, 256, 256))
+        usual = set(distance_cases.BATCHES)
         monkeypatch.setattr(distance_cases, "BATCHES", {1: 3, 7: 2})
-        yield SimpleNamespace(cases=distance_cases, run=distances, numerics=peer_numerics, common=common)
+        yield SimpleNamespace(cases=distance_cases, run=distances, numerics=peer_numerics, common=common, usual=usual)
 
 
 @pytest.mark.parametrize(
@@ -67,6 +68,40 @@ def test_other_activations_are_compared_with_what_peers_round(program: Any, acti
     assert {line["event"] for line in lines} == {"distance"} and {line["activation"] for line in lines} == {activation}
     emulated = [line["l2"] for line in lines if line["kind"] == "emulated"]
     assert len(emulated) == 2 and all(1e-3 < value < 0.05 for value in emulated)
+
+
+@pytest.mark.parametrize("activation", ["silu", "swiglustep"])
+def test_a_limit_is_the_layers_and_the_emulations(program: Any, activation: str, tmp_path: Path) -> None:
+    """No peer has one. What emulates none would be far from this oracle, as the layer without one is."""
+    case, about = program.cases.Case("fp8row", "tiny"), (tmp_path, "cpu", activation)
+    lines = list(program.cases.measure(case, *about, limit=0.5))
+    assert {line["event"] for line in lines} == {"distance"} and {line["limit"] for line in lines} == {0.5}
+    emulated = [line["l2"] for line in lines if line["kind"] == "emulated"]
+    assert len(emulated) == 2 and all(1e-3 < value < 0.05 for value in emulated)
+    weights = program.common.Weights.random("fp8row", case.shape)
+    inputs = program.common.make_inputs(case.shape, 7, 1)
+    clamped, plain = (
+        program.numerics.emulated(weights, inputs, program.numerics.TOKENS, activation, limit) for limit in (0.5, None)
+    )
+    assert (clamped - plain).norm() > 0.2 * plain.norm()
+
+
+def test_more_tokens_are_measured_beside_the_usual_ones(program: Any, tmp_path: Path) -> None:
+    lines = program.cases.measure(
+        program.cases.Case("fp8row", "tiny"), tmp_path, "cpu", ours=("cpu",), more_tokens=(4,)
+    )
+    calls = {(line["tokens"], line["calls"]) for line in lines if line["event"] == "distance"}
+    assert calls == {(1, 3), (7, 2), (4, program.cases.MORE)}
+
+
+def test_a_layer_counts_where_the_usual_tokens_were_measured(program: Any) -> None:
+    assert program.usual == load("scripts/distance_table.py").TOKENS
+
+
+def test_a_limit_is_for_activations_that_have_one(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["distances.py", "--device", "cpu", "--limit", "1", "--activations", "silu,gelu"])
+    with pytest.raises(SystemExit, match="not for gelu"):
+        program.run.main()
 
 
 def test_the_emulation_rounds_what_it_says(program: Any) -> None:

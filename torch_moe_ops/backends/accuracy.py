@@ -15,7 +15,8 @@ same weights, and `bench_moe.py` times; `python scripts/distance_table.py --writ
 l2, row: relative L2 distance of a whole result and of its worst row, over layers and numbers of tokens. ratio: the
 largest of our distance over the field's (of `field`) on one layer and number of tokens; null where there is no peer.
 weight_scales: as Problem says; null in `times`: any. activation: with which all of it was measured, without a caller's
-constants; an entry each.
+constants; an entry each. Others have a "limit": with that swiglu_limit. Between it and the activation's own, limits
+count as measured, as long as both are near.
 """
 
 from __future__ import annotations
@@ -100,10 +101,28 @@ def _measured_kind(problem: Problem) -> str | None:
 
 
 def distance_of(backend: str, problem: Problem) -> Record | None:
-    """The one with the problem's activation, else the first; None where there is none."""
+    """The one of the problem's activation and constants; else the first of its activation, else the first of all; None
+    where there is none. Of two whose limits are on either side of the problem's, the farther one."""
     found = _distances_of(backend, problem)
+    alike = _alike(found, problem)
+    if alike:
+        return max(alike, key=lambda record: math.inf if record["ratio"] is None else record["ratio"])
     of_activation = [record for record in found if record["activation"] == problem.activation]
     return next(iter(of_activation or found), None)
+
+
+def _alike(records: Iterable[Record], problem: Problem) -> list[Record]:
+    """Those of the problem's activation and constants: another activation bends the same errors in another way.
+
+    A swiglu_limit clamps more the lower it is. One that was not measured counts as the two next to it, on both sides.
+    """
+    (*own, own_limit), (*given, limit) = ACTIVATIONS[problem.activation].constants, problem.constants or NO_CONSTANTS
+    if given != own:
+        return []
+    of_activation = (record for record in records if record["activation"] == problem.activation)
+    by_limit = {record.get("limit", own_limit): record for record in of_activation}
+    below, above = [at for at in by_limit if at <= limit], [at for at in by_limit if at >= limit]
+    return [by_limit[at] for at in {max(below), min(above)}] if below and above else []
 
 
 def statement(backend: str, problem: Problem) -> str:
@@ -117,34 +136,36 @@ def statement(backend: str, problem: Problem) -> str:
     text = f"{accuracy}, {least:.1e} to {most:.1e} from the oracle, {rows:.1e} in the worst row"
     if problem.scheme == "int4" and found["weight_scales"] != problem.weight_scales:
         text += f" of scales {found['weight_scales']}"
-    if not _as_measured(found, problem):
-        text += f" with {found['activation']}"
+    if not _alike([found], problem):
+        text += f" with {found['activation']}" + (f" and a limit of {found['limit']:g}" if "limit" in found else "")
     return text if found["ratio"] is None else f"{text}: at most {found['ratio']:.2f} times {found['field']}"
-
-
-def _as_measured(found: Record, problem: Problem) -> bool:
-    """Whether the activation is the one that was measured: another one bends the same errors in another way."""
-    own = ACTIVATIONS[problem.activation].constants
-    return bool(problem.activation == found["activation"]) and (problem.constants or NO_CONSTANTS) == own
 
 
 def too_far(backend: str, problem: Problem) -> str | None:
     """None where a backend is measured to be as near to the oracle as "standard" asks, else why not."""
-    found = distance_of(backend, problem)
-    if found is None:
+    found, farthest = _distances_of(backend, problem), distance_of(backend, problem)
+    if farthest is None:
         return "its distance is not measured for such weights on such a device"
-    if found["ratio"] is None:
+    if farthest["ratio"] is None:
         return "there is no kernel of the field to compare with"
-    if not _as_measured(found, problem):
-        names = sorted({record["activation"] for record in _distances_of(backend, problem)})
-        if problem.activation in names:
-            return f"its distance is measured with {problem.activation}'s own constants alone"
-        return f"its distance is measured with {', '.join(names)} alone"
-    if found["layers"] < MIN_LAYERS:
-        return f"its distance is measured on too few layers ({found['layers']})"
-    if found["ratio"] > FACTOR:
+    alike = _alike(found, problem)
+    if not alike:
+        return f"its distance is measured with {_measured_with(found, problem.activation)} alone"
+    layers = min(record["layers"] for record in alike)
+    if layers < MIN_LAYERS:
+        return f"its distance is measured on too few layers ({layers})"
+    if farthest["ratio"] > FACTOR:
         return f"that is more than {FACTOR} times as far"
     return None
+
+
+def _measured_with(records: list[Record], activation: str) -> str:
+    """The constants of the activation's records, or where it has none the others' activations."""
+    own = [record for record in records if record["activation"] == activation]
+    limits = [record["limit"] for record in own if "limit" in record]
+    if limits:
+        return f"{activation}'s own constants and limits down to {min(limits):g}"
+    return f"{activation}'s own constants" if own else ", ".join(sorted({record["activation"] for record in records}))
 
 
 def _timed(problem: Problem) -> tuple[bool, list[Record]]:
