@@ -15,7 +15,7 @@ from sweep_cells import AUTO, PEERS
 
 import torch_moe_ops as moe
 from torch_moe_ops.backends import BACKENDS
-from torch_moe_ops.backends.accuracy import too_far
+from torch_moe_ops.backends.measured.distance import too_far
 
 LEFT_OUT = ("reference", "cpu")  # not for speed on a GPU
 

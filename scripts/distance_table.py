@@ -5,8 +5,8 @@
 Reads benchmarks/results/h200_distances*.jsonl (`benchmarks/distances.py`), and the times of h200_moe.jsonl,
 h200_standard.jsonl (`benchmarks/run_h200.sh fp8`, `standard`) and the others of TIMES (`bench_sweep.py`). A file that
 is not there counts for nothing.
-Writes the tables and torch_moe_ops/backends/distances.json, or without --write fails where they are not what the
-results say.
+Writes the tables and torch_moe_ops/backends/measured/distances.json, or without --write fails where they are not what
+the results say.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.peers.moe_peers.int4_forms import FORMS as INT4_FORMS  # noqa: E
 from benchmarks.peers.moe_peers.int4_forms import Form  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE, DATA = ROOT / "docs" / "numerics.md", ROOT / "torch_moe_ops" / "backends" / "distances.json"
+PAGE, DATA = ROOT / "docs" / "numerics.md", ROOT / "torch_moe_ops" / "backends" / "measured" / "distances.json"
 DISTANCES = (
     "h200_distances.jsonl",
     "h200_distances_int4.jsonl",
@@ -264,7 +264,7 @@ def timed_as(line: Line) -> tuple[str, str]:
 
 
 def data() -> str:
-    """torch_moe_ops/backends/distances.json; an entry a line."""
+    """torch_moe_ops/backends/measured/distances.json; an entry a line."""
     lines = distances()
     env = lines[0] if lines else {"device": "", "capability": None}
     entries = stated(lines)

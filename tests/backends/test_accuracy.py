@@ -13,12 +13,13 @@ from config_samples import layer_config
 from problems import Case, make_raw
 
 import torch_moe_ops as moe
-from torch_moe_ops.backends import BACKENDS, accuracy
+from torch_moe_ops.backends import BACKENDS
+from torch_moe_ops.backends.measured import distance, records, speed
 from torch_moe_ops.backends.native import auto_act_format
 from torch_moe_ops.core.activations import ACTIVATIONS
 from torch_moe_ops.core.schemes import SCHEMES
 
-MIN_TOKENS = accuracy.MIN_TOKENS
+MIN_TOKENS = speed.MIN_TOKENS
 NOT_STRICT = {"triton_fp8", "cuda_sm90_fp8", "cuda_sm90_int4"}
 FIELD = {"flashinfer_trtllm", "flashinfer_cutlass"}  # other projects' kernels, which round what their authors chose
 FP8 = moe.Problem(
@@ -38,7 +39,7 @@ TIMES = {
 
 @pytest.fixture(autouse=True)
 def few_timings_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accuracy, "MIN_TOKENS", 1)
+    monkeypatch.setattr(speed, "MIN_TOKENS", 1)
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +55,7 @@ def results(
 ) -> None:
     """Put other measurements in the place of the library's."""
     data = {"format": 1, "device": "NVIDIA H200", "capability": [9, 0], "distances": distances, "times": times}
-    monkeypatch.setattr(accuracy, "measured", lambda: data | changes)
+    monkeypatch.setattr(records, "measured", lambda: data | changes)
 
 
 def near(*backends: str, **changes: Any) -> list[dict[str, Any]]:
@@ -258,7 +259,7 @@ def test_a_layer_counts_where_it_was_timed_at_several_numbers_of_tokens(
     least: int, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results(monkeypatch, near("triton_fp8"), [TIMES])
-    monkeypatch.setattr(accuracy, "MIN_TOKENS", least)
+    monkeypatch.setattr(speed, "MIN_TOKENS", least)
     assert moe.explain(FP8).chosen == chosen
 
 
@@ -455,7 +456,7 @@ def test_int4_on_hopper_by_what_the_library_came_with(
     monkeypatch: pytest.MonkeyPatch, kind: str, act_format: str, activation: str
 ) -> None:
     """Each form of the scales on a layer that was not timed; float32 ones in groups of 32 are `triton`'s alone."""
-    monkeypatch.setattr(accuracy, "MIN_TOKENS", MIN_TOKENS)
+    monkeypatch.setattr(speed, "MIN_TOKENS", MIN_TOKENS)
     posed = int4_with(activation, act_format=act_format, weight_scales=kind)
     assert moe.explain(posed).chosen == ("triton" if kind.startswith("float32 per 32") else "cuda_sm90_int4")
     assert moe.explain(dataclasses.replace(posed, accuracy="strict")).chosen == "triton"
@@ -463,15 +464,15 @@ def test_int4_on_hopper_by_what_the_library_came_with(
 
 def test_what_is_near_enough_was_timed() -> None:
     """Else the default leaves it to a slower backend, whatever was measured of its distance."""
-    data = accuracy.measured()
+    data = records.measured()
     timed = [(r["scheme"], r["act_format"], r["weight_scales"]) for r in data["times"]]
     for entry in data["distances"]:
         strict = BACKENDS[entry["backend"]].accuracy == "strict"
-        if strict or entry["ratio"] is None or entry["ratio"] > accuracy.FACTOR:
+        if strict or entry["ratio"] is None or entry["ratio"] > distance.FACTOR:
             continue
         kinds = {(entry["scheme"], entry["act_format"], scales) for scales in (None, entry["weight_scales"])}
         layers = sum(kind in kinds for kind in timed)
-        assert layers >= accuracy.MIN_LAYERS, (entry["backend"], entry["scheme"], entry["weight_scales"])
+        assert layers >= distance.MIN_LAYERS, (entry["backend"], entry["scheme"], entry["weight_scales"])
 
 
 @pytest.mark.parametrize("activation", ("relu2", "silu_no_mul", "gelu_no_mul", "identity_no_mul"))
@@ -495,7 +496,7 @@ def test_scales_of_rows_of_int4_were_not_timed(act_format: str, kind: str) -> No
 
 def test_two_matrices_scales_that_are_stored_alike_are_one_kind() -> None:
     posed = dataclasses.replace(INT4, weight_scales="float16 per 128, float16 per 64")
-    assert "in the worst row of scales float16 per 128: at most" in accuracy.statement("cuda_sm90_int4", posed)
+    assert "in the worst row of scales float16 per 128: at most" in distance.statement("cuda_sm90_int4", posed)
     assert moe.explain(posed).chosen == "cuda_sm90_int4"
     other = dataclasses.replace(INT4, weight_scales="float16 per 128, bfloat16 per 64")
     assert moe.explain(other).chosen == "triton"

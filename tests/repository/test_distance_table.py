@@ -10,7 +10,8 @@ import pytest
 from modules_by_path import load
 
 import torch_moe_ops as moe
-from torch_moe_ops.backends import accuracy
+from torch_moe_ops.backends.measured import distance as distances_measured
+from torch_moe_ops.backends.measured import records, speed
 
 ENV = {
     "event": "env",
@@ -194,14 +195,14 @@ def test_what_the_script_writes_is_what_auto_reads(script: Any, monkeypatch: pyt
     write(script, "h200_distances.jsonl", ENV, *OURS, *FIELD)
     timed = [bench(name, m, us * m) for m in (1, 64, 512) for name, us in (("triton", 30.0), ("triton_fp8", 20.0))]
     write(script, "h200_standard.jsonl", {"event": "env"}, *timed)
-    monkeypatch.setattr(accuracy, "measured", lambda: json.loads(script.data()))
+    monkeypatch.setattr(records, "measured", lambda: json.loads(script.data()))
     problem = moe.Problem(
         "fp8_block", "fp8", device="cuda", capability=(9, 0), num_experts=256, hidden_size=7168, intermediate_size=2048
     )
-    assert accuracy.too_far("triton_fp8", problem) is None
-    mean, text = accuracy.speed("triton_fp8", "triton", problem)
+    assert distances_measured.too_far("triton_fp8", problem) is None
+    mean, text = speed.speed("triton_fp8", "triton", problem)
     assert mean == pytest.approx(2 / 3) and "on this layer" in text
-    assert "4.0e-03 to 5.0e-03 from the oracle" in accuracy.statement("triton_fp8", problem)
+    assert "4.0e-03 to 5.0e-03 from the oracle" in distances_measured.statement("triton_fp8", problem)
 
 
 def test_the_table_has_a_row_a_contestant_and_says_what_is_missing(script: Any) -> None:

@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from torch_moe_ops.backends.accuracy import preferred, statement
+from torch_moe_ops.backends.accuracy import preferred
+from torch_moe_ops.backends.measured.distance import statement
 from torch_moe_ops.backends.registry import BACKENDS, Backend
 from torch_moe_ops.core.problem import Problem
 
