@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 from config_samples import layer_config
+from installed_backends import install_everything
 from problems import Case, make_raw
 
 import torch_moe_ops as moe
 from torch_moe_ops.backends import BACKENDS
-from torch_moe_ops.backends.measured import distance, records, speed
+from torch_moe_ops.backends.measured import records, speed
 from torch_moe_ops.backends.native import auto_act_format
 from torch_moe_ops.core.activations import ACTIVATIONS
 from torch_moe_ops.core.schemes import SCHEMES
 
-MIN_TOKENS = speed.MIN_TOKENS
 NOT_STRICT = {"triton_fp8", "cuda_sm90_fp8", "cuda_sm90_int4"}
 FIELD = {"flashinfer_trtllm", "flashinfer_cutlass"}  # other projects' kernels, which round what their authors chose
 FP8 = moe.Problem(
@@ -44,10 +44,7 @@ def few_timings_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine where every backend was built; which devices and layers each takes stays as it is."""
-    for name, backend in list(BACKENDS.items()):
-        kept = tuple(r for r in backend.requires if not r.of_machine)
-        monkeypatch.setitem(BACKENDS, name, dataclasses.replace(backend, requires=kept))
+    install_everything(monkeypatch)
 
 
 def results(
@@ -417,91 +414,6 @@ def test_another_word_is_refused_at_every_door() -> None:
     for door in doors:
         with pytest.raises(ValueError, match=text):
             door()
-
-
-INT4 = moe.Problem("int4", device="cuda", capability=(9, 0), num_experts=160, hidden_size=5120, intermediate_size=1536)
-
-
-@pytest.mark.parametrize("activation", ["swigluoai", "gelu_tanh", "relu2_no_mul"])
-@pytest.mark.parametrize("scheme", ["int4", "fp8", "fp8_block"])
-def test_activations_of_known_models_by_what_the_library_came_with(scheme: str, activation: str) -> None:
-    """gpt-oss', Gemma's and Nemotron's, as `prepare` poses them."""
-    constants = ACTIVATIONS[activation].constants
-    posed = dataclasses.replace(
-        INT4, scheme=scheme, activation=activation, act_format="none" if scheme == "int4" else "fp8",
-        constants=None if constants == ACTIVATIONS["silu"].constants else constants,
-        weight_scales={"int4": "bfloat16 per 32", "fp8": "channel", "fp8_block": None}[scheme],
-    )  # fmt: skip
-    assert moe.explain(posed).chosen == ("cuda_sm90_int4" if scheme == "int4" else "cuda_sm90_fp8")
-
-
-def int4_with(activation: str, **fields: Any) -> moe.Problem:
-    constants = ACTIVATIONS[activation].constants
-    own = None if constants == ACTIVATIONS["silu"].constants else constants
-    return dataclasses.replace(INT4, activation=activation, constants=own, **fields)
-
-
-ALL_INT4 = [
-    f"{dtype} {groups}{points}"
-    for dtype in ("bfloat16", "float16", "float32")
-    for groups in ("per 128", "per 64", "per 32")
-    for points in ("", " with zero points")
-]
-
-
-@pytest.mark.parametrize("act_format", ("none", "fp8"))
-@pytest.mark.parametrize("kind", ALL_INT4)
-@pytest.mark.parametrize("activation", ("silu", "swigluoai", "gelu", "gelu_tanh", "relu2_no_mul", "situ", "swiglustep"))
-def test_int4_on_hopper_by_what_the_library_came_with(
-    monkeypatch: pytest.MonkeyPatch, kind: str, act_format: str, activation: str
-) -> None:
-    """Each form of the scales on a layer that was not timed; float32 ones in groups of 32 are `triton`'s alone."""
-    monkeypatch.setattr(speed, "MIN_TOKENS", MIN_TOKENS)
-    posed = int4_with(activation, act_format=act_format, weight_scales=kind)
-    assert moe.explain(posed).chosen == ("triton" if kind.startswith("float32 per 32") else "cuda_sm90_int4")
-    assert moe.explain(dataclasses.replace(posed, accuracy="strict")).chosen == "triton"
-
-
-def test_what_is_near_enough_was_timed() -> None:
-    """Else the default leaves it to a slower backend, whatever was measured of its distance."""
-    data = records.measured()
-    timed = [(r["scheme"], r["act_format"], r["weight_scales"]) for r in data["times"]]
-    for entry in data["distances"]:
-        strict = BACKENDS[entry["backend"]].accuracy == "strict"
-        if strict or entry["ratio"] is None or entry["ratio"] > distance.FACTOR:
-            continue
-        kinds = {(entry["scheme"], entry["act_format"], scales) for scales in (None, entry["weight_scales"])}
-        layers = sum(kind in kinds for kind in timed)
-        assert layers >= distance.MIN_LAYERS, (entry["backend"], entry["scheme"], entry["weight_scales"])
-
-
-@pytest.mark.parametrize("activation", ("relu2", "silu_no_mul", "gelu_no_mul", "identity_no_mul"))
-@pytest.mark.parametrize("act_format", ("none", "fp8"))
-def test_forms_of_int4_that_are_not_measured(act_format: str, activation: str) -> None:
-    """As docs/numerics.md has it."""
-    for kind in ("bfloat16 per 128", "bfloat16 per 32"):
-        assert moe.explain(int4_with(activation, act_format=act_format, weight_scales=kind)).chosen == "cuda_sm90_int4"
-    others = [f"{dtype} per 128" for dtype in ("float16", "float32")]
-    others += ["bfloat16 per 64"] * (act_format == "fp8")  # beside 16 bits they count as groups of 128
-    for kind in ("bfloat16 per 128 with zero points", "float16 per 32", *others):
-        assert moe.explain(int4_with(activation, act_format=act_format, weight_scales=kind)).chosen == "triton"
-
-
-@pytest.mark.parametrize("act_format", ("none", "fp8"))
-@pytest.mark.parametrize("kind", ("bfloat16 per row", "float16 per row with zero points", "float32 per row"))
-def test_scales_of_rows_of_int4_were_not_timed(act_format: str, kind: str) -> None:
-    """`triton` has another kernel for them than for groups."""
-    assert moe.explain(dataclasses.replace(INT4, act_format=act_format, weight_scales=kind)).chosen == "triton"
-
-
-def test_two_matrices_scales_that_are_stored_alike_are_one_kind() -> None:
-    posed = dataclasses.replace(INT4, weight_scales="float16 per 128, float16 per 64")
-    assert "in the worst row of scales float16 per 128: at most" in distance.statement("cuda_sm90_int4", posed)
-    assert moe.explain(posed).chosen == "cuda_sm90_int4"
-    other = dataclasses.replace(INT4, weight_scales="float16 per 128, bfloat16 per 64")
-    assert moe.explain(other).chosen == "triton"
-    beside_fp8 = dataclasses.replace(posed, act_format="fp8")
-    assert moe.explain(beside_fp8).chosen == "triton"
 
 
 def test_plug_ins_take_the_checkpoints_fp8_activations_where_a_backend_is_near_and_fast(
