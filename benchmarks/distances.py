@@ -145,9 +145,10 @@ def main() -> int:
     for option, known in (("formats", FORMATS), ("layers", LAYERS), ("activations", ACTIVATIONS)):
         if set(getattr(args, option).split(",")) - set(known):
             raise SystemExit(f"--{option} must be of {', '.join(known)}")
-    without = [name for name in args.activations.split(",") if "limit" not in ACTIVATIONS[name].takes]
+    asked = [ACTIVATIONS[name] for name in args.activations.split(",")]
+    without = [a.name for a in asked if "limit" not in a.takes or a.limit == args.limit]
     if args.limit is not None and without:
-        raise SystemExit(f"--limit is for activations that take one, not for {', '.join(without)}")
+        raise SystemExit(f"--limit is for activations that take one besides their own, not for {', '.join(without)}")
     with tempfile.TemporaryDirectory() as folder:
         lines = [environment(args), *run_all(args, Path(folder))]
     args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from installed_backends import install_everything
 
 import torch_moe_ops as moe
 from torch_moe_ops.backends import BACKENDS
-from torch_moe_ops.backends.measured import distance, records, speed
+from torch_moe_ops.backends.measured import distance, records
 from torch_moe_ops.core.activations import ACTIVATIONS
 
 INT4 = moe.Problem("int4", device="cuda", capability=(9, 0), num_experts=160, hidden_size=5120, intermediate_size=1536)
@@ -65,7 +65,7 @@ def test_what_is_near_enough_was_timed() -> None:
             continue
         kinds = {(entry["scheme"], entry["act_format"], scales) for scales in (None, entry["weight_scales"])}
         layers = sum(kind in kinds for kind in timed)
-        assert layers >= speed.MIN_LAYERS, (entry["backend"], entry["scheme"], entry["weight_scales"])
+        assert layers >= records.MIN_LAYERS, (entry["backend"], entry["scheme"], entry["weight_scales"])
 
 
 @pytest.mark.parametrize("activation", ("relu2", "silu_no_mul", "gelu_no_mul", "identity_no_mul"))

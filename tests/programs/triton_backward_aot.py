@@ -1,7 +1,8 @@
 """Ahead-of-time compilation of the kernels of a backward pass, for a target that need not be present.
 
-`python tests/programs/triton_backward_aot.py CAPABILITY PART PARTS`: each kernel once, and of its variants every PARTS-th
-from PART. Prints a line for each: its name, backend and scheme, bytes of shared memory, and its products.
+`python tests/programs/triton_backward_aot.py CAPABILITY PART PARTS`: every PARTS-th variant of a kernel from PART; the first
+of each and all that decode weights in any case. Prints a line for each: its name, backend and scheme, bytes of shared memory,
+and its products. Without PART and PARTS a line for each variant, its name and what is particular to it; nothing is compiled.
 """
 
 from __future__ import annotations
@@ -178,7 +179,7 @@ def main(capability: int, part: int, parts: int) -> None:
         for variant in variants(launches(case, backend, capability)):
             name = variant[0].fn.__name__
             count[name] += 1
-            if count[name] > 1 and count[name] % parts != part:
+            if not (count[name] == 1 or name.startswith("dequantize") or count[name] % parts == part):
                 continue
             kernel = compiled(variant, capability)
             assert kernel.asm["cubin"]
@@ -187,5 +188,11 @@ def main(capability: int, part: int, parts: int) -> None:
             print(name, backend, case.scheme, kernel.metadata.shared, *products)
 
 
+def list_variants(capability: int) -> None:
+    for case, backend in CASES:
+        for kernel, *particular in variants(launches(case, backend, capability)):
+            print(kernel.fn.__name__, str(particular).replace(" ", ""))
+
+
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    (main if len(sys.argv) > 2 else list_variants)(*map(int, sys.argv[1:]))

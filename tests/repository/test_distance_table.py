@@ -46,6 +46,17 @@ FIELD = [
 ]
 
 
+def measured_with(**fields: Any) -> list[dict[str, Any]]:
+    """A backend and what it is compared with, on two layers."""
+    lines = (
+        distance("triton_fp8", "ours", 2e-3, 5e-3),
+        distance("triton_fp8", "ours", 3e-3, 6e-3, "qwen3_30b"),
+        distance("vllm_triton", "emulated", 1e-2, 1e-2),
+        distance("vllm_triton", "emulated", 1e-2, 1e-2, "qwen3_30b"),
+    )
+    return [line | fields for line in lines]
+
+
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     module = load("scripts/distance_table.py")
@@ -150,17 +161,8 @@ def test_what_auto_took_is_a_time_of_that_backend(script: Any) -> None:
 
 def test_each_activation_is_measured_by_itself(script: Any) -> None:
     """In its own entry, of the last run that has it, and in a short table."""
-    gelu = [
-        line | {"activation": "gelu_tanh"}
-        for line in (
-            distance("triton_fp8", "ours", 2e-3, 5e-3),
-            distance("triton_fp8", "ours", 3e-3, 6e-3, "qwen3_30b"),
-            distance("vllm_triton", "emulated", 1e-2, 1e-2),
-            distance("vllm_triton", "emulated", 1e-2, 1e-2, "qwen3_30b"),
-        )
-    ]
     write(script, "h200_distances.jsonl", ENV, *OURS, *FIELD)
-    write(script, "h200_distances_activations.jsonl", ENV, *gelu)
+    write(script, "h200_distances_activations.jsonl", ENV, *measured_with(activation="gelu_tanh"))
     entries = {(e["backend"], e["activation"]): e for e in json.loads(script.data())["distances"]}
     assert set(entries) == {("triton", "silu"), ("triton_fp8", "silu"), ("triton_fp8", "gelu_tanh")}
     assert (entries["triton_fp8", "silu"]["ratio"], entries["triton_fp8", "gelu_tanh"]["ratio"]) == (0.75, 0.6)
@@ -172,18 +174,9 @@ def test_each_activation_is_measured_by_itself(script: Any) -> None:
 
 def test_each_limit_is_measured_by_itself(script: Any) -> None:
     """And compared with what the field's kernels do under the same."""
-    clamped = [
-        line | {"limit": 1.0}
-        for line in (
-            distance("triton_fp8", "ours", 3e-3, 6e-3),
-            distance("triton_fp8", "ours", 3e-3, 5e-3, "qwen3_30b"),
-            distance("vllm_triton", "emulated", 5e-3, 1e-2),
-            distance("vllm_triton", "emulated", 6e-3, 1e-2, "qwen3_30b"),
-        )
-    ]
     write(script, "h200_distances.jsonl", ENV, *OURS, *FIELD)
     before = json.loads(script.data())["distances"]
-    write(script, "h200_distances_activations.jsonl", ENV, *clamped)
+    write(script, "h200_distances_activations.jsonl", ENV, *measured_with(limit=1.0))
     (entry,) = [e for e in json.loads(script.data())["distances"] if e not in before]
     assert (entry["activation"], entry["limit"], entry["ratio"]) == ("silu", 1.0, 0.6)
     assert not any("limit" in e for e in before)

@@ -98,9 +98,14 @@ def test_a_layer_counts_where_the_usual_tokens_were_measured(program: Any) -> No
     assert program.usual == load("scripts/distance_table.py").TOKENS
 
 
-def test_a_limit_is_for_activations_that_have_one(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["distances.py", "--device", "cpu", "--limit", "1", "--activations", "silu,gelu"])
-    with pytest.raises(SystemExit, match="not for gelu"):
+@pytest.mark.parametrize("other", ["gelu", "swiglustep"])
+def test_a_limit_is_for_activations_that_take_another(
+    program: Any, other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """swiglustep's own is 7."""
+    options = ["--device", "cpu", "--limit", "7", "--activations", f"silu,{other}"]
+    monkeypatch.setattr(sys, "argv", ["distances.py", *options])
+    with pytest.raises(SystemExit, match=f"not for {other}$"):
         program.run.main()
 
 

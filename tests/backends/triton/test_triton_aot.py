@@ -13,10 +13,10 @@ pytest.importorskip("triton")
 PRODUCTS = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 # Triton 3.6 has no product of int8 among Blackwell's newest instructions, 3.9 has.
 INT8_OF_SM100 = {"mma.sync", "tcgen05.mma"}
-# Cases come in quarters. 8.9 and 12.0 halve them: they have the same products and the types of both.
+# Cases come in quarters. 8.9 and 12.0 halve them: they have the same products and types.
 QUARTERS = {80: range(4), 89: (0, 2), 90: range(4), 100: range(4), 120: (1, 3)}
-# Kernels of a backward pass, whose operands are decoded: what has mma.sync makes a third of the variants each, (part,
-# parts), and every kernel once.
+# (part, parts) of a backward pass: targets with mma.sync, whose variants are the same, make a third each, besides every
+# kernel once and all that decode weights.
 BACKWARD_PARTS = {80: (0, 3), 89: (1, 3), 90: (0, 1), 100: (0, 1), 120: (2, 3)}
 LARGE_SHARED = {90, 100}
 AHEAD = 3 * (128 + 256) * 64 * 2  # bytes of three steps, which a product at least copies ahead on SM90
@@ -43,6 +43,14 @@ def test_routing(capability: int, tmp_path: Path) -> None:
     lines = words_of("triton_routing_aot.py", tmp_path, capability)
     assert len(lines) == 6
     assert all(int(redux) >= 2 for _, _, redux, _ in lines)
+
+
+def test_targets_that_deal_variants_out_have_the_same(tmp_path: Path) -> None:
+    dealt = [target for target, (_, parts) in BACKWARD_PARTS.items() if parts > 1]
+    found = [words_of("triton_backward_aot.py", tmp_path, target) for target in dealt]
+    assert {line[0] for line in found[0]} == BACKWARD_KERNELS
+    assert sorted(BACKWARD_PARTS[target] for target in dealt) == [(part, len(dealt)) for part in range(len(dealt))]
+    assert all(lines == found[0] for lines in found)
 
 
 @capabilities

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from torch_moe_ops.backends.measured.records import Record, distances_of
+from torch_moe_ops.backends.measured.records import MIN_LAYERS, Record, distances_of
 from torch_moe_ops.backends.registry import BACKENDS
 from torch_moe_ops.core.activations import ACTIVATIONS
 from torch_moe_ops.core.problem import Problem
 
 FACTOR = 1.1  # of the field's distance
-MIN_LAYERS = 2  # measured
 NO_CONSTANTS = (1.0, 0.0, math.inf)  # what a Problem without constants has
 
 

@@ -28,6 +28,7 @@ from typing import Any
 from torch_moe_ops.core.problem import Problem
 
 FILE = Path(__file__).with_name("distances.json")
+MIN_LAYERS = 2  # measured, or timed where the layer itself was not
 
 # A matrix's scale is that of two equal halves.
 _MEASURED_AS = {"tensor": "half"}

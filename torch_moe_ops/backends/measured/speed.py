@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from torch_moe_ops.backends.measured.records import Record, times_of
+from torch_moe_ops.backends.measured.records import MIN_LAYERS, Record, times_of
 from torch_moe_ops.core.problem import Problem
 
-MIN_LAYERS = 2  # timed, where the layer itself was not
 MIN_TOKENS = 3  # numbers of tokens at which a layer was timed
 # What two timings of one kernel differ by. A backend that takes more of a strict one's time, at any number of tokens,
 # is slower; two whose mean times are within it are as fast.
