@@ -33,6 +33,8 @@ FORMATS = {
     "fp8half-a16": ("fp8", "none"),
     "mxfp8-a8": ("mxfp8", "mxfp8"),
     "mxfp8-a16": ("mxfp8", "none"),
+    "int8": ("int8", "none"),
+    "int8-a8": ("int8", "int8"),
     "bf16": ("none", "none"),
 }
 # Backends that are for a few formats only, and the weight policy of those that have one of their own.

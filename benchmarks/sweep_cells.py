@@ -13,7 +13,7 @@ MODELS = ("qwen3_30b", "dsv3", "gptoss120b", "mixtral", "kimi_k2", "glm46")
 _FIRST = (
     *("fp8", "int4g32", "nvfp4", "mxfp4", "int4", "mxint4", "fp8row", "nvfp4-a8", "mxfp4-a8", "bf16", "int4zp"),
     *("fp8-a16", "int4f16", "int4zpf16", "fp8half", "nvfp4-a4", "fp8row-a16", "mxfp8-a16", "mxfp8-a8", "mxfp4-a8row"),
-    *("int4-a8", "int4g32-a8", "int4zp-a8", "int4f16-a8", "int4zpf16-a8"),
+    *("int4-a8", "int4g32-a8", "int4zp-a8", "int4f16-a8", "int4zpf16-a8", "int8", "int8-a8"),
 )
 _OF_INT4 = (f"{form}{act}" for form in common.INT4_FORMS for act in ("", "-a8"))
 FORMATS = (*_FIRST, *(fmt for fmt in _OF_INT4 if fmt not in _FIRST))
@@ -28,6 +28,8 @@ PEERS = {
     "fp8": ("vllm_triton", "deepgemm"),
     "fp8row": ("vllm_triton",),
     "fp8half": ("vllm_triton",),
+    "int8": ("vllm_triton", "humming"),
+    "int8-a8": ("vllm_triton", "humming"),
     "bf16": ("vllm_triton", "triton_kernels", "deepgemm"),
 }
 AUTO = "auto"

@@ -34,6 +34,7 @@ LAYERS = (
     *("h200_moe.jsonl", "h200_standard.jsonl"),
     *("h200_auto_sweep_peers.jsonl", "h200_auto_sweep_between.jsonl", "h200_auto_sweep_fp8.jsonl"),
     *("h200_tables.jsonl", "h200_tables_fp8.jsonl", "h200_int4_fp8_peers.jsonl", "h200_auto_sweep_now.jsonl"),
+    "h200_int8.jsonl",
 )
 SWEEP = "h200_sm90_sweep.jsonl"
 MODELS = {
@@ -56,7 +57,8 @@ def _int4_title(form: Form) -> str:
 FORMATS = {
     "nvfp4": "NVFP4", "mxfp4": "MXFP4", **{name: _int4_title(form) for name, form in INT4_FORMS.items()},
     "mxint4": "MXINT4", "fp8": "FP8, 128x128 blocks", "fp8row": "FP8, scales of rows",
-    "fp8half": "FP8, scales of half matrices", "mxfp8": "MXFP8", "bf16": "bfloat16",
+    "fp8half": "FP8, scales of half matrices", "mxfp8": "MXFP8", "int8": "INT8, scales of rows",
+    "bf16": "bfloat16",
 }  # fmt: skip
 README_FORMATS = ("nvfp4", "mxfp4", "int4", "mxint4", "fp8")
 README_TOKENS = (1, 8, 64, 256, 1024, 4096)

@@ -34,6 +34,8 @@ DISTANCES = (
     "h200_distances_activations.jsonl",
     "h200_distances_fp8.jsonl",
     "h200_distances_int4_forms.jsonl",
+    "h200_distances_int4_row.jsonl",
+    "h200_distances_limit.jsonl",
 )
 TIMES = (
     "h200_moe.jsonl",
@@ -43,6 +45,7 @@ TIMES = (
     "h200_strict_fp8.jsonl",
     "h200_int4f16_a8.jsonl",
     "h200_int4_forms_times.jsonl",
+    "h200_int4_row_times.jsonl",
 )
 BEGIN, END = "<!-- distances: begin (scripts/distance_table.py --write) -->", "<!-- distances: end -->"
 

@@ -26,16 +26,16 @@ constexpr int kRouteGroups = 32;
 
 // What the weights are: the formats of formats.cuh.
 enum class Format : int {
-    kNvfp4, kMxfp4, kInt4Per32, kInt4Per64, kInt4Zero, kInt4ZeroBf16, kInt4ZeroPer32, kInt4Float, kFp8, kMxfp8
+    kNvfp4, kMxfp4, kInt4Per32, kInt4Per64, kInt4Zero, kInt4ZeroBf16, kInt4ZeroPer32, kInt4Float, kFp8, kMxfp8, kInt8
 };
 
-constexpr int kFormats = 10;
+constexpr int kFormats = 11;
 
 // Bytes of a tile's scales, by format.
-constexpr int kTileScaleBytes[] = {256, 128, 256, 128, 256, 256, 512, 512, 0, 128};
+constexpr int kTileScaleBytes[] = {256, 128, 256, 128, 256, 256, 512, 512, 0, 128, 0};
 
 // Bytes of one of them.
-constexpr int kEachScaleBytes[] = {1, 1, 2, 2, 4, 8, 4, 8, 4, 1};
+constexpr int kEachScaleBytes[] = {1, 1, 2, 2, 4, 8, 4, 8, 4, 1, 4};
 
 constexpr int tile_scale_bytes(Format format) { return kTileScaleBytes[static_cast<int>(format)]; }
 

@@ -1,6 +1,6 @@
 // The decoders of the Hopper kernels behind a C interface, so that a test can run them without a GPU: what each of a
 // tile's 128 threads makes of its codes and scales, in the natural order of rows and K.
-#include "../../csrc/cuda/sm90/formats/weights_e4m3.cuh"
+#include "../../csrc/cuda/sm90/formats/weights_int8.cuh"
 #include "../../csrc/cuda/sm90/formats/formats.cuh"
 #include "../../csrc/cuda/sm90/layout/layout.h"
 
@@ -55,7 +55,7 @@ void factors_of_sums(const uint8_t* scales, int64_t tiles, float* out) {
 
 // Values in the order of K, times powers of two of 32 values (or 1, without exponents): what thread t of a tile's
 // 128 gets of half of its K, into its rows of [row][128].
-void decode_byte_thread(const uint8_t* codes, const uint8_t* exponents, int half, int t, uint16_t* out) {
+void decode_byte_thread(const uint8_t* codes, const uint8_t* exponents, bool is_int8, int half, int t, uint16_t* out) {
   const int warp = t / 32, g = t % 32 / 4, c = t % 4;
   Raises raise = {kRaiseE4m3, kRaiseE4m3};
   if (exponents != nullptr) {
@@ -67,7 +67,8 @@ void decode_byte_thread(const uint8_t* codes, const uint8_t* exponents, int half
     for (int m = 0; m < 4; ++m) {
       uint32_t word;
       std::memcpy(&word, codes + 128 * (16 * warp + row) + (matrix_row(8 * m + g) ^ 64 * half) + 4 * c, sizeof(word));
-      const E4m3Halves pairs = decode_e4m3_in_order(word, row == 0 ? raise.low : raise.high);
+      const E4m3Halves pairs =
+          is_int8 ? decode_int8_in_order(word) : decode_e4m3_in_order(word, row == 0 ? raise.low : raise.high);
       uint16_t* at = out + 128 * (16 * warp + row + g) + 64 * half + 16 * c + 4 * m;
       for (int i = 0; i < 2; ++i) {
         at[i] = static_cast<uint16_t>(pairs.first >> 16 * i);
@@ -79,16 +80,17 @@ void decode_byte_thread(const uint8_t* codes, const uint8_t* exponents, int half
 
 }  // namespace
 
-// e4m3 tiles of 64 rows by 128 values of K, with 256 bytes of exponents each or none -> bfloat16 patterns out[tiles][64
-// rows: warp 4, h 2, g 8][128]; returns what they must be multiplied by.
-extern "C" float decode_byte_tiles(const uint8_t* codes, const uint8_t* exponents, int64_t tiles, uint16_t* out) {
+// Tiles of 64 rows by 128 values of K, e4m3 with 256 bytes of exponents each or none, or int8 -> bfloat16 patterns
+// out[tiles][64 rows: warp 4, h 2, g 8][128]; returns what they must be multiplied by.
+extern "C" float decode_byte_tiles(const uint8_t* codes, const uint8_t* exponents, bool is_int8, int64_t tiles,
+                                   uint16_t* out) {
   for (int64_t tile = 0; tile < tiles; ++tile) {
     for (int thread = 0; thread < 256; ++thread) {
-      decode_byte_thread(codes + 8192 * tile, exponents == nullptr ? nullptr : exponents + 256 * tile, thread / 128,
-                         thread % 128, out + 8192 * tile);
+      decode_byte_thread(codes + 8192 * tile, exponents == nullptr ? nullptr : exponents + 256 * tile, is_int8,
+                         thread / 128, thread % 128, out + 8192 * tile);
     }
   }
-  return exponents == nullptr ? 1.0f : kMxfp8AccumulatorScale;
+  return is_int8 ? kInt8AccumulatorScale : exponents == nullptr ? 1.0f : kMxfp8AccumulatorScale;
 }
 
 // bfloat16 patterns, or (half) float16 ones, out[tiles][64][64]; returns what they must be multiplied by.

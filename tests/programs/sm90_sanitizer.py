@@ -110,6 +110,10 @@ FORMATS: dict[str, tuple[Fields, ...]] = {
         {"act_format": "fp8", "bias": True, "activation": "swigluoai"},
         {"act_format": "fp8", "inter": 192, "activation": "gelu"},
     ),
+    "int8": (
+        {"weights": {"group": -1}, "hidden": 320},
+        {"weights": {"group": -1}, "activation": "relu2_no_mul", "foreign": True},
+    ),
     # Few steps along K for one token, too: under racecheck a kernel that reports many pairs outlasts its waits.
     "mxfp8": (
         {"hidden": 320, "inter": 192},

@@ -54,6 +54,7 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "fp8": ("none", "fp8"),
     "fp8_block": ("none", "fp8"),
     "mxfp8": ("none", "mxfp8"),
+    "int8": ("none",),
 }
 # Their weights are rounded to bfloat16, which is more than docs/numerics.md allows a strict backend.
 ROUNDED_FORMATS: dict[str, tuple[str, ...]] = {"mxint4": ("none",), "int4": ("none", "fp8")}
@@ -250,7 +251,7 @@ def _register(name: str, schemes: dict[str, tuple[str, ...]], accuracy: str) -> 
                 "cuda_sm90_tiles_v1",
                 specs,
                 lambda scheme, w2_shape: w2_shape[2] * tile_k(scheme.name),
-                stored=dict.fromkeys((*ROUNDED_FORMATS, *byte_formats.SCHEMES), torch.uint8),
+                stored=dict.fromkeys(ROUNDED_FORMATS, torch.uint8) | byte_formats.CODES,
                 pads_hidden=True,
             ),
             requires=(

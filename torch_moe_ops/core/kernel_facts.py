@@ -109,6 +109,7 @@ SM90_FORMATS: dict[str, TileScales] = {
     "int4_float": TileScales(1, 8),
     "fp8": TileScales(0, 4),
     "mxfp8": TileScales(2, 1),
+    "int8": TileScales(0, 4),
 }
 SM90_KERNELS = ("decode", "slim", "narrow", "wide")  # by the numbers that the op knows them by; the last three: tiles
 SM90_WEIGHTS = ("packed", "rows", "blocks")  # of fp8 GEMMs (csrc/cuda/sm90/problem/tiled_problem.h)

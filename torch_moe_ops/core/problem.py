@@ -19,9 +19,9 @@ class Problem:
     `dtype` (of the hidden states) are None where the caller has not said: they then decide nothing.
     `input_scale` is "none" (weight-only or dynamic), "tensor" or "expert". `constants` are the activation's
     alpha, beta and limit where they are not (1, 0, infinity). `weight_scales` says of fp8 weights what shares
-    a scale: "tensor" (a matrix), "half" (of w13) or "channel"; of int8: "channel" or "group"; of int4: what
-    `int4_scales_of` says. `accuracy`: one of ACCURACIES. `num_shared_experts`: how many of the experts, the last ones,
-    every token goes to; kernels see no difference.
+    a scale: "tensor" (a matrix), "half" (of w13) or "channel"; of int8: "channel" or "group", "with zero points"
+    where there are some; of int4: what `int4_scales_of` says. `accuracy`: one of ACCURACIES. `num_shared_experts`: how
+    many of the experts, the last ones, every token goes to; kernels see no difference.
 
     Raises ValueError for another accuracy.
     """

@@ -127,7 +127,11 @@ def problem_of(
         input_scale=kind,
         constants=constants_of(settings),
         weight_scales=(
-            int4_scales_of(raw) if raw.scheme == "int4" else weight_scales_of(raw.scheme, raw.w13_scale, raw.w2_scale)
+            int4_scales_of(raw)
+            if raw.scheme == "int4"
+            else weight_scales_of(
+                raw.scheme, raw.w13_scale, raw.w2_scale, zero_points=(raw.w13_zero_point, raw.w2_zero_point)
+            )
         ),
         accuracy=accuracy,
     )

@@ -89,7 +89,7 @@ def _constants(config: FusedMoEConfig, quant: FusedMoEQuantConfig) -> tuple[floa
 
 
 def _weight_scales(config: FusedMoEQuantConfig, scheme: str) -> str | None:
-    """What shares a scale of fp8 weights: a matrix, or a half of w13, or else a row; of int8: a row or a group.
+    """What shares a scale of fp8 weights: a matrix, a half of w13, or else a row; of int8 as `weight_scales_of` says.
 
     None: not known, or another scheme.
     """
@@ -97,7 +97,8 @@ def _weight_scales(config: FusedMoEQuantConfig, scheme: str) -> str | None:
         return None
     scales = [d.scale if d.scale is not None else d.alpha for d in (config._w1, config._w2)]
     if scheme == "int8":
-        return "group" if any(s is not None and s.ndim == 3 and min(s.shape[1:]) > 1 for s in scales) else "channel"
+        shares = "group" if any(s is not None and s.ndim == 3 and min(s.shape[1:]) > 1 for s in scales) else "channel"
+        return shares + (" with zero points" if any(d.zp is not None for d in (config._w1, config._w2)) else "")
     counts = [s.numel() // s.shape[0] for s in scales if s is not None]
     return None if not counts else {1: "tensor", 2: "half"}.get(max(counts), "channel")
 

@@ -23,13 +23,15 @@ def int4_scales_of(raw: RawWeights) -> str:
     return ", ".join(dict.fromkeys(kinds))
 
 
-def weight_scales_of(scheme: str, *scales: Tensor | None) -> str | None:
-    """What shares a scale of fp8 weights: "tensor", "half" (of w13) or "channel"; of int8: "channel" or "group".
+def weight_scales_of(scheme: str, *scales: Tensor | None, zero_points: tuple[Tensor | None, ...] = ()) -> str | None:
+    """What shares a scale of fp8 weights: "tensor", "half" (of w13) or "channel"; of int8: "channel" or "group", "with
+    zero points" where a matrix has some.
 
     None for other schemes.
     """
     if scheme == "int8":
-        return "group" if any(s is not None and s.shape[-1] > 1 for s in scales) else "channel"
+        shares = "group" if any(s is not None and s.shape[-1] > 1 for s in scales) else "channel"
+        return shares + (" with zero points" if any(points is not None for points in zero_points) else "")
     if scheme != "fp8":
         return None
     if any(s is None or s.ndim != 2 for s in scales):

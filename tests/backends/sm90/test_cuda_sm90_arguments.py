@@ -31,29 +31,31 @@ def run(call: ExpertsCall, act_format: str, hidden: bool, intermediate: bool, sc
 
 
 def call_of(scheme: str) -> ExpertsCall:
-    return in_tiles(make_call(scheme, hidden=128, inter=128, tokens=3))
+    weights = {"weights": {"group": -1}} if scheme == "int8" else {}
+    return in_tiles(make_call(scheme, hidden=128, inter=128, tokens=3, **weights))
 
 
 ROUNDED = ((True, True), (True, False), (False, True))
 
 
-@pytest.mark.parametrize("scheme", ("fp8", "fp8_block", "mxfp8"))
+@pytest.mark.parametrize("scheme", ("fp8", "fp8_block", "mxfp8", "int8"))
 @pytest.mark.parametrize("rounded", ROUNDED)
 def test_what_is_not_rounded_beside_these_weights(scheme: str, rounded: tuple[bool, bool]) -> None:
     call = call_of(scheme)
     assert run(call, "nvfp4", False, False).isfinite().all()
-    for act_format in ("nvfp4", "fp8") if scheme == "mxfp8" else ("nvfp4", "mxfp8"):
+    for act_format in {"nvfp4", "fp8", "mxfp8"} - {scheme.removesuffix("_block")}:
         with pytest.raises(RuntimeError, match=f"experts_sm90: {WHAT_ROUNDS}"):
             run(call, act_format, *rounded)
 
 
-@pytest.mark.parametrize("scheme", ("fp8", "fp8_block"))
-def test_hidden_states_and_intermediate_are_rounded_together_beside_fp8(scheme: str) -> None:
+@pytest.mark.parametrize(("scheme", "act_format"), (("fp8", "fp8"), ("fp8_block", "fp8")))
+def test_hidden_states_and_intermediate_are_rounded_together_beside_bytes(scheme: str, act_format: str) -> None:
     call = call_of(scheme)
-    assert run(call, "fp8", True, True).isfinite().all()
+    assert run(call, act_format, True, True).isfinite().all()
+    text = "experts_sm90: beside fp8 weights hidden states and intermediate must"
     for rounded in ROUNDED[1:]:
-        with pytest.raises(RuntimeError, match="experts_sm90: beside fp8 weights hidden states and intermediate must"):
-            run(call, "fp8", *rounded)
+        with pytest.raises(RuntimeError, match=text):
+            run(call, act_format, *rounded)
 
 
 def test_blocks_have_no_given_scales() -> None:
@@ -73,7 +75,8 @@ def test_mxfp8_activations_have_no_given_scales(scheme: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "act_format"), (("nvfp4", "mxfp8"), ("mxfp4", "nvfp4"), ("int4", "nvfp4"), ("int4", "mxfp8"))
+    ("scheme", "act_format"),
+    (("nvfp4", "mxfp8"), ("mxfp4", "nvfp4"), ("int4", "nvfp4"), ("int4", "mxfp8")),
 )
 def test_formats_that_have_no_kernel(scheme: str, act_format: str) -> None:
     with pytest.raises(RuntimeError, match=f"experts_sm90: {WHAT_ROUNDS}"):

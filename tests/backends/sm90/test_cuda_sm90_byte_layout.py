@@ -22,7 +22,7 @@ from torch_moe_ops.core.layout import Sizes
 from torch_moe_ops.core.schemas import arguments as schema_arguments
 from torch_moe_ops.core.schemes import SCHEMES
 
-BYTES = ("fp8", "fp8_block", "mxfp8")
+BYTES = ("fp8", "fp8_block", "mxfp8", "int8")
 # hidden, intermediate size: neither fills its tiles, both do, K of an odd number of half tiles.
 SIZES = ((96, 160), (256, 384), (192, 64), (2880, 96))
 LARGEST = 160  # exponent of mxfp8
@@ -35,6 +35,9 @@ def random_layer(scheme: str, hidden: int, inter: int, gated: bool) -> moe.RawWe
     halves, fields = 2 if gated else 1, dict[str, Any]()
     for name, n, k, parts in (("w13", halves * inter, hidden, halves), ("w2", hidden, inter, 1)):
         codes = torch.randint(0, 256, (2, n, k), generator=g, dtype=torch.uint8)
+        if scheme == "int8":
+            fields[name], fields[f"{name}_scale"] = codes.view(torch.int8), torch.rand((2, n, 1), generator=g)
+            continue
         codes[(codes & 0x7F) == 0x7F] = 0x80
         fields[name] = codes.view(torch.float8_e4m3fn)
         if scheme == "mxfp8":
@@ -66,6 +69,37 @@ def test_restore_is_the_inverse(scheme: str, hidden: int, inter: int, gated: boo
     assert only.keys() == {"w2", "w2_scale"}
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("other", (torch.float32, torch.float16), ids=str)
+def test_scales_of_int8_keep_their_dtypes(dtype: torch.dtype, other: torch.dtype) -> None:
+    raw = random_layer("int8", 96, 160, True)
+    assert raw.w13_scale is not None and raw.w2_scale is not None
+    raw = dataclasses.replace(raw, w13_scale=raw.w13_scale.to(dtype), w2_scale=raw.w2_scale.to(other))
+    sizes = Sizes(2, 96, 160, True, torch.int8)
+    prepared = cuda_sm90.prepare(raw)
+    for name, (shapes, dtypes) in cuda_sm90.specs(SCHEMES["int8"], sizes).items():
+        assert tuple(prepared[name].shape) in shapes and prepared[name].dtype in dtypes
+    restored = cuda_sm90.restore(SCHEMES["int8"], prepared, sizes)
+    for name, tensor in raw.tensors().items():
+        assert restored[name].dtype == tensor.dtype and torch.equal(restored[name], tensor), name
+
+
+def test_int8_weights_that_the_layout_does_not_hold() -> None:
+    raw = random_layer("int8", 96, 160, True)
+    groups = dataclasses.replace(raw, w13_scale=torch.ones(2, 320, 3))
+    points = torch.zeros((2, 96, 1), dtype=torch.int8)
+    both = dataclasses.replace(raw, w2_zero_point=points, w13_zero_point=points.new_zeros(2, 320, 1))
+    for wrong, got in ((groups, "group"), (both, "channel with zero points")):
+        text = f"int8 weights must have a scale for each row, and no zero points, got {got}"
+        with pytest.raises(ValueError, match=f"backend 'cuda_sm90': {text}"):
+            cuda_sm90.prepare(wrong)
+        problem = moe.Problem(
+            "int8", device="cuda", capability=(9, 0), num_experts=2, hidden_size=96, intermediate_size=160,
+            weight_scales=got,
+        )  # fmt: skip
+        assert text in BACKENDS["cuda_sm90"].reasons(problem)
+
+
 def natural_order(held: Tensor, rows: int, k: int, gated: bool) -> Tensor:
     """[E, row tile, K tile, warp, h, g, 128] -> [E, rows, k]."""
     values = held.permute(0, 1, 3, 4, 5, 2, 6).flatten(5)
@@ -93,8 +127,9 @@ def test_what_the_threads_of_prefill_hold(scheme: str, gated: bool, tmp_path: Pa
         held = torch.zeros((*codes.shape[:3], 4, 2, 8, 128), dtype=torch.int16)
         count = ctypes.c_int64(codes[..., 0].numel())
         lacks = decode(
-            ctypes.c_void_p(codes.data_ptr()), ctypes.c_void_p(exponents), count, ctypes.c_void_p(held.data_ptr())
-        )
+            ctypes.c_void_p(codes.data_ptr()), ctypes.c_void_p(exponents), scheme == "int8", count,
+            ctypes.c_void_p(held.data_ptr()),
+        )  # fmt: skip
         values = natural_order(held.view(torch.bfloat16), *weight.shape[1:], is_gated).double() * lacks
         expected = weight.double()
         if scheme == "mxfp8":
@@ -131,7 +166,7 @@ def test_exponents_that_bfloat16_would_not_hold_are_refused(byte: int) -> None:
         cuda_sm90.prepare(raw)
 
 
-@pytest.mark.parametrize("scheme", BYTES)
+@pytest.mark.parametrize("scheme", BYTES[:3])
 def test_weights_that_are_nan_are_refused(scheme: str) -> None:
     raw = random_layer(scheme, 96, 64, True)
     raw.w13.view(torch.uint8)[1, 5, 7] = 0xFF

@@ -20,7 +20,8 @@ from torch_moe_ops.tuning.tuned_kernels import DECODE_MAX_SLOTS
 REASON = why_not_here()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(REASON), reason=REASON or "it is there")]
 
-SCHEMES = ("fp8", "fp8_block", "mxfp8", "fp8-a8", "fp8_block-a8", "mxfp8-a8")  # -a8: beside fp8, or mxfp8
+# -a8: beside fp8, or mxfp8.
+SCHEMES = ("fp8", "fp8_block", "mxfp8", "int8", "fp8-a8", "fp8_block-a8", "mxfp8-a8")
 schemes = pytest.mark.parametrize("scheme", SCHEMES)
 of_codes = pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme.endswith("-a8")])
 KERNELS = ("decode", "slim", "narrow", "wide")
@@ -34,6 +35,8 @@ def case(scheme: str, **fields: Any) -> ExpertsCall:
     usual: dict[str, Any] = {"hidden": 128, "inter": 64, "out_dtype": torch.float32}
     name = scheme.removesuffix("-a8")
     act_format = "none" if name == scheme else "mxfp8" if name == "mxfp8" else "fp8"
+    if name == "int8":
+        fields["weights"] = {"group": -1} | fields.get("weights", {})
     return make_call(name, act_format, **usual | fields)
 
 
@@ -94,12 +97,36 @@ def test_scales(scheme: str, scales: str, activation: str, kernel: str) -> None:
 
 
 @kernels
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+def test_dtypes_of_scales_of_int8(dtype: torch.dtype, kernel: str) -> None:
+    check(kernel, case("int8", weights={"scale_dtype": dtype}, inter=176, tokens=20))
+
+
+@kernels
 @pytest.mark.parametrize(
     "scales", ({"a1": 90.0, "a2": 30.0}, {"a1": "expert", "a2": "expert"}, {"a1": 90.0}, {"a2": "expert"}), ids=str
 )
 def test_given_scales_of_activations(scales: dict[str, Any], kernel: str) -> None:
     for tokens in (5, 30):
         check(kernel, case("fp8-a8", inter=320, hidden=512, tokens=tokens, **scales))
+
+
+@kernels
+def test_every_int8_code(kernel: str) -> None:
+    """Results of one token that picks columns of weights: codes times scales, -128 among them, exactly."""
+    call = case("int8", experts=1, top_k=1, hidden=256, inter=256, tokens=1, activation="identity_no_mul")
+    codes = torch.arange(-128, 128, dtype=torch.int8, device=call.w13.device)
+    call.w13.copy_(codes.view(1, 1, 256).expand_as(call.w13))
+    call.w2.copy_(torch.eye(256, dtype=torch.int8, device=codes.device)[None])
+    one = torch.zeros_like(call.hidden_states)
+    for column in (0, 1, 127, 128, 129, 255):
+        one[0, :] = 0
+        one[0, column] = 1
+        out = run_on(kernel, in_tiles(call._replace(hidden_states=one)))
+        assert call.w13_scale is not None and call.w2_scale is not None
+        middle = (float(codes[column]) * call.w13_scale[0, :, 0].float()).to(torch.bfloat16).float()
+        expected = middle * call.w2_scale[0, :, 0].float() * call.topk_weights
+        torch.testing.assert_close(out, expected, rtol=1e-6, atol=0)
 
 
 @kernels

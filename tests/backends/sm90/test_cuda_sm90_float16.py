@@ -27,7 +27,14 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(REASON), reason=REASON or
 
 F16, F32 = torch.float16, torch.float32
 # Scheme and activation format.
-PLAIN = (("nvfp4", "none"), ("mxfp4", "none"), ("fp8", "none"), ("fp8_block", "none"), ("mxfp8", "none"))
+PLAIN = (
+    ("nvfp4", "none"),
+    ("mxfp4", "none"),
+    ("fp8", "none"),
+    ("fp8_block", "none"),
+    ("mxfp8", "none"),
+    ("int8", "none"),
+)
 ROUNDED = (
     ("nvfp4", "nvfp4"), ("nvfp4", "fp8"), ("mxfp4", "fp8"), ("mxfp4", "mxfp8"), ("fp8", "fp8"), ("fp8_block", "fp8"),
     ("mxfp8", "mxfp8"),
@@ -57,6 +64,8 @@ BOUND = 5e-5
 
 
 def case(scheme: str, act_format: str, **fields: Any) -> ExpertsCall:
+    if scheme == "int8":
+        fields["weights"] = {"group": -1}
     return make_call(scheme, act_format, **{"hidden": 128, "inter": 64, "dtype": F16, "out_dtype": F32} | fields)
 
 

@@ -46,7 +46,7 @@ KINDS = {
     "fp8_block": Kind("fp8_block", "cuda_sm90_fp8", tiles=cuda_sm90_fp8.prepare),
     **{
         f"{scheme}-a16": Kind(scheme, "cuda_sm90", tiles=cuda_sm90.prepare, act_format="none")
-        for scheme in ("fp8", "fp8_block", "mxfp8")
+        for scheme in ("fp8", "fp8_block", "mxfp8", "int8")
     },
     "mxfp8": Kind("mxfp8", "cuda_sm90", tiles=cuda_sm90.prepare, act_format="mxfp8"),
 }

@@ -220,7 +220,7 @@ def test_reasons_name_what_does_not_fit() -> None:
         ({"device": "cpu", "capability": None}, "device must be one of ['cuda'], got 'cpu'"),
         ({"capability": (8, 0)}, "compute capability must be (9, 0)"),
         ({"capability": (10, 0)}, "got (10, 0)"),
-        ({"scheme": "int4"}, "scheme must be one of ['nvfp4', 'mxfp4', 'fp8', 'fp8_block', 'mxfp8']"),
+        ({"scheme": "int4"}, "scheme must be one of ['nvfp4', 'mxfp4', 'fp8', 'fp8_block', 'mxfp8', 'int8']"),
         ({"scheme": "mxfp4", "act_format": "nvfp4"}, "act_format must be one of ['none', 'fp8', 'mxfp8']"),
         ({"act_format": "mxfp8"}, "act_format must be one of ['nvfp4', 'none', 'fp8'] for scheme 'nvfp4'"),
         ({"act_format": "fp8", "weight_policy": "folded"}, "weight_policy must be one of ['exact']"),

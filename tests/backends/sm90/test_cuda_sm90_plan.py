@@ -29,9 +29,10 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # sms, shared memory, tokens, top_k, experts, hidden, inter, gated, dynamic scales, format: after those of
 # 4 and 8 bits few::Codes; whether rows may be gathered; whether hidden states are float16
 Layer = ctypes.c_int * 12
-OF_CODES = range(len(SM90_FORMATS), len(SM90_FORMATS) + 9)
-FP8_ROWS, FP8_GROUPS, BESIDE_FP8, BESIDE_MXFP8, PACKED, MXFP8, BOTH_MXFP8, ROWS_BESIDE_16, BLOCKS_BESIDE_16 = OF_CODES
-OF_4_BITS = range(len(SM90_FORMATS) - 2)
+OF_CODES = range(len(SM90_FORMATS), len(SM90_FORMATS) + 10)
+FP8_ROWS, FP8_GROUPS, BESIDE_FP8, BESIDE_MXFP8, PACKED, MXFP8, BOTH_MXFP8 = OF_CODES[:7]
+ROWS_BESIDE_16, BLOCKS_BESIDE_16, INT8 = OF_CODES[7:]
+OF_4_BITS = range(len(SM90_FORMATS) - 3)
 FORMATS = ",".join(map(str, (*OF_4_BITS, *OF_CODES)))
 
 
@@ -85,7 +86,7 @@ def gathers(
     return found
 
 
-@pytest.mark.parametrize("weights", OF_4_BITS, ids=list(SM90_FORMATS)[:-2])
+@pytest.mark.parametrize("weights", OF_4_BITS, ids=list(SM90_FORMATS)[:-3])
 @pytest.mark.parametrize(
     ("layer", "most"),
     [
@@ -122,8 +123,8 @@ def test_tokens_of_the_rules_are_gathered(library: Path) -> None:
 
 @pytest.mark.parametrize(
     "weights",
-    (FP8_ROWS, FP8_GROUPS, MXFP8, BOTH_MXFP8, ROWS_BESIDE_16, BLOCKS_BESIDE_16),
-    ids=("rows", "blocks", "mxfp8", "mxfp8-a8", "rows-a16", "blocks-a16"),
+    (FP8_ROWS, FP8_GROUPS, MXFP8, BOTH_MXFP8, ROWS_BESIDE_16, BLOCKS_BESIDE_16, INT8),
+    ids=("rows", "blocks", "mxfp8", "mxfp8-a8", "rows-a16", "blocks-a16", "int8"),
 )
 @pytest.mark.parametrize(
     ("layer", "most"),

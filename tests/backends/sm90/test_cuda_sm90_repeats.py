@@ -30,6 +30,7 @@ FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in ("nvfp4", "mxfp4", "mxint4", "int4", "fp8", "fp8_block", "mxfp8")},
     **{f"{name}-a8": (name, {"act_format": "fp8"}) for name in ("nvfp4", "mxfp4", "int4", "fp8", "fp8_block")},
     **{f"{name}-mx8": (name, {"act_format": "mxfp8"}) for name in ("mxfp4", "mxfp8")},
+    "int8": ("int8", {"weights": {"group": -1}}),
     **{f"{name}-f16": (name, {"dtype": torch.float16}) for name in ("nvfp4", "fp8_block")},
 }
 # backend, scheme, act_format, weight_policy

@@ -124,10 +124,12 @@ def exact_kernels(kinds: str) -> tuple[str, ...]:
 
 
 def scales_reason(problem: Problem) -> str | None:
-    """Why the layout cannot hold the scales of int4 weights."""
-    if problem.scheme != "int4" or problem.weight_scales is None:
+    """Why the layout cannot hold the scales of int4 and int8 weights."""
+    if problem.weight_scales is None:
         return None
-    return _int4_reason(problem.weight_scales)
+    if problem.scheme == "int8":
+        return byte_formats.int8_reason(problem.weight_scales)
+    return _int4_reason(problem.weight_scales) if problem.scheme == "int4" else None
 
 
 def _int4_reason(kinds: str) -> str | None:

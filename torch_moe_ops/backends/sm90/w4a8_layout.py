@@ -95,22 +95,37 @@ def tile_fp8(codes: Tensor, rows: int, gated: bool, name: str) -> Tensor:
 
     Raises ValueError in the name of the argument where a weight is NaN: the decode kernel would read 480.
     """
+    for e in range(codes.shape[0]):
+        _check_codes(codes[e], name, e)
+    return _tile_bytes(codes, rows, gated)
+
+
+def tile_int8(codes: Tensor, rows: int, gated: bool) -> Tensor:
+    """int8 weights [E, N, K] -> int8 tiles; rows: N padded."""
+    return _tile_bytes(codes, rows, gated).view(torch.int8)
+
+
+def _tile_bytes(codes: Tensor, rows: int, gated: bool) -> Tensor:
     experts, _, k = codes.shape
     out = torch.empty(codes_shape(experts, rows, k, FP8_BYTES), dtype=torch.uint8, device=codes.device)
     for e in range(experts):
-        _check_codes(codes[e], name, e)
         _tile_expert(codes[e].contiguous().view(torch.uint8), gated, out[e])
     return out
 
 
 def untile_fp8(tiled: Tensor, rows: int, k: int, gated: bool) -> Tensor:
     """Inverse of tile_fp8 for a weight of `rows` rows (not padded) and K = k."""
+    return untile_bytes(tiled, rows, k, gated).view(torch.float8_e4m3fn)
+
+
+def untile_bytes(tiled: Tensor, rows: int, k: int, gated: bool) -> Tensor:
+    """Inverse of _tile_bytes for a weight of `rows` rows (not padded) and K = k; codes in the dtype of the tiles."""
     out = tiled.new_empty((tiled.shape[0], rows, k))
     for e in range(tiled.shape[0]):
         pieces = _swizzled(tiled[e].view(*_sizes(tiled[e])))
         natural = pieces.view(*pieces.shape[:5], 2, 2, 2, 4, 4).permute(0, 2, 3, 4, 1, 5, 8, 6, 7, 9).flatten(5)
         _from_tiles(natural, gated, out[e])
-    return out.view(torch.float8_e4m3fn)
+    return out
 
 
 def tile_mx_scales(scales: Tensor, rows: int, gated: bool, name: str) -> Tensor:

@@ -57,7 +57,7 @@ struct Deal {
   int shared_bits;  // those left are cut into 2^shared_bits parts, one for a block; 0: some blocks have one more
 };
 
-// Where tokens and the intermediate are rounded to e4m3, and of e4m3 weights; of GEMM1 and GEMM2.
+// Where tokens and the intermediate are rounded to e4m3, and of e4m3 and int8 weights; of GEMM1 and GEMM2.
 struct Fp8 {
   WeightScales weights[2];
   ActScale rounding[2];
@@ -94,7 +94,7 @@ struct Args {
 
 // What weights are: those of layout.h; e4m3 beside e4m3 activations, with scales of rows, or of 128 x 128 and of 128
 // values of a token; those of layout.h beside activations that are rounded to e4m3; NVFP4 of policy `packed`; MXFP8,
-// beside 16 bits and mxfp8; e4m3 beside 16 bits.
+// beside 16 bits and mxfp8; e4m3 beside 16 bits; int8 with scales of rows, beside 16 bits.
 enum class Codes : int {
   kFourBits,
   kFp8Rows,
@@ -105,17 +105,19 @@ enum class Codes : int {
   kMxfp8,
   kBothMxfp8,
   kRowsBeside16,
-  kBlocksBeside16
+  kBlocksBeside16,
+  kInt8
 };
 
-constexpr bool are_fp8_beside_16(Codes codes) {
-  return codes == Codes::kRowsBeside16 || codes == Codes::kBlocksBeside16;
+// Bytes whose scales are beside the tiles.
+constexpr bool are_bytes_beside_16(Codes codes) {
+  return codes == Codes::kRowsBeside16 || codes == Codes::kBlocksBeside16 || codes == Codes::kInt8;
 }
-constexpr bool are_fp8(Codes codes) {
-  return codes == Codes::kFp8Rows || codes == Codes::kFp8Groups || are_fp8_beside_16(codes);
+constexpr bool are_bytes(Codes codes) {
+  return codes == Codes::kFp8Rows || codes == Codes::kFp8Groups || are_bytes_beside_16(codes);
 }
 constexpr bool are_mxfp8(Codes codes) { return codes == Codes::kMxfp8 || codes == Codes::kBothMxfp8; }
-constexpr bool are_of_w4a8(Codes codes) { return are_fp8(codes) || are_mxfp8(codes) || codes == Codes::kPacked; }
+constexpr bool are_of_w4a8(Codes codes) { return are_bytes(codes) || are_mxfp8(codes) || codes == Codes::kPacked; }
 constexpr bool are_beside_mxfp8(Codes codes) { return codes == Codes::kBesideMxfp8 || codes == Codes::kBothMxfp8; }
 
 struct Plan {
@@ -158,7 +160,7 @@ cudaError_t give_exchange(const Plan& plan, Args& args);
 // By the kernel that the plan was made for; `known`: devices that have allowed its shared memory.
 cudaError_t launch(Plan& plan, const void* kernel, KnownDevices& known);
 
-// The same of 4-bit weights beside activations that are rounded to e4m3, and of e4m3 weights.
+// The same of 4-bit weights beside activations that are rounded to e4m3, and of e4m3 and int8 weights.
 cudaError_t make_e4m3_plan(const RoundedProblem& p, Plan& plan, bool& fits);
 cudaError_t run_e4m3(Plan& plan);
 cudaError_t make_fp8_plan(const W4a8Problem& p, Plan& plan, bool& fits);

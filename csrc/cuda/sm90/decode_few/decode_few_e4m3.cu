@@ -43,7 +43,7 @@ static const void* e4m3_kernel_of(Format format, Kind kind) {
 }
 
 cudaError_t run_e4m3(Plan& plan) {
-  if (are_fp8(plan.codes)) {
+  if (are_bytes(plan.codes)) {
     return run_fp8(plan);
   }
   if (are_mxfp8(plan.codes)) {

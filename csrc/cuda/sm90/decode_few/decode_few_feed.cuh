@@ -148,7 +148,7 @@ __device__ __forceinline__ void copy_weights(const Args& args, Fixed& fixed, uin
         const int tiles = min(work.stage_tiles, end - k);
         const uint32_t to = ring + turn.stage * stage_bytes, bar = full + 8 * turn.stage;
         barrier_wait(empty + 8 * turn.stage, turn.parity);
-        if constexpr (kIsFp8<Format>) {
+        if constexpr (kIsBytes<Format>) {
           barrier_expect(bar, tiles * kCodeBytes<Format>);
         } else {
           barrier_expect(bar, tiles * (kCodeBytes<Format> + Format::kTileScaleBytes));

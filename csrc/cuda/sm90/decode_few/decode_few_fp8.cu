@@ -1,4 +1,4 @@
-// The kernels of very few tokens with weights of e4m3 and of MXFP8.
+// The kernels of very few tokens with weights of e4m3, of int8 and of MXFP8.
 #include "decode_few.h"
 #include "decode_few_fp8_gemm.cuh"
 #include "decode_few_kernel.cuh"
@@ -26,7 +26,7 @@ static const void* kernel_of_fp8(bool groups, Kind kind) {
 }
 
 cudaError_t run_fp8(Plan& plan) {
-  static KnownDevices known[6][kKinds];
+  static KnownDevices known[7][kKinds];
   const Kind kind = plan.kind;
   if (plan.codes == Codes::kPacked) {
     const bool mx = plan.args.p.format == Format::kMxfp4;
@@ -34,7 +34,10 @@ cudaError_t run_fp8(Plan& plan) {
         mx ? kernel_of<PackedFormat<w4a8::PackedMxfp4>>(kind) : kernel_of<PackedFormat<w4a8::PackedNvfp4>>(kind);
     return launch(plan, kernel, known[mx ? 5 : 4][static_cast<int>(kind)]);
   }
-  const bool rounds = !are_fp8_beside_16(plan.codes);
+  if (plan.codes == Codes::kInt8) {
+    return launch(plan, kernel_of<Int8Format>(kind), known[6][static_cast<int>(kind)]);
+  }
+  const bool rounds = !are_bytes_beside_16(plan.codes);
   const bool groups = plan.codes == Codes::kFp8Groups || plan.codes == Codes::kBlocksBeside16;
   const void* kernel = rounds ? kernel_of_fp8<true>(groups, kind) : kernel_of_fp8<false>(groups, kind);
   return launch(plan, kernel, known[groups + 2 * rounds][static_cast<int>(kind)]);

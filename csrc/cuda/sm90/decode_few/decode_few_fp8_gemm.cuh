@@ -1,10 +1,10 @@
 // Products of e4m3 weights, in the layout of w4a8_layout.h, with tokens that hold e4m3 values, both exact in float16,
-// or 16-bit ones, beside which codes become bfloat16. The tensor cores add products in float32; scales multiply sums,
-// of 64 values of K or of a whole unit.
+// or 16-bit ones, beside which codes become bfloat16; and of int8 ones, exact in bfloat16, too. The tensor cores add
+// products in float32; scales multiply sums, of 64 values of K or of a whole unit.
 #pragma once
 #include "decode_few_gemm.cuh"
 #include "../device/async.cuh"
-#include "../formats/weights_e4m3.cuh"
+#include "../formats/weights_int8.cuh"
 #include "../formats/weights_packed.cuh"
 #include "../numerics/act_rounding.cuh"
 
@@ -35,9 +35,13 @@ __device__ __forceinline__ void scale_sums(const Place& place, const float (&wei
 
 // A 16 x 16 piece of a tile as an operand, of its lane's codes of rows g and g + 8, four of each, in the order of K:
 // float16 or bfloat16.
-template <bool kHalf>
+template <bool kHalf, bool kIntegers>
 __device__ __forceinline__ void multiply_codes(float (&d)[4], uint32_t low, uint32_t high, uint2 tokens) {
-  if constexpr (kHalf) {
+  if constexpr (kIntegers) {
+    const E4m3Halves l = decode_int8_in_order(low), h = decode_int8_in_order(high);
+    const uint32_t a[4] = {l.first, h.first, l.second, h.second};
+    decode::multiply_add(d, a, tokens.x, tokens.y);
+  } else if constexpr (kHalf) {
     const uint2 l = decode4_to_half(low), h = decode4_to_half(high);
     const uint32_t a[4] = {l.x, h.x, l.y, h.y};
     decode::multiply_add<true>(d, a, tokens.x, tokens.y);
@@ -48,15 +52,16 @@ __device__ __forceinline__ void multiply_codes(float (&d)[4], uint32_t low, uint
   }
 }
 
-template <bool kGroups, bool kRounded>
-struct Multiplier<Fp8Format<kGroups, kRounded>> {
+// kRounded: tokens hold e4m3 values as float16. kIntegers: codes are int8.
+template <bool kGroups, bool kRounded, bool kIntegers>
+struct ByteMultiplier {
   uint32_t at;  // of this lane's row of the first half of a tile
   const float* scales;  // kGroups: of gate and up rows, or all, which are `other` apart, `blocks` of each
   int other, blocks, kept;
   float weights[2][2];  // scales: of the two blocks of rows, and of their two rows; kGroups: weights[0], each lane's of
                         // the `kept`-th 32 blocks of K
 
-  __device__ __forceinline__ explicit Multiplier(const Args&)
+  __device__ __forceinline__ explicit ByteMultiplier(const Args&)
       : scales(nullptr), other(0), blocks(0), kept(-1), weights{} {
     at = threadIdx.x / 32 % 2 * 2048 + matrix_row(lane_of_warp());
   }
@@ -120,7 +125,7 @@ struct Multiplier<Fp8Format<kGroups, kRounded>> {
         float (&to)[4] = kGroups ? part : sums.v[i];
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
-          multiply_codes<kRounded>(to, low_words[step], high_words[step], steps[step]);
+          multiply_codes<kRounded, kIntegers>(to, low_words[step], high_words[step], steps[step]);
         }
         if constexpr (kGroups) {
 #pragma unroll
@@ -137,6 +142,16 @@ struct Multiplier<Fp8Format<kGroups, kRounded>> {
       scale_sums<kRounded>(place, weights, sums);
     }
   }
+};
+
+template <bool kGroups, bool kRounded>
+struct Multiplier<Fp8Format<kGroups, kRounded>> : ByteMultiplier<kGroups, kRounded, false> {
+  using ByteMultiplier<kGroups, kRounded, false>::ByteMultiplier;
+};
+
+template <>
+struct Multiplier<Int8Format> : ByteMultiplier<false, false, true> {
+  using ByteMultiplier::ByteMultiplier;
 };
 
 // Products of MXFP8 weights, in the layout of w4a8_layout.h, with 16-bit tokens: codes times their powers of two are

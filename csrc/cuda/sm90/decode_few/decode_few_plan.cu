@@ -1,6 +1,6 @@
 // The host's part of a decode launch for very few tokens.
 #include "decode_few_shared.cuh"
-#include "../formats/weights_e4m3.cuh"
+#include "../formats/weights_int8.cuh"
 #include "../formats/formats.cuh"
 
 namespace moeq::sm90::few {
@@ -13,7 +13,7 @@ struct Tiles {
 };
 
 constexpr Tiles tiles_of(Codes codes) {
-  return are_fp8(codes)     ? Tiles{2, kFp8TileBytes, 8, 4}
+  return are_bytes(codes)   ? Tiles{2, kFp8TileBytes, 8, 4}
          : are_mxfp8(codes) ? Tiles{2, kMxfp8TileBytes, 8, 4}
                             : Tiles{are_of_w4a8(codes) ? 2 : 1, kTileBytes, 16, 8};
 }
@@ -72,6 +72,9 @@ float accumulator_scale(Codes codes, Format format) {
   if (are_mxfp8(codes)) {
     return kMxfp8AccumulatorScale;
   }
+  if (codes == Codes::kInt8) {
+    return kInt8AccumulatorScale;
+  }
   if (are_of_w4a8(codes)) {
     return 1.0f;
   }
@@ -123,7 +126,7 @@ bool fits_kernel(Codes codes, const Problem& p, bool gathers) {
 
 // Whether who multiplies the intermediate rounds it to e4m3.
 constexpr bool rounds_hidden(Codes codes) {
-  return codes != Codes::kFourBits && codes != Codes::kMxfp8 && !are_fp8_beside_16(codes);
+  return codes != Codes::kFourBits && codes != Codes::kMxfp8 && !are_bytes_beside_16(codes);
 }
 
 // Bytes of an operand's row: values, then scales of e4m3 ones, of which a few fit into the odd 16 bytes that spread
@@ -273,7 +276,7 @@ bool place_in_shared(Codes codes, Kind kind, Args& args, int grid, int shared) {
   const Tiles stage = tiles_of(codes);
   const bool many = args.slots * tiles / grid > kMany;
   // A stage of 8-bit weights should have a tile for each pair of warps.
-  const bool is_long = many || are_fp8(codes) || are_mxfp8(codes);
+  const bool is_long = many || are_bytes(codes) || are_mxfp8(codes);
   const int chosen = stage_tiles_of(codes, args.p.format, is_long ? stage.long_stage : stage.short_stage);
   const bool gathers = kind == Kind::kGathered;
   const int short_stage = stage_tiles_of(codes, args.p.format, stage.short_stage);
@@ -357,9 +360,12 @@ static cudaError_t make_plan_of(const Problem& p, Codes codes, const Fp8& fp8, b
 }
 
 cudaError_t make_plan(const Problem& p, Plan& plan, bool& fits) {
-  if (p.format == Format::kFp8) {
+  if (p.format == Format::kFp8 || p.format == Format::kInt8) {
     const Fp8 kept = {{p.scales13, p.scales2}, {ActScale::kNone, ActScale::kNone}, {nullptr, nullptr}, {}};
-    return make_plan(p, p.scales13.blocks ? Codes::kBlocksBeside16 : Codes::kRowsBeside16, kept, plan, fits);
+    const Codes codes = p.format == Format::kInt8 ? Codes::kInt8
+                        : p.scales13.blocks       ? Codes::kBlocksBeside16
+                                                  : Codes::kRowsBeside16;
+    return make_plan(p, codes, kept, plan, fits);
   }
   return make_plan(p, p.format == Format::kMxfp8 ? Codes::kMxfp8 : Codes::kFourBits, {}, plan, fits);
 }

@@ -29,6 +29,9 @@ struct Mxfp8Format {
   static constexpr int kTileScaleBytes = tile_scale_bytes(Format::kMxfp8);   // of 64 values of K
 };
 
+// int8 weights with scales of rows, in the tiles of e4m3 ones, beside 16-bit activations.
+struct Int8Format {};
+
 // A format of formats.cuh, or MXFP8, whose tokens and intermediate are rounded to e4m3.
 template <class Weights_>
 struct BesideE4m3 : Weights_ {
@@ -38,10 +41,11 @@ struct BesideE4m3 : Weights_ {
 template <class Format>
 constexpr bool kIsMxfp8 = std::is_base_of_v<Mxfp8Format, Format>;
 
+// Bytes whose scales are beside the tiles: e4m3 or int8.
 template <class Format>
-constexpr bool kIsFp8 = false;
+constexpr bool kIsBytes = std::is_same_v<Format, Int8Format>;
 template <bool kGroups, bool kRounded>
-constexpr bool kIsFp8<Fp8Format<kGroups, kRounded>> = true;
+constexpr bool kIsBytes<Fp8Format<kGroups, kRounded>> = true;
 
 // Whether each 128 x 128 weights have a scale.
 template <class Format>
@@ -77,16 +81,16 @@ constexpr bool kInHalf<Fp8Format<kGroups, true>> = true;
 
 // Whether weights lie as w4a8_layout.h says, and what lies behind a row tile's scales.
 template <class Format>
-constexpr bool kIsOfW4a8 = kIsFp8<Format> || kIsPacked<Format> || kIsMxfp8<Format>;
+constexpr bool kIsOfW4a8 = kIsBytes<Format> || kIsPacked<Format> || kIsMxfp8<Format>;
 template <class Format>
 constexpr int kBytesBehindRow = kIsPacked<Format> ? kTileRows : 0;
 
 // Of 64 rows by 64 values of K: codes, and what a stage has for them.
 template <class Format>
-constexpr int kCodeBytes = kIsFp8<Format> || kIsMxfp8<Format> ? kFp8TileBytes : kTileCodeBytes;
+constexpr int kCodeBytes = kIsBytes<Format> || kIsMxfp8<Format> ? kFp8TileBytes : kTileCodeBytes;
 template <class Format>
 constexpr int stage_tile_bytes() {
-  if constexpr (kIsFp8<Format>) {
+  if constexpr (kIsBytes<Format>) {
     return kFp8TileBytes;
   } else if constexpr (kIsMxfp8<Format>) {
     return kMxfp8TileBytes;

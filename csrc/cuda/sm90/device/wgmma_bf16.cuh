@@ -66,15 +66,17 @@
   M(72, __VA_ARGS__)
 #define MOEQ_TO_96(M, ...)                                                                                \
   MOEQ_TO_72(M, __VA_ARGS__) M(80, __VA_ARGS__) M(88, __VA_ARGS__) M(96, __VA_ARGS__)
-#define MOEQ_TO_160(M, ...)                                                                               \
+#define MOEQ_TO_144(M, ...)                                                                               \
   MOEQ_TO_96(M, __VA_ARGS__) M(104, __VA_ARGS__) M(112, __VA_ARGS__) M(120, __VA_ARGS__) M(128, __VA_ARGS__) \
-  M(136, __VA_ARGS__) M(144, __VA_ARGS__) M(152, __VA_ARGS__) M(160, __VA_ARGS__)
+  M(136, __VA_ARGS__) M(144, __VA_ARGS__)
+#define MOEQ_TO_160(M, ...) MOEQ_TO_144(M, __VA_ARGS__) M(152, __VA_ARGS__) M(160, __VA_ARGS__)
 #define MOEQ_TO_192(M, ...)                                                                               \
   MOEQ_TO_160(M, __VA_ARGS__) M(168, __VA_ARGS__) M(176, __VA_ARGS__) M(184, __VA_ARGS__) M(192, __VA_ARGS__)
 #define MOEQ_LABELS_32 "w8, w16, w24, w32"
 #define MOEQ_LABELS_72 MOEQ_LABELS_32 ", w40, w48, w56, w64, w72"
 #define MOEQ_LABELS_96 MOEQ_LABELS_72 ", w80, w88, w96"
-#define MOEQ_LABELS_160 MOEQ_LABELS_96 ", w104, w112, w120, w128, w136, w144, w152, w160"
+#define MOEQ_LABELS_144 MOEQ_LABELS_96 ", w104, w112, w120, w128, w136, w144"
+#define MOEQ_LABELS_160 MOEQ_LABELS_144 ", w152, w160"
 #define MOEQ_LABELS_192 MOEQ_LABELS_160 ", w168, w176, w184, w192"
 
 // Accumulators d[i] and on as operands.
@@ -171,6 +173,16 @@ __device__ __forceinline__ void multiply_step<72>(float* d, const uint32_t (&a)[
 template <>
 __device__ __forceinline__ void multiply_step<160>(float* d, const uint32_t (&a)[4][4], uint32_t b, int index) {
   MOEQ_MULTIPLY_STEP_160;
+}
+
+template <>
+__device__ __forceinline__ void multiply_step<144>(float* d, const uint32_t (&a)[4][4], uint32_t b, int index) {
+  asm volatile(
+    MOEQ_BEGIN MOEQ_TOKENS("%88", "%90") MOEQ_BRANCH("%89", MOEQ_LABELS_144)
+    MOEQ_TO_144(MOEQ_ONE_STEP, "{%72, %73, %74, %75}", "{%76, %77, %78, %79}",
+                "{%80, %81, %82, %83}", "{%84, %85, %86, %87}") MOEQ_END
+    : MOEQ_OUT64(0), MOEQ_OUT4(64), MOEQ_OUT4(68)
+    : MOEQ_IN16(a), "r"(b), "r"(index), "r"(kTokenOperandHigh));
 }
 
 // Two steps, the tokens of the second where a stage of tokens of max_width has them.
@@ -347,6 +359,11 @@ __device__ __forceinline__ void wait_for_sums<96>(float* d) {
 template <>
 __device__ __forceinline__ void wait_for_sums<72>(float* d) {
   asm volatile("wgmma.wait_group.sync.aligned 0;" : MOEQ_OUT16(0), MOEQ_OUT16(16), MOEQ_OUT4(32)::"memory");
+}
+
+template <>
+__device__ __forceinline__ void wait_for_sums<144>(float* d) {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" : MOEQ_OUT64(0), MOEQ_OUT4(64), MOEQ_OUT4(68)::"memory");
 }
 
 // One step of two tiles again, with a in shared memory, too, like b: tiles of 64 rows, 8192 bytes each, one after another.

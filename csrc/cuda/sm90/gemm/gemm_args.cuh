@@ -11,7 +11,8 @@
 
 namespace moeq::sm90 {
 
-// Weights of 8 bits, in the tiles of w4a8_layout.h: one format as far as these kernels are concerned.
+// e4m3 weights in the tiles of w4a8_layout.h beside bfloat16 operands, with scales of rows or of what has many, and
+// MXFP8: one format as far as these kernels are concerned.
 struct ByteFormat {
   static constexpr int kTileScaleBytes = 0;
   static constexpr float kAccumulatorScale = 1.0f;
@@ -21,6 +22,14 @@ struct ByteFormat {
 struct W8a8Format : ByteFormat {};
 template <class Format>
 inline constexpr bool kIsW8a8 = std::is_same_v<Format, W8a8Format>;
+
+// The same with scales of 128 x 128; and int8 weights, with scales of rows.
+struct ByteBlockFormat : ByteFormat {};
+struct ByteInt8Format : ByteFormat {};
+template <class Format>
+inline constexpr bool kIsInt8 = std::is_same_v<Format, ByteInt8Format>;
+template <class Format>
+inline constexpr bool kIsByte = std::is_same_v<Format, ByteFormat>;
 
 // Whether operands are float16.
 template <class Format>

@@ -33,7 +33,7 @@ using TokenFactors = float[Sizes<C>::kHasBlocks ? 1 : C::kConsumers][Sizes<C>::k
 template <class C>
 struct __align__(1024) GemmShared : GemmOperands<C> {
   int slots[C::kConsumers][2][C::kMaxWidth];  // of this work and of the next
-  Work work[kWorkSlots];
+  alignas(16) Work work[kWorkSlots];  // two loads take one
   uint64_t tokens_full[C::kTokenStages], tokens_empty[C::kTokenStages];
   uint64_t weights_full[C::kWeightStages], weights_empty[C::kWeightStages];
   uint64_t work_full[kWorkSlots], work_empty[kWorkSlots];

@@ -52,7 +52,9 @@ namespace moeq::sm90 {
 constexpr float kAccumulatorScale = 274877906944.0f;  // 2^38
 
 // Whether weights are bytes in the tiles of w4a8_layout.h.
-constexpr bool has_bytes(Format format) { return format == Format::kFp8 || format == Format::kMxfp8; }
+constexpr bool has_bytes(Format format) {
+  return format == Format::kFp8 || format == Format::kMxfp8 || format == Format::kInt8;
+}
 
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 constexpr int row_tiles13(int inter, bool gated) { return ceil_div(gated ? 2 * inter : inter, kTileRows); }

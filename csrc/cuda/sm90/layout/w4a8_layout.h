@@ -27,6 +27,8 @@
 // 16-byte pieces exchanged as the 128-byte swizzle of wgmma has it. Scales are beside the tiles, in float32 and in the
 // order of the rows (tiled_problem.h); those of mxfp8 in tiles of 256 bytes: byte 128 * half + 2 * (2 * (t / 4) + c /
 // 2) + h is the exponent of the 32 values of K at 64 * half + 32 * (c / 2), as the checkpoint has it.
+//
+// int8 codes: the same.
 #pragma once
 #include <cstdint>
 

@@ -55,8 +55,8 @@ const T* aligned_data_of(const char* op, const char* name, const Tensor& tensor,
 }
 
 inline const uint8_t* tiles_of(const char* op, const char* name, const Tensor& tensor, int64_t count,
-                               const Tensor& beside) {
-  return aligned_data_of<uint8_t>(op, name, tensor, ScalarType::Byte, count, beside);
+                               const Tensor& beside, ScalarType dtype = ScalarType::Byte) {
+  return aligned_data_of<uint8_t>(op, name, tensor, dtype, count, beside);
 }
 
 inline const float* floats_of(const char* op, const char* name, const OptionalTensor& tensor, int64_t count,

@@ -1,4 +1,4 @@
-// Weights of ops in tiles, and scales of e4m3 weights, from tensors.
+// Weights of ops in tiles, and scales of e4m3 and int8 weights, from tensors.
 #pragma once
 #include "op_layer.h"
 #include "../layout/layout.h"
@@ -7,7 +7,7 @@
 
 namespace moeq::sm90 {
 
-// Float32 scales of `rows` rows in `halves` halves: [experts, rows, 1], [experts, halves] or [experts, 1]; blocks:
+// Float32 scales of `rows` rows in `halves` halves: [experts, rows, 1, ...], [experts, halves] or [experts, 1]; blocks:
 // [experts, tiles of rows, tiles of K], of 128 x 128.
 inline WeightScales weight_scales_of(const char* op, const char* name, const Tensor& tensor, bool blocks, int experts,
                                      int64_t rows, int halves, int64_t k, const Tensor& beside) {
@@ -19,7 +19,7 @@ inline WeightScales weight_scales_of(const char* op, const char* name, const Ten
     scales.expert = halves * row_blocks * columns;
     scales.half = static_cast<int>(row_blocks * columns);
     scales.row = static_cast<int>(columns);
-  } else if (tensor.dim() == 3) {
+  } else if (tensor.dim() >= 3) {
     scales.expert = rows;
     scales.half = static_cast<int>(of_half);
     scales.row = 1;
@@ -31,8 +31,9 @@ inline WeightScales weight_scales_of(const char* op, const char* name, const Ten
   return scales;
 }
 
-// The size of a tile of codes, that of a scale and that of a tile's scales tell the formats apart.
+// The dtype of codes, the size of a tile of them, that of a scale and that of a tile's scales tell the formats apart.
 inline Format format_of(const char* op, const Tensor& codes, const Tensor& scale) {
+  if (codes.scalar_type() == ScalarType::Char) return Format::kInt8;
   if (codes.size(3) == w4a8::kFp8Bytes) {
     return scale.scalar_type() == ScalarType::Float ? Format::kFp8 : Format::kMxfp8;
   }
@@ -60,8 +61,9 @@ inline Tiled bind_codes(const char* op, Problem& p, const LayerCall& call, int64
   const int64_t row_tiles2 = ceil_div(p.hidden, kTileRows);
   const Tiled tiled = {bytes, int64_t{p.experts} * row_tiles13(p.inter, p.gated) * ceil_div(p.hidden, k_of_tile),
                        p.experts * row_tiles2 * ceil_div(p.inter, k_of_tile)};
-  p.w13 = tiles_of(op, "w13", call.w13, tiled.tiles13 * bytes, call.out);
-  p.w2 = tiles_of(op, "w2", call.w2, tiled.tiles2 * bytes, call.out);
+  const ScalarType dtype = p.format == Format::kInt8 ? ScalarType::Char : ScalarType::Byte;
+  p.w13 = tiles_of(op, "w13", call.w13, tiled.tiles13 * bytes, call.out, dtype);
+  p.w2 = tiles_of(op, "w2", call.w2, tiled.tiles2 * bytes, call.out, dtype);
   return tiled;
 }
 
@@ -71,8 +73,8 @@ inline void bind_tiled_scales(const char* op, Problem& p, const LayerCall& call,
   p.w2_scale = tile_scales_of(op, "w2_scale", *call.w2_scale, tiled.tiles2 * scale_bytes, call.out);
 }
 
-// Float32 scales of e4m3 weights: blocks of 128 x 128 where both dimensions are theirs.
-inline void bind_fp8_scales(const char* op, Problem& p, const LayerCall& call) {
+// Float32 scales of e4m3 and int8 weights: blocks of 128 x 128 where both dimensions are theirs.
+inline void bind_float_scales(const char* op, Problem& p, const LayerCall& call) {
   const Tensor &of13 = *call.w13_scale, &of2 = *call.w2_scale;
   const int halves = p.gated ? 2 : 1;
   const auto is_blocks = [](const Tensor& scale, int64_t rows) { return scale.dim() == 3 && scale.size(1) != rows; };
@@ -87,8 +89,8 @@ inline void bind_bytes(const char* op, Problem& p, const LayerCall& call) {
   STD_TORCH_CHECK(p.hidden % kByteHiddenMultiple == 0, "moeq_C::", op, ": the hidden size must be a multiple of ",
                   kByteHiddenMultiple);
   const Tiled tiled = bind_codes(op, p, call, w4a8::kFp8Bytes, w4a8::kTileK);
-  if (p.format == Format::kFp8) {
-    bind_fp8_scales(op, p, call);
+  if (p.format == Format::kFp8 || p.format == Format::kInt8) {
+    bind_float_scales(op, p, call);
   } else {
     bind_tiled_scales(op, p, call, tiled, 2 * tile_scale_bytes(p.format));
   }
@@ -117,6 +119,7 @@ inline void check_rounding(const RoundedProblem& p, const Layer& layer) {
   const bool known = p.format == Format::kNvfp4   ? p.act_format != ActFormat::kMxfp8
                      : p.format == Format::kMxfp4 ? p.act_format != ActFormat::kNvfp4
                      : p.format == Format::kMxfp8 ? p.act_format == ActFormat::kMxfp8
+                     : p.format == Format::kInt8  ? false
                                                   : p.act_format == ActFormat::kFp8;
   STD_TORCH_CHECK(!rounds || known, "moeq_C::", layer.op,
                   ": quantize_hidden and quantize_intermediate must be False, and hidden_states_scale absent, unless "

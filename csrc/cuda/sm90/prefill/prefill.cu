@@ -27,12 +27,16 @@ GemmVariants variants_of(Finish finish) {
   }
 }
 
+bool has_blocks(const Problem& p) { return p.format == Format::kFp8 && p.scales13.blocks; }
+
 // half: operands are float16.
 GemmVariants variants_of(const Problem& p, bool half) {
   if (half) {
     return p.format == Format::kNvfp4 ? variants_of<Nvfp4HalfFormat>(finish_of(p))
                                       : variants_of<W8a8Format>(finish_of(p));
   }
+  if (has_blocks(p)) return variants_of<ByteBlockFormat>(finish_of(p));
+  if (p.format == Format::kInt8) return variants_of<ByteInt8Format>(finish_of(p));
   if (has_bytes(p.format)) return variants_of<ByteFormat>(finish_of(p));
   switch (p.format) {
     case Format::kNvfp4:
@@ -138,10 +142,11 @@ Plan make_plan(const RoundedProblem& p, Shape shape) {
 }
 
 cudaError_t launch_gemms(const Plan& plan, const GemmArgs& args) {
-  static KnownDevices known[kFormats + 2][kFinishes][kShapes];  // the last two: float16 operands
+  static KnownDevices known[kFormats + 3][kFinishes][kShapes];  // two: float16 operands; the last: scales of blocks
   const Problem& p = args.problem;
   const bool half = plan.operand.half;
-  const int format = half ? kFormats + (p.format == Format::kNvfp4) : static_cast<int>(p.format);
+  const int of_format = has_blocks(p) ? kFormats + 2 : static_cast<int>(p.format);
+  const int format = half ? kFormats + (p.format == Format::kNvfp4) : of_format;
   const int shape = static_cast<int>(plan.shape);
   return launch_variant(variant_for(p, half, plan.shape), args, p,
                         known[format][static_cast<int>(finish_of(p))][shape]);

@@ -10,8 +10,8 @@
 
 namespace moeq::sm90 {
 
-// Float32 scales of e4m3 weights, which multiply: that of row r of a half at expert * e + half * h + row * r; blocks:
-// at expert * e + half * h + row * (r / 128) + K / 128.
+// Float32 scales of e4m3 and int8 weights, which multiply: that of row r of a half at expert * e + half * h + row * r;
+// blocks: at expert * e + half * h + row * (r / 128) + K / 128.
 struct WeightScales {
   const float* data;
   int64_t expert;
@@ -39,7 +39,7 @@ struct Problem {
   const uint8_t* w2;  // [experts, row_tiles2, k_tiles2, 2048]
   const uint8_t* w2_scale;  // [experts, row_tiles2, k_tiles2, 256]
   Format format;
-  WeightScales scales13, scales2;  // of e4m3 weights that have none in tiles
+  WeightScales scales13, scales2;  // of weights of 8 bits that have none in tiles
   const float* g1_alphas;  // [experts, alphas13]; null: 1
   int alphas13;  // 1, or 2: gate and up have one each
   const float* g2_alphas;  // [experts]; null: 1
