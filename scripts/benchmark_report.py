@@ -34,7 +34,6 @@ LAYERS = (
     *("h200_moe.jsonl", "h200_standard.jsonl"),
     *("h200_auto_sweep_peers.jsonl", "h200_auto_sweep_between.jsonl", "h200_auto_sweep_fp8.jsonl"),
     *("h200_tables.jsonl", "h200_tables_fp8.jsonl", "h200_int4_fp8_peers.jsonl", "h200_auto_sweep_now.jsonl"),
-    "h200_int8.jsonl",
 )
 SWEEP = "h200_sm90_sweep.jsonl"
 MODELS = {

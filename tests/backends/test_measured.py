@@ -81,10 +81,29 @@ def test_forms_of_int4_that_are_not_measured(act_format: str, activation: str) -
 
 
 @pytest.mark.parametrize("act_format", ("none", "fp8"))
-@pytest.mark.parametrize("kind", ("bfloat16 per row", "float16 per row with zero points", "float32 per row"))
-def test_scales_of_rows_of_int4_were_not_timed(act_format: str, kind: str) -> None:
-    """`triton` has another kernel for them than for groups."""
-    assert moe.explain(dataclasses.replace(INT4, act_format=act_format, weight_scales=kind)).chosen == "triton"
+@pytest.mark.parametrize(
+    ("kind", "chosen"),
+    [
+        ("bfloat16 per row", "cuda_sm90_int4"),
+        ("float16 per row", "cuda_sm90_int4"),
+        ("float16 per row with zero points", "triton"),
+        ("float32 per row", "triton"),
+    ],
+)
+def test_scales_of_rows_of_int4(act_format: str, kind: str, chosen: str) -> None:
+    """`triton` has another kernel for them than for groups: what was not timed is left to it."""
+    assert moe.explain(dataclasses.replace(INT4, act_format=act_format, weight_scales=kind)).chosen == chosen
+
+
+@pytest.mark.parametrize("scheme", ["int4", "fp8", "fp8_block"])
+def test_silu_with_a_limit(scheme: str) -> None:
+    """DeepSeek-V4's 10, and what is nearer than 0.25, the least one that was measured."""
+    act_format, scales = ("none", "bfloat16 per 128") if scheme == "int4" else ("fp8", None)
+    fast, exact = ("cuda_sm90_int4", "triton") if scheme == "int4" else ("cuda_sm90_fp8", "cuda_sm90")
+    fields = {"act_format": act_format, "weight_scales": "channel" if scheme == "fp8" else scales}
+    for limit, chosen in ((10.0, fast), (0.25, fast), (0.2, exact)):
+        posed = dataclasses.replace(INT4, scheme=scheme, constants=(1.0, 0.0, limit), **fields)
+        assert moe.explain(posed).chosen == chosen, limit
 
 
 def test_two_matrices_scales_that_are_stored_alike_are_one_kind() -> None:

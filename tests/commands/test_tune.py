@@ -129,7 +129,7 @@ def test_a_checkpoint_without_experts(tmp_path: Path) -> None:
             ("--scheme", "int4"),
             "must be for one of nvfp4 with nvfp4, nvfp4 with none, nvfp4 with fp8, mxfp4 with none, mxfp4 with fp8, "
             "mxfp4 with mxfp8, fp8 with none, fp8 with fp8, fp8_block with none, fp8_block with fp8, mxfp8 with none, "
-            "mxfp8 with mxfp8, "
+            "mxfp8 with mxfp8, int8 with none, "
             "got int4",
         ),
         (("--shapes", "8:2:2000:512"), "hidden_size must be a multiple of 32, got 2000"),

@@ -15,7 +15,7 @@ from torch_moe_ops.backends import BACKENDS
 INT4 = ("int4", "int4g32", "int4g64", "int4zp", "int4f16", "int4zpf16", "int4g32zp", "int4g32f16", "int4g32zpf16",
         "int4g64zp", "int4g64f16", "int4g64zpf16", "int4f32", "int4zpf32", "int4row", "int4rowf16")  # fmt: skip
 FORMATS = ("nvfp4", "nvfp4-a4", "nvfp4-a8", "mxfp4", "mxfp4-a8", "mxfp4-a8row", *INT4, "mxint4", "fp8", "fp8row",
-           "fp8half", "fp8-a16", "fp8row-a16", "fp8half-a16", "mxfp8-a16", "mxfp8-a8", "bf16",
+           "fp8half", "fp8-a16", "fp8row-a16", "fp8half-a16", "mxfp8-a16", "mxfp8-a8", "int8", "int8-a8", "bf16",
            *(f"{fmt}-a8" for fmt in INT4))  # fmt: skip
 
 
