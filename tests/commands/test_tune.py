@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shutil
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch_moe_ops.backends import BACKENDS
 from torch_moe_ops.backends.triton import FORMATS
 from torch_moe_ops.backends.triton_engine.configs import Config, Tile, rules
 from torch_moe_ops.checkpoints import CheckpointError
-from torch_moe_ops.commands.tune import candidates, layers
+from torch_moe_ops.commands.tune import candidates, command, layers
 from torch_moe_ops.commands.tune.command import layers_of, tokens_of
 from torch_moe_ops.commands.tune.replays import replay_us
 from torch_moe_ops.commands.tune.search import plan, search
@@ -144,6 +145,17 @@ def test_layers_that_cuda_sm90_does_not_run(arguments: tuple[str, ...], message:
     with pytest.raises(ValueError, match=message):
         _options("--backend", "cuda_sm90", *arguments)
     _options(*arguments)  # triton does
+
+
+def test_int8_layers_have_scales_of_rows() -> None:
+    """Which `cuda_sm90` takes alone."""
+    _options("--backend", "cuda_sm90", "--scheme", "int8", "--act-format", "none", "--shapes", "8:2:256:128")
+    layer = layers.of_shape("8:2:256:128", "int8", "none")
+    assert layer.raw.w13_scale is not None and layer.raw.w13_scale.shape == (8, 256, 1)
+    groups = torch.empty((8, 256, 2), device="meta")
+    wrong = layer._replace(raw=dataclasses.replace(layer.raw, w13_scale=groups))
+    with pytest.raises(ValueError, match=r"int8 weights must have a scale for each row, .* got group"):
+        command._check_for_sm90(wrong)
 
 
 def test_tokens_are_sorted_and_distinct() -> None:

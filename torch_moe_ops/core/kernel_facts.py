@@ -97,7 +97,8 @@ class TileScales:
         return self.in_tile * self.each
 
 
-# By these numbers the op tells the formats of 4 bits apart; codes of 8 bits have larger tiles.
+# By these numbers the op tells the formats of 4 bits apart; codes of 8 bits have larger tiles, int8 ones a dtype of
+# their own.
 SM90_FORMATS: dict[str, TileScales] = {
     "nvfp4": TileScales(4, 1),
     "mxfp4": TileScales(2, 1),

@@ -76,6 +76,13 @@ def _check_unusual(op: str, call: ExpertsCall, plan: Plan) -> None:
         fail(op, "w13_scale", f"have dtype {s2.dtype} like w2_scale (tiles have one form of scales)", s13.dtype)
     pairs = (("w13", call.w13_zero_point, call.w13_scale), ("w2", call.w2_zero_point, call.w2_scale))
     for name, zero_point, scale in pairs:
+        if zero_point is not None and plan.backend.layout.pads_hidden:
+            fail(
+                op,
+                f"{name}_zero_point",
+                f"be None: {plan.backend.name!r} has those of tiles in {name}_scale",
+                zero_point.shape,
+            )
         if zero_point is not None and scale is not None and zero_point.shape != scale.shape:
             text = f"have shape {tuple(scale.shape)} like {name}_scale"
             fail(op, f"{name}_zero_point", text, zero_point.shape)

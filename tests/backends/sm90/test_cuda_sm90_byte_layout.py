@@ -155,6 +155,32 @@ def test_the_op_takes_what_prepare_makes(scheme: str, gated: bool) -> None:
     assert out.shape == (5, hidden) and out.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("weight", ("w13", "w2"))
+def test_the_op_takes_no_zero_points_beside_tiles(weight: str) -> None:
+    """Of the shape of the scales, which no kernel would read."""
+    given = cuda_sm90.prepare(random_layer("int8", 96, 160, True))
+    given |= {"hidden_states": torch.zeros(5, 96, dtype=torch.bfloat16), "topk_weights": torch.zeros(5, 2)}
+    given["topk_ids"] = torch.zeros(5, 2, dtype=torch.int32)
+    given[f"{weight}_zero_point"] = torch.ones_like(given[f"{weight}_scale"], dtype=torch.int8)
+    arguments, _ = schema_arguments("int8_moe_routed")
+    with FakeTensorMode() as mode:
+        tensors = {key: mode.from_tensor(tensor) for key, tensor in given.items()}
+        positional = [tensors.get(key) for key in arguments[: arguments.index("backend")]]
+        with pytest.raises(RuntimeError, match=f"{weight}_zero_point must be None: 'cuda_sm90' has those of tiles"):
+            overload("int8_moe_routed")(*positional, backend="cuda_sm90", act_format="none", activation="silu")
+
+
+def test_grouped_linear_takes_no_zero_points_beside_tiles() -> None:
+    raw = random_layer("int8", 96, 160, True)
+    given = cuda_sm90.prepare(raw)
+    x, offsets = torch.zeros(4, 160, dtype=torch.bfloat16), torch.tensor([2, 4], dtype=torch.int32)
+    points = torch.ones_like(given["w2_scale"], dtype=torch.int8)
+    with pytest.raises(RuntimeError, match="weight_zero_point must be None for scheme 'int8'"):
+        torch.ops.moeq.grouped_linear(
+            x, offsets, given["w2"], given["w2_scale"], points, None, "cuda_sm90", "int8", "w2", 96, 160
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize("byte", (LARGEST + 1, 255))
 def test_exponents_that_bfloat16_would_not_hold_are_refused(byte: int) -> None:
     raw = random_layer("mxfp8", 96, 64, True)

@@ -35,7 +35,7 @@ _MEASURED_AS = {"tensor": "half"}
 # INT4 in groups of 64 that this backend measures as groups of 128, by activation format and dtype of the scales: its
 # layout repeats the scales of a larger group, so that they are the same bytes, and the same kernels run (beside fp8
 # with float32 scales alone). `triton`, whose steps are shorter then, takes longer than with groups of 128 beside fp8,
-# where both were timed. With scales of rows it has another kernel, which was not timed.
+# where both were timed. With scales of rows it has another kernel, and they are a kind of their own.
 _STORES_64_AS_128 = "cuda_sm90_int4"
 _DTYPES_OF_64 = {"none": ("bfloat16", "float16", "float32"), "fp8": ("float32",)}
 

@@ -57,7 +57,8 @@ def specs(scheme: Scheme, sizes: Sizes) -> dict[str, Spec]:
 
 
 def prepare(raw: RawWeights) -> dict[str, Tensor]:
-    """Tiles in the order of the tensor cores' operands, expert by expert, on raw's device; float32 scales are kept.
+    """Tiles in the order of the tensor cores' operands, expert by expert, on raw's device. float32 scales are kept,
+    those of int8 become so.
 
     Raises ValueError for weights that are NaN, for exponents that the tiles do not hold, and for int8 weights with zero
     points or scales of groups.

@@ -1,4 +1,4 @@
-"""The layouts of weights for fp8 GEMMs: NVFP4 and MXFP4 codes, e4m3 codes, and their exact inverses.
+"""The layouts of weights for fp8 GEMMs, and of bytes: NVFP4 and MXFP4, e4m3 and int8 codes, and their exact inverses.
 
 csrc/cuda/sm90/layout/w4a8_layout.h says where bits lie; numerics/w4a8.py, how 4-bit weights are rounded. A weight
 [E, N, K] is [E, row tiles, K tiles, bytes] in tiles of 64 rows x 128 values. Rows and K are padded with zeros; where

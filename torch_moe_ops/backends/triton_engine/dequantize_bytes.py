@@ -91,7 +91,7 @@ def _steps(scale: Tensor, blocks: bool, halves: int) -> tuple[int, int, int]:
 
 
 def bytes_decoder(weight: Tensor, scale: Tensor, scheme: str, gated: bool, space: Tensor) -> Decoder:
-    """As `dequantize.decoder`, of weight uint8 [E, row tiles, K tiles, 8192] and the layout's scales."""
+    """As `dequantize.decoder`, of weight uint8 or int8 [E, row tiles, K tiles, 8192] and the layout's scales."""
     _, n, width = space.shape
     row_tiles = weight.shape[1]
     form = stored_format(scheme, weight, scale, None)

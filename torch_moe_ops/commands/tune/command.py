@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from torch_moe_ops.backends import cuda_sm90
+from torch_moe_ops.backends.sm90 import byte_formats
 from torch_moe_ops.backends.sm90.common import CAPABILITY, MAX_EXPERTS
 from torch_moe_ops.backends.sm90.formats import size_multiple
 from torch_moe_ops.backends.triton import device_reason, package_reason
@@ -84,6 +85,8 @@ def _check_for_sm90(layer: Layer) -> None:
         raise ValueError(f"--backend: cuda_sm90 must be for one of {known}, got {raw.scheme} with {layer.act_format}")
     if raw.hidden_size % (multiple := size_multiple(raw.scheme)):
         raise ValueError(f"{layer.name}: hidden_size must be a multiple of {multiple}, got {raw.hidden_size}")
+    if raw.scheme == "int8" and (reason := byte_formats.int8_reason(byte_formats.int8_scales_of(raw))) is not None:
+        raise ValueError(f"{layer.name}: {reason}")
     if raw.num_experts > MAX_EXPERTS:
         raise ValueError(f"{layer.name}: num_experts must be at most {MAX_EXPERTS}, got {raw.num_experts}")
 

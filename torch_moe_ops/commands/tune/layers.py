@@ -76,10 +76,9 @@ def of_shape(name: str, scheme: str, act_format: str) -> Layer:
     dtype = known.weight_dtypes[0]
     tensors: dict[str, Any] = {}
     for argument, (shapes, dtypes) in linear.specs(known, Sizes(experts, hidden, inter, True, dtype)).items():
-        # Groups: the longest that is not a whole row, which is what checkpoints of 4-bit integers have.
-        shape = (
-            shapes[-2] if known.scales is not None and known.scales.kind == "group" and len(shapes) > 1 else shapes[0]
-        )
+        # Groups: rows, or of 4 bits the longest that is not a whole row, as checkpoints have them.
+        groups = known.scales is not None and known.scales.kind == "group" and len(shapes) > 1
+        shape = shapes[-1 if scheme == "int8" else -2] if groups else shapes[0]
         tensors[argument] = torch.empty(shape, dtype=dtypes[0], device="meta")
     if known.has_scale_2:
         tensors["w13_scale_2"] = torch.empty((experts, 1), device="meta")

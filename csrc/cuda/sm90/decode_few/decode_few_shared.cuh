@@ -235,7 +235,7 @@ __device__ __forceinline__ void next_stage(Turn& turn, int stages) {
   }
 }
 
-// Where e4m3 weights of a unit have their scales.
+// Where e4m3 and int8 weights of a unit have their scales.
 struct ScalePlace {
   const float* first;   // the expert's
   int half, row, rows;

@@ -1,4 +1,5 @@
-// The prepared layouts of weights that are multiplied with fp8 activations, and how 4-bit codes become e4m3 bytes.
+// The prepared layouts of weights that are multiplied with fp8 activations, and of all weights of 8 bits; and how 4-bit
+// codes become e4m3 bytes.
 //
 // Tiles of 64 rows by 128 values of K. With g = lane / 4 of a warp, its rows g and g + 8 of 16 are rows 8 * q + g of
 // gate and of up where w13 is gated (q = 4 * tile + warp), else rows 2 * g and 2 * g + 1 of the 16. Rows and K are
