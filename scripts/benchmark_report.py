@@ -56,7 +56,7 @@ def _int4_title(form: Form) -> str:
 FORMATS = {
     "nvfp4": "NVFP4", "mxfp4": "MXFP4", **{name: _int4_title(form) for name, form in INT4_FORMS.items()},
     "mxint4": "MXINT4", "fp8": "FP8, 128x128 blocks", "fp8row": "FP8, scales of rows",
-    "fp8half": "FP8, scales of half matrices", "mxfp8": "MXFP8", "int8": "INT8, scales of rows",
+    "fp8half": "FP8, scales of half matrices", "mxfp8": "MXFP8",
     "bf16": "bfloat16",
 }  # fmt: skip
 README_FORMATS = ("nvfp4", "mxfp4", "int4", "mxint4", "fp8")
